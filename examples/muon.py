@@ -1,0 +1,47 @@
+"""Muon for the weight matrices and AdamW for the rest, behind one `torch.optim.Optimizer` that `Trainer` can schedule and resume.
+
+Small models trained for minutes converge in clearly fewer steps with Muon. Knows nothing of the models it optimises.
+"""
+
+from typing import Any
+
+import torch
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Optimise hidden weight matrices with Muon; embeddings, heads, norms and biases with AdamW.
+
+    Args:
+        named_parameters (iterable of `(str, torch.nn.Parameter)`): The trainable parameters with their names.
+        lr (`float`): Shared learning rate; Muon's update is rescaled to the RMS of an AdamW update.
+        weight_decay (`float`): Decoupled weight decay of the matrices; the rest is not decayed.
+        lookup_tables (`tuple[str, ...]`): Name fragments of matrices that are lookup tables or logit projections,
+            where orthogonal updates make no sense.
+    """
+
+    def __init__(self, named_parameters, lr: float, weight_decay: float, lookup_tables: tuple[str, ...] = ("embed",)):
+        named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+        is_matrix = {name: p.ndim == 2 and not any(table in name for table in lookup_tables) for name, p in named}
+        matrices = [p for name, p in named if is_matrix[name]]
+        rest = [p for name, p in named if not is_matrix[name]]
+        super().__init__([p for _, p in named], {"lr": lr})
+        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        self._share_param_groups()
+
+    def _share_param_groups(self) -> None:
+        # The scheduler writes into these dictionaries; both optimizers must read the same ones.
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.muon.load_state_dict(state_dict["muon"])
+        self.adamw.load_state_dict(state_dict["adamw"])
+        self._share_param_groups()

@@ -1,0 +1,267 @@
+"""The drafting half of a decoding round: features in, a cut draft block out, through transformers' `CandidateGenerator`.
+
+transformers' assisted loop verifies and commits; this module drafts, cuts and keeps the statistics. It knows nothing of how
+it is reached from `generate()`.
+"""
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .feature_capture import FeatureCapture
+from .modeling_dspark import DraftCache, DSparkDraftModel
+from .policies import Policy
+from .sampling import scatter_to_vocabulary
+
+
+@dataclass
+class RoundStatistics:
+    """What happened in one `generate()` call, round by round.
+
+    The first new token comes out of the prefill and belongs to no round.
+
+    Attributes:
+        proposed (`list[int]`): Draft tokens sent to verification in each round.
+        accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token.
+        confidence (`list[torch.Tensor]`): c_1..c_γ of each drafted block, `[γ]`; empty without a confidence head.
+        draft_seconds, verify_seconds, total_seconds (`float`): Host time in the draft, in the target's verification passes,
+            and in all rounds. On an accelerator, work that is still queued counts for whoever waits for it.
+        prefill_seconds (`float`): Host time until the first new token.
+    """
+
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    confidence: list[torch.Tensor] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Number of verification rounds."""
+        return len(self.accepted)
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round, bonus token included; `nan` before the first round."""
+        return sum(self.accepted) / self.rounds + 1.0 if self.rounds else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over proposed draft tokens; `nan` when none was proposed."""
+        return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else float("nan")
+
+    @property
+    def rest_seconds(self) -> float:
+        """Time of the rounds outside draft and verification."""
+        return self.total_seconds - self.draft_seconds - self.verify_seconds
+
+    def proposed_at(self, position: int) -> int:
+        """Rounds that sent a token at a draft position (1..γ) to verification."""
+        return sum(length >= position for length in self.proposed)
+
+    def accepted_at(self, position: int) -> int:
+        """Rounds that accepted the token at a draft position (1..γ)."""
+        return sum(length >= position for length in self.accepted)
+
+
+class ProcessedSampler:
+    """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
+
+    Args:
+        logits_processor (`LogitsProcessorList`): The processors of the `generate()` call; stateless.
+        do_sample (`bool`): Draw from the law, or take its arg-max.
+        committed_ids (`torch.LongTensor` of shape `[B, S]`): The sequence up to the anchor.
+    """
+
+    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, committed_ids: torch.Tensor) -> None:
+        self._logits_processor = logits_processor
+        self._do_sample = do_sample
+        self._committed_ids = committed_ids
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if len(self._logits_processor) > 0:
+            logits, candidate_ids = self._process(logits, candidate_ids, drafted_ids), None
+        if not self._do_sample:
+            index = logits.argmax(dim=-1, keepdim=True)
+        else:
+            logits = logits.log_softmax(dim=-1)
+            index = torch.multinomial(logits.exp(), num_samples=1)
+        token_ids = index if candidate_ids is None else candidate_ids.gather(-1, index)
+        if not self._do_sample:
+            return token_ids[:, 0], None
+        if candidate_ids is not None:
+            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
+        return token_ids[:, 0], logits
+
+    _vocab_size = 0  # set by the candidate generator; only needed when candidates are scattered
+
+    def _process(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return processed scores over the whole vocabulary, minus infinity outside the candidates."""
+        if candidate_ids is not None:
+            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
+        prefix = torch.cat([self._committed_ids, drafted_ids.to(self._committed_ids.device)], dim=1)
+        scores = self._logits_processor(prefix, logits.to(prefix.device))
+        # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
+        dead = scores.amax(dim=-1, keepdim=True) == -torch.inf
+        if bool(dead.any()):
+            scores = torch.where(dead, self._logits_processor(prefix, torch.zeros_like(scores)), scores)
+        return scores.to(drafted_ids.device)
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Drafts for transformers' assisted loop. Enter it as a context manager: hooks live exactly as long.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DSparkDraftModel`]): Its draft; gets bound to the target.
+        generation_config (`GenerationConfig`): Of the call; `do_sample`, `max_length` and the eos ids are read.
+        logits_processor (`LogitsProcessorList`): Processors of the call; stateless.
+        policy ([`Policy`]): Decides how much of each block is verified.
+        max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides: dict[str, Any] = {}
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DSparkDraftModel,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        policy: Policy,
+        max_drafts: int | None = None,
+    ) -> None:
+        self.draft = draft.bind(target)
+        self.policy = policy
+        self.statistics = RoundStatistics()
+        self._target = target
+        self._logits_processor = logits_processor
+        self._do_sample = generation_config.do_sample
+        self._max_length = generation_config.max_length
+        eos = getattr(generation_config, "_eos_token_tensor", None)
+        self._eos_token_ids = None if eos is None else eos.cpu()
+        self._max_drafts = min(draft.config.block_size, max_drafts or draft.config.block_size)
+        self._capture = FeatureCapture(target, draft.config.target_layer_ids)
+        self._cache = DraftCache(draft.config.num_hidden_layers)
+        self._num_proposed = 0
+        self._forward_started = 0.0
+        self._round_started = 0.0
+        self._timers: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> "DSparkCandidateGenerator":
+        self._capture.__enter__()
+        self._timers = [
+            self._target.register_forward_pre_hook(self._start_forward),
+            self._target.register_forward_hook(self._stop_forward),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._timers:
+            handle.remove()
+        self._capture.__exit__(kind, error, trace)
+        self.draft.last_stats = self.statistics
+
+    def _start_forward(self, *_: Any) -> None:
+        self._forward_started = time.perf_counter()
+
+    def _stop_forward(self, *_: Any) -> None:
+        elapsed = time.perf_counter() - self._forward_started
+        if self._cache.length == 0 and not self.statistics.proposed:
+            self.statistics.prefill_seconds += elapsed
+        else:
+            self.statistics.verify_seconds += elapsed
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Draft one block behind the committed tokens and cut it.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, S]`): Committed tokens; the last one is the anchor.
+            model_kwargs (`dict`): The target's; the attention mask says which prompt positions are padding.
+            model_outputs (`ModelOutput`): Not read, the features come by hooks.
+            is_first_iteration (`bool`): True before the prefill, when there are no features yet.
+            n_last_matches (`int`): Draft tokens accepted in the last round.
+
+        Returns:
+            The committed tokens with l draft tokens behind them `[1, S+l]`, and the log draft law `[1, l, V]`: `None` when
+            l = 0 or when drafts are arg-max.
+        """
+        self._num_proposed = 0
+        if is_first_iteration:
+            return input_ids, None
+        started = time.perf_counter()
+        self._round_started = self._round_started or started
+        # One token of the round is the target's own, so a block may fill the length up to one before the end.
+        num_drafts = min(self._max_drafts, self._max_length - input_ids.shape[1] - 1)
+        if num_drafts <= 0:
+            return input_ids, None
+        features = self._committed_features(model_kwargs, int(n_last_matches))
+        sampler = ProcessedSampler(self._logits_processor, self._do_sample, input_ids)
+        sampler._vocab_size = self.draft.config.vocab_size
+        block = self.draft.draft_block(input_ids[:, -1], features, self._cache, sampler)
+        if block.confidence is not None:
+            self.statistics.confidence.append(block.confidence[0].cpu())
+        length = int(self.policy.plan_verify(block.confidence, num_drafts)[0])
+        length = self._cut_behind_eos(block.token_ids[0, :length])
+        self._num_proposed = length
+        self.statistics.draft_seconds += time.perf_counter() - started
+        if length == 0:
+            return input_ids, None
+        candidate_ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids.device)], dim=1)
+        return candidate_ids, None if block.log_probs is None else block.log_probs[:, :length]
+
+    def _committed_features(self, model_kwargs: dict[str, Any] | None, num_accepted: int) -> torch.Tensor:
+        """Return features of the tokens committed since the last block, anchor excluded, `[1, C, m*d]`."""
+        features = self._capture.take(self.draft.device, self.draft.dtype)
+        if self._cache.length > 0:
+            # The last forward saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
+            return features[:, : num_accepted + 1]
+        mask = (model_kwargs or {}).get("attention_mask")
+        if mask is None:
+            return features
+        # Left padding is no context; the draft numbers the real prompt tokens from 0, as the target does.
+        return features[:, mask[0, : features.shape[1]].bool().to(features.device)]
+
+    def _cut_behind_eos(self, token_ids: torch.Tensor) -> int:
+        """Return the length up to and including the first end-of-sequence token.
+
+        The token itself must stay: dropping a token because of its value would bias the output.
+        """
+        if self._eos_token_ids is None:
+            return len(token_ids)
+        positions = torch.isin(token_ids.cpu(), self._eos_token_ids).nonzero()
+        return int(positions[0]) + 1 if len(positions) else len(token_ids)
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int | torch.Tensor
+    ) -> None:
+        """Record the outcome of a round."""
+        if self._round_started == 0.0:  # the prefill
+            return
+        now = time.perf_counter()
+        self.statistics.total_seconds += now - self._round_started
+        self._round_started = now
+        self.statistics.proposed.append(self._num_proposed)
+        self.statistics.accepted.append(int(num_matches))

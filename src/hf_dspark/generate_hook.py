@@ -1,0 +1,253 @@
+"""The import-time wraps that make `target.generate(..., assistant_model=draft)` reach DSpark.
+
+The only file that names private transformers generation API. Every call without a DSpark draft passes straight through.
+"""
+
+import copy
+import functools
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation import CandidateGenerator, GenerationMixin, GenerationMode
+
+from .candidate_generator import DSparkCandidateGenerator
+from .configuration_dspark import DSparkConfig
+from .modeling_dspark import check_fits
+from .policies import ConfidenceThreshold, FullBlock, Policy
+
+# What each wrapped method must accept; a test checks it on every supported version.
+WRAPPED_PARAMETERS = {
+    "_prepare_generation_config": ("generation_config",),
+    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+    "_get_candidate_generator": ("generation_config", "assistant_model"),
+    "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model"),
+}
+CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
+# Built-in processors that keep state between calls: drafting would advance it.
+STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+
+_active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
+
+
+def is_dspark(model: Any) -> bool:
+    """Tell a DSpark draft by its config, never by its class: remote-code classes live elsewhere."""
+    return getattr(getattr(model, "config", None), "model_type", None) == DSparkConfig.model_type
+
+
+def install() -> None:
+    """Wrap the four methods of `GenerationMixin`. Does nothing the second time.
+
+    Raises:
+        ImportError: If this transformers version lacks a method or a parameter.
+    """
+    for name, parameters in WRAPPED_PARAMETERS.items():
+        method = getattr(GenerationMixin, name, None)
+        if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
+            import transformers
+
+            raise ImportError(
+                f"hf_dspark cannot plug into generate() of transformers {transformers.__version__}: "
+                f"GenerationMixin.{name}{parameters} is not there. Supported: transformers>=5.17,<6."
+            )
+    if not hasattr(GenerationMixin._assisted_decoding, "_hf_dspark_wrapped"):
+        GenerationMixin._prepare_generation_config = _wrap_prepare(GenerationMixin._prepare_generation_config)
+        GenerationMixin._validate_generation_mode = _wrap_validate(GenerationMixin._validate_generation_mode)
+        GenerationMixin._get_candidate_generator = _wrap_get_generator(GenerationMixin._get_candidate_generator)
+        GenerationMixin._assisted_decoding = _wrap_decoding(GenerationMixin._assisted_decoding)
+        GenerationMixin._assisted_decoding._hf_dspark_wrapped = True
+
+
+def _wrap_prepare(original):
+    """Remember which cut-off arguments the user set: afterwards they are filled with defaults meant for other assistants."""
+
+    @functools.wraps(original)
+    def prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
+        sources = (kwargs, vars(generation_config or GenerationConfig()), vars(self.generation_config))
+        chosen = {
+            name: next((source[name] for source in sources if source.get(name) is not None), None)
+            for name in CUTOFF_ARGUMENTS
+        }
+        prepared, model_kwargs = original(self, generation_config, **kwargs)
+        prepared._hf_dspark_cutoff = chosen
+        return prepared, model_kwargs
+
+    return prepare_generation_config
+
+
+def _wrap_validate(original):
+    """Refuse what cannot work before anything is computed."""
+
+    @functools.wraps(original)
+    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        draft = generation_mode_kwargs.get("assistant_model")
+        if is_dspark(draft):
+            check_fits(draft.config, self)
+            _check_options(generation_mode, generation_config, generation_mode_kwargs)
+            _policy(draft, generation_config)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return validate_generation_mode
+
+
+def _wrap_get_generator(original):
+    @functools.wraps(original)
+    def get_candidate_generator(self, *args: Any, **kwargs: Any) -> CandidateGenerator:
+        generator = _active_generator.get()
+        if generator is not None and kwargs.get("assistant_model") is generator.draft:
+            return generator
+        return original(self, *args, **kwargs)
+
+    return get_candidate_generator
+
+
+def _wrap_decoding(original):
+    """Run transformers' own assisted loop with our generator, hooks removed whatever happens."""
+
+    @functools.wraps(original)
+    def assisted_decoding(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        assistant_model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ):
+        arguments = dict(
+            logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, assistant_model=assistant_model, **kwargs,
+        )  # fmt: skip
+        if not is_dspark(assistant_model):
+            return original(self, input_ids, **arguments)
+        _check_inputs(self, input_ids, kwargs)
+        _check_processors(logits_processor, input_ids, assistant_model.config.vocab_size)
+        _check_stopping_criteria(stopping_criteria)
+        policy, max_drafts = _policy(assistant_model, generation_config)
+        generator = DSparkCandidateGenerator(
+            self, assistant_model, generation_config, logits_processor, policy, max_drafts
+        )
+        token = _active_generator.set(generator)
+        try:
+            with generator:
+                return original(self, input_ids, **arguments)
+        finally:
+            _active_generator.reset(token)
+
+    return assisted_decoding
+
+
+def _policy(draft: PreTrainedModel, generation_config: GenerationConfig) -> tuple[Policy, int | None]:
+    """Return the cut-off and the draft limit that the user's arguments ask for: by default the full block."""
+    cutoff = getattr(generation_config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
+    threshold, max_drafts = (cutoff[name] for name in CUTOFF_ARGUMENTS)
+    if max_drafts is not None and max_drafts < 1:
+        raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
+    if not threshold:
+        return FullBlock(), max_drafts
+    if not draft.config.enable_confidence_head:
+        raise ValueError(
+            f"assistant_confidence_threshold={threshold} needs a draft with a confidence head; this one has none "
+            "(config.enable_confidence_head is False). Leave it unset."
+        )
+    return ConfidenceThreshold(float(threshold)), max_drafts
+
+
+def _check_options(
+    generation_mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"a DSpark draft cannot assist {generation_mode.value!r}: speculative decoding keeps one hypothesis. "
+            "Use num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
+        )
+    if not generation_config.use_cache:
+        raise ValueError("a DSpark draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
+    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        raise ValueError(
+            f"a DSpark draft needs a dynamic cache, got cache_implementation={generation_config.cache_implementation!r}: "
+            "rejected tokens must be cropped away. Drop cache_implementation, or drop assistant_model."
+        )
+    if mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("a DSpark draft shares the target's vocabulary: drop assistant_tokenizer")
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError(
+            "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
+        )
+    if generation_config.stop_strings is not None:
+        raise ValueError(_STOPPING_MESSAGE.format("stop_strings"))
+
+
+def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    batch_size = (input_ids if embeds is None else embeds).shape[0]
+    if batch_size != 1:
+        raise ValueError(
+            f"a DSpark draft assists one sequence at a time for now, got a batch of {batch_size}: call generate() per prompt, "
+            "or drop assistant_model"
+        )
+    if embeds is None and input_ids.shape[1] == 0:
+        raise ValueError("the prompt is empty: pass at least one token")
+    if mask is not None and not bool(mask[0, -1]):
+        raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
+    if embeds is not None and mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without padding, "
+            "or input_ids"
+        )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
+            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole conversation as "
+            "input_ids without past_key_values, or drop assistant_model"
+        )
+    if cache is not None and "Static" in type(cache).__name__:
+        raise ValueError(f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
+
+
+_STOPPING_MESSAGE = (
+    "{} cannot be combined with a DSpark draft yet: transformers' assisted loop checks them once per block and would return "
+    "tokens beyond the stop. Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
+)
+
+
+def _check_stopping_criteria(stopping_criteria: StoppingCriteriaList) -> None:
+    for criterion in stopping_criteria:
+        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
+            raise ValueError(_STOPPING_MESSAGE.format(f"the stopping criterion {type(criterion).__name__}"))
+
+
+def _check_processors(logits_processor: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Refuse processors that remember calls: the loop calls them on tokens that may be rejected."""
+    for processor in logits_processor:
+        name = type(processor).__name__
+        built_in = type(processor).__module__.startswith("transformers.")
+        if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
+            raise ValueError(
+                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on tokens that "
+                "may be rejected, and change the output. Drop it, make its result depend on its arguments alone, or drop "
+                "assistant_model."
+            )
+
+
+def _is_stateless(processor: LogitsProcessor, input_ids: torch.Tensor, vocab_size: int) -> bool:
+    """Call a copy with the same, other and again the same arguments: results and plain attributes must not change."""
+    trial = copy.deepcopy(processor)
+    scores = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device).expand(len(input_ids), -1)
+    longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+    attributes = repr(getattr(trial, "__dict__", None))
+    results = [trial(ids, scores.clone()) for ids in (input_ids, longer_ids, input_ids)]
+    return torch.equal(results[0], results[2]) and repr(getattr(trial, "__dict__", None)) == attributes
