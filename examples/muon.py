@@ -1,4 +1,5 @@
-"""Muon for the weight matrices and AdamW for the rest, behind one `torch.optim.Optimizer` that `Trainer` can schedule and resume.
+"""Muon for the weight matrices and AdamW for the rest, behind one `torch.optim.Optimizer` that `Trainer` can
+schedule and resume.
 
 Small models trained for minutes converge in clearly fewer steps with Muon. Knows nothing of the models it optimises.
 """

@@ -1,6 +1,6 @@
 """Train the small GSM8K target of the demo: a BPE tokenizer and a deep, thin Qwen3 model. Resumes where it stopped.
 
-    python examples/train_target.py --train_file train.jsonl --test_file test.jsonl --output_dir out/target
+python examples/train_target.py --train_file train.jsonl --test_file test.jsonl --output_dir out/target
 """
 
 import argparse
@@ -32,7 +32,10 @@ def read_texts(path: str) -> list[str]:
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """One digit is one token, as in Qwen3; the mask token is what a draft's block is filled with."""
     tokenizer = Tokenizer(models.BPE())
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits, byte_level = (
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -78,7 +81,10 @@ def main() -> None:
     perplexity = math.exp(trainer.evaluate()["eval_loss"])
     print(f"held-out perplexity per token: {perplexity:.3f}")
     trainer.state.save_to_json(str(output_dir / "trainer_state.json"))
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = config.eos_token_id, config.pad_token_id
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
+        config.eos_token_id,
+        config.pad_token_id,
+    )
     model.to(torch.bfloat16).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
 

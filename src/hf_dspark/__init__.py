@@ -1,4 +1,5 @@
-"""DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, without changing a token."""
+"""DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, without changing a
+token."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -1,7 +1,8 @@
-"""The drafting half of a decoding round: features in, a cut draft block out, through transformers' `CandidateGenerator`.
+"""The drafting half of a decoding round: features in, a cut draft block out, through transformers'
+`CandidateGenerator`.
 
-transformers' assisted loop verifies and commits; this module drafts, cuts and keeps the statistics. It knows nothing of how
-it is reached from `generate()`.
+transformers' assisted loop verifies and commits; this module drafts, cuts and keeps the statistics. It knows nothing
+of how it is reached from `generate()`.
 """
 
 import time
@@ -16,7 +17,7 @@ from transformers.generation import CandidateGenerator
 from .feature_capture import FeatureCapture
 from .modeling_dspark import DraftCache, DSparkDraftModel
 from .policies import Policy
-from .sampling import scatter_to_vocabulary
+from .sampling import greedy_sampler, scatter_to_vocabulary
 
 
 @dataclass
@@ -29,8 +30,8 @@ class RoundStatistics:
         proposed (`list[int]`): Draft tokens sent to verification in each round.
         accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token.
         confidence (`list[torch.Tensor]`): c_1..c_γ of each drafted block, `[γ]`; empty without a confidence head.
-        draft_seconds, verify_seconds, total_seconds (`float`): Host time in the draft, in the target's verification passes,
-            and in all rounds. On an accelerator, work that is still queued counts for whoever waits for it.
+        draft_seconds, verify_seconds, total_seconds (`float`): Host time in the draft, in the target's verification
+            passes, and in all rounds. On an accelerator, work that is still queued counts for whoever waits for it.
         prefill_seconds (`float`): Host time until the first new token.
     """
 
@@ -78,12 +79,16 @@ class ProcessedSampler:
         logits_processor (`LogitsProcessorList`): The processors of the `generate()` call; stateless.
         do_sample (`bool`): Draw from the law, or take its arg-max.
         committed_ids (`torch.LongTensor` of shape `[B, S]`): The sequence up to the anchor.
+        vocab_size (`int`): V.
     """
 
-    def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, committed_ids: torch.Tensor) -> None:
+    def __init__(
+        self, logits_processor: LogitsProcessorList, do_sample: bool, committed_ids: torch.Tensor, vocab_size: int
+    ) -> None:
         self._logits_processor = logits_processor
         self._do_sample = do_sample
         self._committed_ids = committed_ids
+        self._vocab_size = vocab_size
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
@@ -91,18 +96,12 @@ class ProcessedSampler:
         if len(self._logits_processor) > 0:
             logits, candidate_ids = self._process(logits, candidate_ids, drafted_ids), None
         if not self._do_sample:
-            index = logits.argmax(dim=-1, keepdim=True)
-        else:
-            logits = logits.log_softmax(dim=-1)
-            index = torch.multinomial(logits.exp(), num_samples=1)
-        token_ids = index if candidate_ids is None else candidate_ids.gather(-1, index)
-        if not self._do_sample:
-            return token_ids[:, 0], None
-        if candidate_ids is not None:
-            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
-        return token_ids[:, 0], logits
-
-    _vocab_size = 0  # set by the candidate generator; only needed when candidates are scattered
+            return greedy_sampler(logits, candidate_ids, drafted_ids)
+        law = logits.log_softmax(dim=-1)
+        index = torch.multinomial(law.exp(), num_samples=1)
+        if candidate_ids is None:
+            return index[:, 0], law
+        return candidate_ids.gather(-1, index)[:, 0], scatter_to_vocabulary(law, candidate_ids, self._vocab_size)
 
     def _process(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
@@ -181,7 +180,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _stop_forward(self, *_: Any) -> None:
         elapsed = time.perf_counter() - self._forward_started
-        if self._cache.length == 0 and not self.statistics.proposed:
+        if self._round_started == 0.0:
             self.statistics.prefill_seconds += elapsed
         else:
             self.statistics.verify_seconds += elapsed
@@ -205,8 +204,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             n_last_matches (`int`): Draft tokens accepted in the last round.
 
         Returns:
-            The committed tokens with l draft tokens behind them `[1, S+l]`, and the log draft law `[1, l, V]`: `None` when
-            l = 0 or when drafts are arg-max.
+            The committed tokens with l draft tokens behind them `[1, S+l]`, and the log draft law `[1, l, V]`:
+            `None` when l = 0 or when drafts are arg-max.
         """
         self._num_proposed = 0
         if is_first_iteration:
@@ -218,8 +217,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if num_drafts <= 0:
             return input_ids, None
         features = self._committed_features(model_kwargs, int(n_last_matches))
-        sampler = ProcessedSampler(self._logits_processor, self._do_sample, input_ids)
-        sampler._vocab_size = self.draft.config.vocab_size
+        sampler = ProcessedSampler(self._logits_processor, self._do_sample, input_ids, self.draft.config.vocab_size)
         block = self.draft.draft_block(input_ids[:, -1], features, self._cache, sampler)
         if block.confidence is not None:
             self.statistics.confidence.append(block.confidence[0].cpu())

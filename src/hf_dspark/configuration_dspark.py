@@ -20,15 +20,16 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 class DSparkConfig(PreTrainedConfig):
     """Configuration of a [`DSparkDraftModel`].
 
-    The draft has no embedding and no LM head of its own: `vocab_size`, `hidden_size`, `embedding_scale`, `logit_scale` and
-    `final_logit_softcapping` describe the target's, which it borrows.
+    The draft has no embedding and no LM head of its own: `vocab_size`, `hidden_size`, `embedding_scale`,
+    `logit_scale` and `final_logit_softcapping` describe the target's, which it borrows.
 
     Args:
         vocab_size (`int`): V of the target.
         hidden_size (`int`): d, of draft and target alike.
         intermediate_size (`int`): Width of the draft's MLPs.
         num_hidden_layers (`int`): Layers of the draft.
-        num_attention_heads, num_key_value_heads, head_dim (`int`): Attention geometry; heads * head_dim may differ from d.
+        num_attention_heads, num_key_value_heads, head_dim (`int`): Attention geometry; heads * head_dim may differ
+            from d.
         hidden_act (`str`): Activation of the gated MLPs.
         max_position_embeddings (`int`): Longest context, in tokens.
         initializer_range (`float`): Standard deviation of initial weights.
@@ -46,21 +47,21 @@ class DSparkConfig(PreTrainedConfig):
         layer_scalar (`bool`): A learnt factor on each layer's output (Gemma 4).
         embedding_scale (`float`): Factor on the embedding rows (Gemma: sqrt(d)).
         logit_scale (`float`): Factor on the LM head's output (Cohere; 1 / logits_scaling of Granite).
-        final_logit_softcapping (`float`, *optional*): cap * tanh(logits / cap) on the base logits; the Markov bias is added
-            after it.
+        final_logit_softcapping (`float`, *optional*): cap * tanh(logits / cap) on the base logits; the Markov bias
+            is added after it.
         block_size (`int`): γ, the number of draft tokens.
         num_target_layers (`int`): Layers of the target.
-        target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder layer i. The
-            last layer must not be tapped, because transformers reports it after the final norm.
+        target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
+            layer i. The last layer must not be tapped, because transformers reports it after the final norm.
         mask_token_id (`int`): Token that fills the block behind the anchor.
         markov_rank (`int`): r of the Markov head; 0 for none, which is DFlash.
         markov_head_type (`str`): `vanilla`, `gated` or `rnn`.
         enable_confidence_head (`bool`): Whether there is a confidence head.
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
-        draft_top_k (`int`, *optional*): Evaluate the Markov bias and sample on the k best base candidates of each slot only;
-            the truncated law is then the draft law, so the output stays exact.
-        sample_from_anchor (`bool`): The anchor is the first prediction position. Always true here; written because serving
-            engines guess when it is missing.
+        draft_top_k (`int`, *optional*): Evaluate the Markov bias and sample on the k best base candidates of each
+            slot only; the truncated law is then the draft law, so the output stays exact.
+        sample_from_anchor (`bool`): The anchor is the first prediction position. Always true here; written because
+            serving engines guess when it is missing.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:
@@ -157,7 +158,8 @@ class DSparkConfig(PreTrainedConfig):
         require(len(ids) >= 1 and len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty")
         require(
             all(-1 <= i < last for i in ids),
-            "target_layer_ids", f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final norm",
+            "target_layer_ids", f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final "
+            f"norm",
         )  # fmt: skip
         require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
         require(self.markov_rank >= 0, "markov_rank", "be 0 (no Markov head) or positive")
@@ -173,8 +175,8 @@ class DSparkConfig(PreTrainedConfig):
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"DSparkConfig.rope_parameters: rope_type must be one of {ROPE_TYPES}, got {rope_type!r}. "
-                "Types whose frequencies change with the length would invalidate the draft's cached keys."
+                f"DSparkConfig.rope_parameters: rope_type must be one of {ROPE_TYPES}, got {rope_type!r}. Types "
+                "whose frequencies change with the length would invalidate the draft's cached keys."
             )
 
     @classmethod
@@ -186,15 +188,16 @@ class DSparkConfig(PreTrainedConfig):
             overrides: Any field of [`DSparkConfig`].
 
         Returns:
-            [`DSparkConfig`]: Layer count by the target's depth (at most 5), five evenly spaced tapped layers without the last,
-            attention geometry, rotary parameters, embedding scale and logit transforms of the target.
+            [`DSparkConfig`]: Layer count by the target's depth (at most 5), five evenly spaced tapped layers without
+            the last, attention geometry, rotary parameters, embedding scale and logit transforms of the target.
 
         Raises:
             ValueError: If the target is an encoder-decoder.
         """
         if getattr(target_config, "is_encoder_decoder", False):
             raise ValueError(
-                f"a DSpark target must be a decoder-only causal LM, got the encoder-decoder {target_config.model_type!r}"
+                "a DSpark target must be a decoder-only causal LM, got the encoder-decoder "
+                f"{target_config.model_type!r}"
             )
         text = target_config.get_text_config(decoder=True)
         num_heads = text.num_attention_heads
@@ -231,21 +234,23 @@ class DSparkConfig(PreTrainedConfig):
             config_dict = _translate_deepspec(config_dict)
         elif config_dict.get("model_type", cls.model_type) != cls.model_type:
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a {config_dict['model_type']!r} model "
-                f"(architectures {config_dict.get('architectures')}), not a DSpark draft: pass a checkpoint whose model_type "
-                "is 'dspark', or a DeepSpec one (architectures ending in 'DSparkModel')"
+                f"{pretrained_model_name_or_path} holds a {config_dict['model_type']!r} model (architectures "
+                f"{config_dict.get('architectures')}), not a DSpark draft: pass a checkpoint whose model_type is "
+                "'dspark', or a DeepSpec one (architectures ending in 'DSparkModel')"
             )
         return config_dict, kwargs
 
 
 def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:
-    """Return evenly spaced tapped layers from the second to the third-last one, fewer for shallow targets.
+    """Return evenly spaced tapped layers: from the second to the third-last one, in shallow targets all but the last.
 
     Args:
         num_target_layers (`int`): Layers of the target.
         count (`int`): Layers to tap at most.
     """
-    first, last = (1, num_target_layers - 3) if num_target_layers >= 5 else (0, max(num_target_layers - 2, 0))
+    if num_target_layers == 1:
+        return [-1]  # the only layer is the last one
+    first, last = (1, num_target_layers - 3) if num_target_layers >= 8 else (0, num_target_layers - 2)
     count = min(count, last - first + 1)
     if count == 1:
         return [first]
@@ -255,8 +260,8 @@ def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int
 def select_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
     """Concatenate the tapped layers of a full `hidden_states` tuple.
 
-    The only place that knows the offset: `hidden_states[0]` is the embedding output (id -1), `hidden_states[i + 1]` the raw
-    output of layer i.
+    The only place that knows the offset: `hidden_states[0]` is the embedding output (id -1), `hidden_states[i + 1]`
+    the raw output of layer i.
 
     Args:
         hidden_states (`tuple` of `torch.Tensor` of shape `[B, S, d]`): As transformers returns it.
@@ -331,8 +336,8 @@ def _translate_deepspec(source: dict[str, Any]) -> dict[str, Any]:
 def _translate_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if set(config["layer_types"]) != {"full_attention"}:
         raise ValueError(
-            f"Gemma 4 drafts with mixed layer types {config['layer_types']} have two head sizes in one model; "
-            "only drafts whose layers are all full_attention are supported"
+            f"Gemma 4 drafts with mixed layer types {config['layer_types']} have two head sizes in one model; only "
+            "drafts whose layers are all full_attention are supported"
         )
     return {
         "head_dim": config["global_head_dim"],

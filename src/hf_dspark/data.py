@@ -20,7 +20,8 @@ class AnchoredBlocks:
         anchor_positions (`torch.LongTensor` of shape `[B, N]`): Position of each anchor; 0 for dummies.
         anchor_mask (`torch.BoolTensor` of shape `[B, N]`): False for dummies, which fill rows with too few anchors.
         labels (`torch.LongTensor` of shape `[B, N, γ]`): The γ tokens behind each anchor.
-        supervised (`torch.BoolTensor` of shape `[B, N, γ]`): The contiguous prefix of labels that the loss mask allows.
+        supervised (`torch.BoolTensor` of shape `[B, N, γ]`): The contiguous prefix of labels that the loss mask
+            allows.
     """
 
     anchor_positions: torch.Tensor
@@ -77,7 +78,8 @@ class BlockCollator:
         for row in rows:
             if len(row["input_ids"]) != len(row["loss_mask"]):
                 raise ValueError(
-                    f"input_ids ({len(row['input_ids'])} tokens) and loss_mask ({len(row['loss_mask'])}) differ in length"
+                    f"input_ids ({len(row['input_ids'])} tokens) and loss_mask ({len(row['loss_mask'])}) differ in "
+                    "length"
                 )
         length = max(len(row["input_ids"]) for row in rows)
 

@@ -34,7 +34,8 @@ class FeatureCapture:
 
     Args:
         target (`PreTrainedModel`): The causal LM.
-        target_layer_ids (`list[int]`): -1 for the embedding output (the input of layer 0), i for the output of layer i.
+        target_layer_ids (`list[int]`): -1 for the embedding output (the input of layer 0), i for the output of layer
+            i.
     """
 
     def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]) -> None:

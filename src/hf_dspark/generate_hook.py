@@ -1,6 +1,7 @@
 """The import-time wraps that make `target.generate(..., assistant_model=draft)` reach DSpark.
 
-The only file that names private transformers generation API. Every call without a DSpark draft passes straight through.
+The only file that names private transformers generation API. Every call without a DSpark draft passes straight
+through.
 """
 
 import copy
@@ -32,7 +33,13 @@ WRAPPED_PARAMETERS = {
     "_prepare_generation_config": ("generation_config",),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
     "_get_candidate_generator": ("generation_config", "assistant_model"),
-    "_assisted_decoding": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "assistant_model"),
+    "_assisted_decoding": (
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+    ),
 }
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
 # Built-in processors that keep state between calls: drafting would advance it.
@@ -71,7 +78,8 @@ def install() -> None:
 
 
 def _wrap_prepare(original):
-    """Remember which cut-off arguments the user set: afterwards they are filled with defaults meant for other assistants."""
+    """Remember which cut-off arguments the user set: afterwards they are filled with defaults meant for other
+    assistants."""
 
     @functools.wraps(original)
     def prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
@@ -170,15 +178,16 @@ def _check_options(
 ) -> None:
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"a DSpark draft cannot assist {generation_mode.value!r}: speculative decoding keeps one hypothesis. "
-            "Use num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
+            f"a DSpark draft cannot assist {generation_mode.value!r}: speculative decoding keeps one hypothesis. Use "
+            "num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
         )
     if not generation_config.use_cache:
         raise ValueError("a DSpark draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
     if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
         raise ValueError(
-            f"a DSpark draft needs a dynamic cache, got cache_implementation={generation_config.cache_implementation!r}: "
-            "rejected tokens must be cropped away. Drop cache_implementation, or drop assistant_model."
+            "a DSpark draft needs a dynamic cache, got "
+            f"cache_implementation={generation_config.cache_implementation!r}: rejected tokens must be cropped away. "
+            "Drop cache_implementation, or drop assistant_model."
         )
     if mode_kwargs.get("assistant_tokenizer") is not None:
         raise ValueError("a DSpark draft shares the target's vocabulary: drop assistant_tokenizer")
@@ -195,8 +204,13 @@ def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs
     batch_size = (input_ids if embeds is None else embeds).shape[0]
     if batch_size != 1:
         raise ValueError(
-            f"a DSpark draft assists one sequence at a time for now, got a batch of {batch_size}: call generate() per prompt, "
-            "or drop assistant_model"
+            f"a DSpark draft assists one sequence at a time for now, got a batch of {batch_size}: call generate() "
+            "per prompt, or drop assistant_model"
+        )
+    if target.device.type == "meta":
+        raise ValueError(
+            "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
+            "token ids: keep the embedding on a real device in device_map; other layers may be offloaded"
         )
     if embeds is None and input_ids.shape[1] == 0:
         raise ValueError("the prompt is empty: pass at least one token")
@@ -204,23 +218,25 @@ def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs
         raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
     if embeds is not None and mask is not None and not bool(mask.all()):
         raise ValueError(
-            "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without padding, "
-            "or input_ids"
+            "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
+            "padding, or input_ids"
         )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
-            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole conversation as "
-            "input_ids without past_key_values, or drop assistant_model"
+            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
+            "conversation as input_ids without past_key_values, or drop assistant_model"
         )
     if cache is not None and "Static" in type(cache).__name__:
-        raise ValueError(f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
+        raise ValueError(
+            f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none"
+        )
 
 
 _STOPPING_MESSAGE = (
-    "{} cannot be combined with a DSpark draft yet: transformers' assisted loop checks them once per block and would return "
-    "tokens beyond the stop. Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
+    "{} cannot be combined with a DSpark draft yet: transformers' assisted loop checks them once per block and "
+    "would return tokens beyond the stop. Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
 )
 
 
@@ -237,9 +253,9 @@ def _check_processors(logits_processor: LogitsProcessorList, input_ids: torch.Te
         built_in = type(processor).__module__.startswith("transformers.")
         if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
             raise ValueError(
-                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on tokens that "
-                "may be rejected, and change the output. Drop it, make its result depend on its arguments alone, or drop "
-                "assistant_model."
+                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on "
+                "tokens that may be rejected, and change the output. Drop it, make its result depend on its "
+                "arguments alone, or drop assistant_model."
             )
 
 

@@ -48,8 +48,8 @@ def position_weights(
 
     Args:
         supervised (`torch.BoolTensor` of shape `[..., γ]`): Slots that have a label.
-        position_decay (`float`, *optional*): In slots; `None` weighs all slots alike. The paper writes γ, the reference
-            implementation uses 4.0.
+        position_decay (`float`, *optional*): In slots; `None` weighs all slots alike. The paper writes γ, the
+            reference implementation uses 4.0.
 
     Returns:
         `torch.FloatTensor` of shape `[..., γ]`.

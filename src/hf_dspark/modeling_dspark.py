@@ -1,8 +1,9 @@
 """The DSpark draft model: a parallel backbone fed with target features, a sequential Markov head, a confidence head.
 
 DFlash is the special case `markov_rank=0`. One backbone serves every target family; what differs is in the config.
-The embedding and the LM head are the target's, borrowed by [`DSparkDraftModel.bind`] and held outside the module tree, so
-they are neither saved, nor trained, nor moved, nor kept twice. Knows nothing of `generate()`, policies or losses.
+The embedding and the LM head are the target's, borrowed by [`DSparkDraftModel.bind`] and held outside the module
+tree, so they are neither saved, nor trained, nor moved, nor kept twice. Knows nothing of `generate()`, policies or
+losses.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_dspark import DSparkConfig
-from .sampling import DraftBlock, Sampler, scatter_to_vocabulary
+from .sampling import DraftBlock, Sampler
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class DSparkRMSNorm(nn.Module):
 class DSparkRotaryEmbedding:
     """Rotary cosines and sines from float32 frequencies.
 
-    Not a module: a buffer would be rounded by `model.to(torch.bfloat16)`, and positions beyond a few hundred tokens with it.
+    Not a module: a buffer would be rounded by `model.to(torch.bfloat16)`, and positions beyond a few hundred tokens
+    with it.
     """
 
     def __init__(self, config: DSparkConfig) -> None:
@@ -188,11 +190,13 @@ class DSparkAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: DraftCache | None,
     ) -> torch.Tensor:
-        """Attend from the block rows `[B, Q, d]` to the context rows `[B, C, d]` (new ones, the rest cached) and the block."""
+        """Attend from block rows `[B, Q, d]` to themselves, the new context rows `[B, C, d]` and the cached ones."""
         num_queries = hidden.shape[1]
         cos, sin = rotary
         key_input = torch.cat([context, hidden], dim=1)
-        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, -num_queries:], sin[:, :, -num_queries:])
+        query = rotate(
+            self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, -num_queries:], sin[:, :, -num_queries:]
+        )
         raw_key = self._heads(self.k_proj(key_input))
         raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(key_input))
         key, value = rotate(self.k_norm(raw_key), cos, sin), self.v_norm(raw_value)
@@ -272,6 +276,10 @@ class DSparkLayer(GradientCheckpointingLayer):
         return hidden if self.layer_scalar is None else hidden * self.layer_scalar
 
 
+class MarkovProjection(nn.Linear):
+    """W_2; its own class because it starts at zero, so that an untrained head leaves the base logits alone."""
+
+
 class VanillaMarkovHead(nn.Module):
     """B(x_{k-1}, ·) = W_1[x_{k-1}] W_2. DSpark Eq. 5.
 
@@ -282,7 +290,7 @@ class VanillaMarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = MarkovProjection(config.markov_rank, config.vocab_size, bias=False)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -364,6 +372,7 @@ class _Borrowed:
 
     embedding: nn.Module
     lm_head: nn.Module
+    dtype: torch.dtype
 
 
 class DSparkDraftModel(PreTrainedModel):
@@ -407,9 +416,8 @@ class DSparkDraftModel(PreTrainedModel):
             nn.init.ones_(module.weight)
         elif isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
-        elif isinstance(module, VanillaMarkovHead):
-            # The bias starts at zero, so an untrained head leaves the base logits alone.
-            nn.init.zeros_(module.markov_w2.weight)
+        elif isinstance(module, MarkovProjection):
+            nn.init.zeros_(module.weight)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DSparkDraftModel":
@@ -428,13 +436,16 @@ class DSparkDraftModel(PreTrainedModel):
         faults = {
             "missing": sorted(info["missing_keys"]),
             "unexpected": sorted(info["unexpected_keys"]),
-            "of another shape": sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]),
+            "of another shape": sorted(
+                str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]
+            ),
         }
         if any(faults.values()):
             found = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in faults.items() if keys)
             raise ValueError(
-                f"the checkpoint {pretrained_model_name_or_path} does not match its config. Tensors {found}. "
-                "Check markov_rank, markov_head_type, enable_confidence_head, num_hidden_layers and the norms in config.json."
+                f"the checkpoint {pretrained_model_name_or_path} does not match its config. Tensors {found}. Check "
+                "markov_rank, markov_head_type, enable_confidence_head, num_hidden_layers and the norms in "
+                "config.json."
             )
         return (model, info) if want_info else model
 
@@ -457,7 +468,7 @@ class DSparkDraftModel(PreTrainedModel):
             ValueError: If vocabulary, hidden size or layer count differ, or the target is an encoder-decoder.
         """
         check_fits(self.config, target)
-        self._borrowed = (_Borrowed(target.get_input_embeddings(), target.get_output_embeddings()),)
+        self._borrowed = (_Borrowed(target.get_input_embeddings(), target.get_output_embeddings(), target.dtype),)
         return self
 
     def _require_target(self) -> _Borrowed:
@@ -471,7 +482,7 @@ class DSparkDraftModel(PreTrainedModel):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
         embedding = self._require_target().embedding
-        rows = embedding(token_ids.to(embedding.weight.device))
+        rows = embedding(token_ids.to(_input_device(embedding)))
         # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it.
         if self.config.embedding_scale != 1.0 and not hasattr(embedding, "embed_scale"):
             rows = rows * self.config.embedding_scale
@@ -479,8 +490,9 @@ class DSparkDraftModel(PreTrainedModel):
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k, the target's LM head on h_k, scaled and soft-capped; `[..., V]` in the draft's dtype."""
-        head = self._require_target().lm_head
-        logits = head(block_hidden.to(device=head.weight.device, dtype=_compute_dtype(head))).to(block_hidden)
+        borrowed = self._require_target()
+        hidden = block_hidden.to(device=_input_device(borrowed.lm_head), dtype=borrowed.dtype)
+        logits = borrowed.lm_head(hidden).to(block_hidden)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         cap = self.config.final_logit_softcapping
@@ -498,10 +510,11 @@ class DSparkDraftModel(PreTrainedModel):
 
         Args:
             block_embeds (`torch.Tensor` of shape `[B, Q, d]`): Embedded anchor and mask tokens of one or more blocks.
-            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the context rows not yet in `cache`.
+            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the context rows not yet in
+                `cache`.
             position_ids (`torch.LongTensor` of shape `[B, C+Q]`): Positions of those rows, then of the block rows.
-            attention_mask (`torch.BoolTensor` of shape `[B, 1, Q, C+Q]`, *optional*): True where a row may attend; `None`
-                means everywhere (and, in sliding layers, within the window).
+            attention_mask (`torch.BoolTensor` of shape `[B, 1, Q, C+Q]`, *optional*): True where a row may attend;
+                `None` means everywhere (and, in sliding layers, within the window).
             cache ([`DraftCache`], *optional*): Earlier context rows; the new ones are appended.
 
         Returns:
@@ -535,8 +548,8 @@ class DSparkDraftModel(PreTrainedModel):
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
-            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the committed tokens not yet in `cache`,
-                the anchor excluded.
+            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the committed tokens not yet in
+                `cache`, the anchor excluded.
             cache ([`DraftCache`]): The requests' context.
             sampler ([`Sampler`]): Draws each token; supplied by the caller.
 
@@ -642,9 +655,13 @@ class DSparkDraftModel(PreTrainedModel):
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-def _compute_dtype(head: nn.Module) -> torch.dtype:
-    """A quantised head stores integers but takes floating-point input."""
-    return head.weight.dtype if head.weight.dtype.is_floating_point else torch.get_default_dtype()
+def _input_device(module: nn.Module) -> torch.device:
+    """Return where a module wants its input; between calls, offloaded weights live on the meta device."""
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", [hook]):  # accelerate chains several
+        if getattr(part, "execution_device", None) is not None:
+            return torch.device(part.execution_device)
+    return module.weight.device
 
 
 def block_attention_mask(
@@ -662,7 +679,9 @@ def block_attention_mask(
     """
     device = anchor_positions.device
     before_anchor = torch.arange(context_length, device=device) < anchor_positions[:, :, None]  # [B, N, S]
-    own_block = torch.eye(anchor_positions.shape[1], dtype=torch.bool, device=device).repeat_interleave(block_size, dim=1)
+    own_block = torch.eye(anchor_positions.shape[1], dtype=torch.bool, device=device).repeat_interleave(
+        block_size, dim=1
+    )
     mask = torch.cat([before_anchor, own_block.expand(len(anchor_positions), -1, -1)], dim=-1)
     mask = mask & anchor_mask[:, :, None]
     return mask.repeat_interleave(block_size, dim=1)[:, None]
@@ -683,8 +702,8 @@ def check_fits(config: DSparkConfig, target: PreTrainedModel) -> None:
     wrong = [f"{name}: draft {ours}, target {theirs}" for name, (ours, theirs) in facts.items() if ours != theirs]
     if wrong:
         raise ValueError(
-            f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits only the model it was trained "
-            "on: load the matching pair, or train one with DSparkConfig.from_target(target.config)."
+            f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits only the model it was "
+            "trained on: load the matching pair, or train one with DSparkConfig.from_target(target.config)."
         )
     if target.get_output_embeddings() is None:
         raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")

@@ -1,7 +1,7 @@
 """How many tokens of a drafted block to verify.
 
-A policy sees confidences, never drafted tokens: c_k is known before x_k is drawn, so stopping before slot k because of c_1..c_k
-leaves the law of x_k untouched, and every policy here is lossless. Knows nothing of models or machines.
+A policy sees confidences, never drafted tokens: c_k is known before x_k is drawn, so stopping before slot k because
+of c_1..c_k leaves the law of x_k untouched, and every policy here is lossless. Knows nothing of models or machines.
 """
 
 import math

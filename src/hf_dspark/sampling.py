@@ -18,9 +18,9 @@ class DraftBlock:
 
     Attributes:
         token_ids (`torch.LongTensor` of shape `[B, γ]`): The drafted tokens x_1..x_γ.
-        log_probs (`torch.FloatTensor` of shape `[B, γ, V]`, *optional*): Log of the law each token was drawn from, that
-            is, after temperature, truncation and all processors. `None` when the tokens are arg-max: then the law is
-            one-hot, and any cut-off is lossless.
+        log_probs (`torch.FloatTensor` of shape `[B, γ, V]`, *optional*): Log of the law each token was drawn from,
+            that is, after temperature, truncation and all processors. `None` when the tokens are arg-max: then the
+            law is one-hot, and any cut-off is lossless.
         confidence (`torch.FloatTensor` of shape `[B, γ]`, *optional*): c_k, the predicted conditional acceptance of
             slot k, known before x_k was drawn. `None` without a confidence head.
     """
@@ -107,7 +107,8 @@ def acceptance_probability(
 def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """Return max(p_t - p_d, 0), normalised: the law of the token that replaces a rejected one.
 
-    Where both laws agree to rounding, rejection has probability zero and the residual is 0/0: the target's law stands in.
+    Where both laws agree to rounding, rejection has probability zero and the residual is 0/0: the target's law
+    stands in.
 
     Args:
         target_probs, draft_probs (`torch.Tensor` of shape `[..., V]`): The two laws.
@@ -132,8 +133,8 @@ def verify_block(
     Args:
         block ([`DraftBlock`]): The drafts. Without `log_probs` they are arg-max and the law is one-hot.
         lengths (`torch.LongTensor` of shape `[B]`): Scheduled draft tokens l, 0 <= l <= γ.
-        target_probs (`torch.FloatTensor` of shape `[B, γ+1, V]`): The target's law after the anchor and after each draft
-            token, processed like the drafts. Rows after l are not read. For greedy decoding: one-hot.
+        target_probs (`torch.FloatTensor` of shape `[B, γ+1, V]`): The target's law after the anchor and after each
+            draft token, processed like the drafts. Rows after l are not read. For greedy decoding: one-hot.
         uniform (`torch.FloatTensor` of shape `[B, γ]`): Acceptance coins in [0, 1), independent of the draft noise.
         generator (`torch.Generator`, *optional*): Source of the draw of the token after the accepted prefix.
 

@@ -126,7 +126,8 @@ class DSparkTrainer(Trainer):
         prefix = "eval_" if split == "eval" else ""
         means = {f"{prefix}{name}": sum(values) / len(values) for name, values in self._metrics[split].items()}
         self._metrics[split].clear()
-        super().log({**logs, **means}, start_time)
+        logs.update(means)  # in place: evaluate() returns this dictionary, and the best model is chosen from it
+        super().log(logs, start_time)
 
     def _record(self, losses: BlockLosses, supervised: torch.Tensor, split: str) -> None:
         metrics = {

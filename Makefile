@@ -1,0 +1,82 @@
+# Every target does its own set-up. Needed: Python 3.10 or later with venv, make, and a network for the first set-up.
+#   make test PYTHON=python3.12     another interpreter (for a virtual environment that does not exist yet)
+#   make test ARGS="-k lossless"    arguments of the command that is run
+PYTHON ?= python3
+VENV ?= .venv
+VENV_MIN ?= .venv-min
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PY_MIN := $(VENV_MIN)/bin/python
+# The versions are stated once, in constraints.txt and pyproject.toml.
+TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/transformers==\1/p' pyproject.toml)
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-min style quality bench wheel check-python
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(VENV)/.setup.stamp ## create the virtual environment with everything that development needs
+
+demo: setup ## answer questions with and without the draft, and compare tokens and time
+	$(PY) examples/demo.py $(ARGS)
+
+test: setup ## run the tests
+	$(PY) -m pytest $(ARGS)
+
+test-slow: setup ## run the tests that take minutes
+	$(PY) -m pytest -m "slow and not gpu and not hub" $(ARGS)
+
+test-min: $(VENV_MIN)/.setup.stamp ## run the tests with the oldest supported transformers
+	$(PY_MIN) -m pytest $(ARGS)
+
+style: setup ## repair and format the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+quality: setup ## check the code without changing it
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+bench: setup ## measure the speed; the last line is JSON
+	$(PY) benchmarks/speed.py $(ARGS)
+
+wheel: setup ## build the wheel and try it in a clean environment
+	@echo "== building dist/*.whl"
+	rm -rf dist
+	$(PY) -m build --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
+	@set -e; clean=$$(mktemp -d); trap 'rm -rf "$$clean"' EXIT; \
+	echo "== installing it in a clean environment, $$clean"; \
+	$(PY) -m venv "$$clean/venv"; \
+	"$$clean/venv/bin/python" $(PIP_INSTALL) "$(TORCH)"; \
+	"$$clean/venv/bin/python" $(PIP_INSTALL) -c constraints.txt dist/*.whl; \
+	"$$clean/venv/bin/python" -I .ci/check_wheel.py src/hf_dspark
+	@ls -l dist
+
+check-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: hf_dspark needs Python 3.10 or later, and '$(PYTHON)' is not that." >&2; \
+	  echo "       Name another interpreter: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' cannot make virtual environments: its venv or ensurepip module is missing." >&2; \
+	  echo "       Debian and Ubuntu: apt install python3-venv. Or: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+
+# An environment that an interrupted set-up left without pip is completed. torch goes first, alone and by its exact version,
+# so that the build which the index offers for it, CPU or CUDA, is the one that stays.
+$(VENV)/.setup.stamp: pyproject.toml constraints.txt | check-python
+	@echo "== set-up of $(VENV) (minutes the first time): $(TORCH), constraints.txt"
+	@$(PY) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PY) $(PIP_INSTALL) "$(TORCH)"
+	$(PY) $(PIP_INSTALL) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(VENV_MIN)/.setup.stamp: pyproject.toml constraints.txt | check-python
+	@echo "== set-up of $(VENV_MIN) (minutes the first time): $(TORCH), $(OLDEST_TRANSFORMERS)"
+	@$(PY_MIN) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV_MIN)
+	@sed '/^transformers==/d; /^huggingface-hub==/d' constraints.txt > $(VENV_MIN)/constraints.txt
+	$(PY_MIN) $(PIP_INSTALL) "$(TORCH)"
+	$(PY_MIN) $(PIP_INSTALL) -c $(VENV_MIN)/constraints.txt "$(OLDEST_TRANSFORMERS)" -e ".[dev]"
+	@touch $@

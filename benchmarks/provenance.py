@@ -1,0 +1,38 @@
+"""What a published number carries: command, revision, versions, hardware."""
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+
+def provenance() -> dict[str, str | int]:
+    """Return where and how a measurement was made; paths outside the repository are cut to their last part."""
+    root = Path(__file__).parent.parent
+    git = ["git", "-C", str(root)]
+    revision = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True).stdout.strip()
+    arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return {
+        "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(root)), *arguments]),
+        "revision": (revision or "unknown") + ("+changes" if changed else ""),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    instructions = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
+    )
+    units = [name for name in ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if name in instructions.split()]
+    return f"{models[0].split(':')[1].strip()}, {len(models)} cores, {' '.join(units)}"

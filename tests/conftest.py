@@ -1,0 +1,130 @@
+"""Tiny seeded models and the golden data, shared by all tests."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import hf_dspark
+
+# Two threads win nothing at these sizes, and lose much when anything else runs.
+torch.set_num_threads(1)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@dataclass
+class Golden:
+    """One DeepSpec draft, its target, and what DeepSpec computed with them."""
+
+    draft: hf_dspark.DSparkDraftModel
+    target: PreTrainedModel
+    io: dict[str, torch.Tensor]
+    train: dict[str, torch.Tensor]
+    info: dict
+
+    @property
+    def losses(self) -> dict[str, dict]:
+        return self.info["train"].get("losses") or {"dspark_default": self.info["train"]["loss"]}
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    return FIXTURES
+
+
+@pytest.fixture
+def golden():
+    """Load a golden draft folder, bound to its target; training inputs are merged into `train`."""
+
+    def load(name: str, **kwargs) -> Golden:
+        root = FIXTURES / "deepspec"
+        folder = root / name
+        target = AutoModelForCausalLM.from_pretrained(
+            root / ("gemma4/target_gemma4_text" if name.startswith("gemma4") else "target_qwen3")
+        ).requires_grad_(False)
+        draft = hf_dspark.DSparkDraftModel.from_pretrained(folder, **kwargs).bind(target).eval()
+        train = load_file(folder / "train.safetensors")
+        if not name.startswith("gemma4"):
+            train |= load_file(root / "train_common.safetensors")
+            layers = {id_: train[f"target_layer{id_}_output"] for id_ in (0, 1)} | {
+                -1: train["target_embedding_output"]
+            }
+            train["target_hidden_states"] = torch.cat([layers[id_] for id_ in draft.config.target_layer_ids], dim=-1)
+        info = json.loads((folder / "info.json").read_text())
+        return Golden(draft, target, load_file(folder / "io.safetensors"), train, info)
+
+    return load
+
+
+@pytest.fixture
+def make_target():
+    """Build a tiny Qwen3 target with O(1) activations; the same seed gives the same weights."""
+
+    def build(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
+        config = Qwen3Config(
+            **{
+                "vocab_size": 48,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 12,
+                "max_position_embeddings": 256,
+                "initializer_range": 0.2,
+                "tie_word_embeddings": False,
+                "bos_token_id": None,
+                "eos_token_id": None,
+                "pad_token_id": 0,
+            }
+            | overrides
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Qwen3ForCausalLM(config).eval()
+
+    return build
+
+
+@pytest.fixture
+def make_draft():
+    """Build a tiny draft for a target. Every parameter is random, so that each of them matters."""
+
+    def build(target: PreTrainedModel, seed: int = 1, **overrides) -> hf_dspark.DSparkDraftModel:
+        config = hf_dspark.DSparkConfig.from_target(
+            target.config,
+            **{"num_hidden_layers": 2, "block_size": 4, "markov_rank": 6, "target_layer_ids": [0, 2]} | overrides,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            draft = hf_dspark.DSparkDraftModel(config)
+            with torch.no_grad():
+                for name, parameter in draft.named_parameters():
+                    parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+        return draft.bind(target).eval()
+
+    return build
+
+
+@pytest.fixture
+def target(make_target) -> Qwen3ForCausalLM:
+    return make_target()
+
+
+@pytest.fixture
+def draft(make_draft, target) -> hf_dspark.DSparkDraftModel:
+    return make_draft(target)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

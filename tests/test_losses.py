@@ -1,0 +1,216 @@
+"""The training objective: parity with DeepSpec's numbers, and with formulas written out here."""
+
+import math
+
+import pytest
+import torch
+
+from hf_dspark.losses import block_losses, expected_tau, position_weights
+
+GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
+SETTINGS = ("dspark_default", "dspark_gamma_eq_block", "no_decay", "dflash")
+CASES = [(name, setting) for name in GOLDEN[:3] for setting in SETTINGS] + [(GOLDEN[3], "dspark_default")]
+
+
+def options(losses: dict) -> dict:
+    return {
+        "cross_entropy_weight": losses["ce_loss_alpha"],
+        "l1_weight": losses["l1_loss_alpha"],
+        "confidence_weight": losses["confidence_head_alpha"],
+        "position_decay": losses["loss_decay_gamma"],
+    }
+
+
+def stored_losses(data, setting):
+    """Losses of DeepSpec's own logits: no model of ours is involved."""
+    train = data.train
+    draft_logits = train["draft_logits"] if "draft_logits" in train else train["base_logits"]
+    return block_losses(
+        draft_logits, train["aligned_target_logits"], train["target_ids"], train["eval_mask"].bool(),
+        train.get("confidence_pred"), **options(data.losses[setting]),
+    )  # fmt: skip
+
+
+def random_blocks(confidence: bool = True):
+    draft_logits = torch.randn(2, 3, 4, 7, requires_grad=True)
+    supervised = torch.ones(2, 3, 4, dtype=torch.bool)
+    supervised[0, 1, 2:] = supervised[1, 2] = False
+    confidence_logits = torch.randn(2, 3, 4, requires_grad=True) if confidence else None
+    return draft_logits, torch.randn(2, 3, 4, 7), torch.randint(0, 7, (2, 3, 4)), supervised, confidence_logits
+
+
+# ---- parity with DeepSpec
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_block_losses_match_deepspec(golden, name, setting):
+    data = golden(name)
+    losses, expected = stored_losses(data, setting), data.losses[setting]
+    assert losses.total.item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-5)
+    assert losses.cross_entropy.numerator.item() == pytest.approx(expected["ce_loss_num"], rel=1e-5)
+    assert losses.cross_entropy.denominator.item() == pytest.approx(expected["ce_loss_den"], rel=1e-5)
+    if expected["l1_loss_alpha"] > 0:  # the reference skips it otherwise
+        assert losses.l1.numerator.item() == pytest.approx(expected["l1_loss_num"], rel=1e-5)
+        assert losses.l1.denominator.item() == pytest.approx(expected["l1_loss_den"], rel=1e-5)
+    if "confidence_pred" in data.train:
+        assert losses.confidence.numerator.item() == pytest.approx(expected["confidence_loss_num"], rel=1e-5)
+        assert losses.confidence.denominator.item() == pytest.approx(expected["confidence_loss_den"], rel=1e-5)
+    else:
+        assert losses.confidence is None
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_reported_acceptance_matches_deepspecs_metrics(golden, name, setting):
+    data = golden(name)
+    acceptance, supervised = stored_losses(data, setting).acceptance, data.train["eval_mask"].bool()
+    metrics = data.info["train"]["metrics"]
+    metrics = metrics.get(setting, metrics)
+    tau = expected_tau(acceptance, supervised).item()
+    assert tau == pytest.approx(metrics["train/tau_probabilistic"], rel=1e-5)
+    rates = (acceptance * supervised).sum((0, 1)) / supervised.sum((0, 1))
+    assert rates.tolist() == pytest.approx([metrics[f"train/accept_rate@{slot}"] for slot in range(5)], rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_gradients_match_deepspec(golden, name, setting):
+    data = golden(name)
+    train, draft = data.train, data.draft
+    output = draft(
+        train["input_ids"], train["target_hidden_states"], train["anchor_positions"], train["block_keep_mask"].bool(),
+        train["target_ids"],
+    )  # fmt: skip
+    losses = block_losses(
+        output.draft_logits, train["aligned_target_logits"], train["target_ids"], train["eval_mask"].bool(),
+        output.confidence_logits, **options(data.losses[setting]),
+    )  # fmt: skip
+    assert losses.total.item() == pytest.approx(data.losses[setting]["total"], rel=1e-5, abs=1e-5)
+    losses.total.backward()
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in draft.named_parameters()
+    }
+    norms = data.info["train"]["grad_norms"]
+    norms = norms.get(setting, norms)
+    missing = {key for key in gradients if key not in norms}
+    assert all(key.endswith("layer_scalar") for key in missing), missing
+    for key, expected in norms.items():
+        assert gradients[key].norm().item() == pytest.approx(expected, rel=1e-4, abs=1e-7), key
+    if data.info["train"].get("grad_loss_name") == setting:
+        stored = {key.removeprefix("grad."): value for key, value in train.items() if key.startswith("grad.")}
+        assert stored
+        for key, expected in stored.items():
+            torch.testing.assert_close(gradients[key], expected, atol=1e-5, rtol=1e-4)
+    assert all(parameter.grad is None for parameter in data.target.parameters())
+
+
+# ---- the formulas
+
+
+def test_block_losses_match_a_naive_reference():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    losses = block_losses(draft_logits, target_logits, labels, supervised, confidence_logits, 0.3, 0.5, 0.7, 2.0)
+    cross_entropy = l1 = bce = weight_sum = 0.0
+    for index in supervised.nonzero().tolist():
+        b, n, k = index
+        draft_probs, target_probs = draft_logits[b, n, k].softmax(-1), target_logits[b, n, k].softmax(-1)
+        weight = math.exp(-k / 2.0)
+        distance = (draft_probs - target_probs).abs().sum()
+        acceptance, c = 1 - distance / 2, confidence_logits[b, n, k].sigmoid()
+        cross_entropy += weight * -draft_probs[labels[b, n, k]].log()
+        l1 += weight * distance
+        bce += weight * -(acceptance * c.log() + (1 - acceptance) * (1 - c).log())
+        weight_sum += weight
+        assert losses.acceptance[b, n, k].item() == pytest.approx(acceptance.item(), abs=1e-6)
+    expected = (0.3 * cross_entropy + 0.5 * l1 + 0.7 * bce) / weight_sum
+    torch.testing.assert_close(losses.total, expected, atol=1e-5, rtol=1e-5)
+    assert losses.cross_entropy.mean.item() == pytest.approx(cross_entropy.item() / weight_sum, rel=1e-5)
+
+
+def test_block_losses_ignore_unsupervised_slots():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    plain = block_losses(draft_logits, target_logits, labels, supervised, confidence_logits)
+    spoilt = [value.detach().clone() for value in (draft_logits, target_logits, confidence_logits)]
+    for value in spoilt:
+        value[~supervised] = torch.nan
+    draft_nan, target_nan, confidence_nan = spoilt
+    draft_nan.requires_grad_()
+    losses = block_losses(draft_nan, target_nan, labels, supervised, confidence_nan)
+    assert torch.equal(losses.total, plain.total)
+    assert (losses.acceptance[~supervised] == 0).all()
+    losses.total.backward()
+    assert (draft_nan.grad[~supervised] == 0).all() and draft_nan.grad[supervised].abs().min() > 0
+
+
+def test_l1_is_two_for_disjoint_laws_and_zero_for_equal_ones():
+    far = torch.tensor([[[[50.0, -50.0]]]])
+    labels, supervised = torch.zeros(1, 1, 1, dtype=torch.long), torch.ones(1, 1, 1, dtype=torch.bool)
+    disjoint = block_losses(far, -far, labels, supervised, None)
+    assert disjoint.l1.mean.item() == pytest.approx(2.0, abs=1e-5) and disjoint.acceptance.item() == 0.0
+    equal = block_losses(far, far, labels, supervised, None)
+    assert equal.l1.mean.item() == 0.0 and equal.acceptance.item() == 1.0
+
+
+def test_confidence_loss_does_not_move_the_draft_law():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    losses = block_losses(draft_logits, target_logits, labels, supervised, confidence_logits, 0.0, 0.0, 1.0)
+    losses.total.backward()
+    assert draft_logits.grad is None or (draft_logits.grad == 0).all()
+    assert (confidence_logits.grad[supervised] != 0).all()
+
+
+def test_confidence_loss_is_smallest_at_the_acceptance():
+    draft_logits, target_logits, labels, supervised, _ = random_blocks()
+    acceptance = block_losses(draft_logits, target_logits, labels, supervised, None).acceptance
+    best = acceptance.clamp(1e-6, 1 - 1e-6).logit()
+
+    def loss(shift: float) -> float:
+        return block_losses(draft_logits, target_logits, labels, supervised, best + shift).confidence.mean.item()
+
+    assert loss(0.0) < loss(0.3) and loss(0.0) < loss(-0.3)
+
+
+def test_block_losses_are_zero_when_nothing_is_supervised():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    losses = block_losses(draft_logits, target_logits, labels, torch.zeros_like(supervised), confidence_logits)
+    losses.total.backward()
+    assert losses.total.item() == 0.0 and (draft_logits.grad == 0).all()
+
+
+def test_block_losses_compute_in_float32_when_logits_are_bfloat16():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    rounded = [value.detach().bfloat16() for value in (draft_logits, target_logits, confidence_logits)]
+    low = block_losses(rounded[0], rounded[1], labels, supervised, rounded[2])
+    wide = block_losses(rounded[0].float(), rounded[1].float(), labels, supervised, rounded[2].float())
+    assert low.total.dtype == torch.float32 and torch.equal(low.total, wide.total)
+
+
+# ---- weights and tau
+
+
+def test_position_weights_decay_along_the_block():
+    supervised = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    e = [math.exp(-slot / 4.0) for slot in range(3)]
+    expected = torch.tensor([[e[0], e[1], e[2], 0.0], [e[0], 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(position_weights(supervised, 4.0), expected)
+
+
+def test_position_weights_are_flat_without_decay():
+    supervised = torch.tensor([[True, True, False]])
+    assert position_weights(supervised, None).tolist() == [[1.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("position_decay", [0.0, -1.0])
+def test_position_weights_refuse_a_decay_that_is_not_positive(position_decay):
+    with pytest.raises(ValueError, match=f"position_decay must be positive or None, got {position_decay}"):
+        position_weights(torch.ones(1, 2, dtype=torch.bool), position_decay)
+
+
+def test_expected_tau_counts_accepted_prefixes_and_the_bonus_token():
+    supervised = torch.tensor([[[True, True], [True, False], [False, False]]])
+    acceptance = torch.tensor([[[0.5, 0.4], [0.8, 0.0], [0.9, 0.9]]])
+    # (0.5 + 0.5 * 0.4 + 0.8) / 2 blocks; the last one has no supervised slot.
+    assert expected_tau(acceptance, supervised).item() == pytest.approx(1.75)
+
+
+def test_expected_tau_is_one_when_nothing_is_supervised():
+    assert expected_tau(torch.ones(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.bool)).item() == 1.0

@@ -1,0 +1,245 @@
+"""The rejection test: parity with DeepSpec's decisions, and the target's own law in, the target's own law out."""
+
+import pytest
+import torch
+
+from hf_dspark import sampling
+from hf_dspark.sampling import (
+    DraftBlock,
+    acceptance_probability,
+    greedy_sampler,
+    residual_distribution,
+    scatter_to_vocabulary,
+    verify_block,
+)
+
+
+@pytest.fixture
+def drawn_laws(monkeypatch):
+    """The laws that tokens were drawn from, in order."""
+    laws, multinomial = [], torch.multinomial
+
+    def recording(law, *args, **kwargs):
+        laws.append(law)
+        return multinomial(law, *args, **kwargs)
+
+    monkeypatch.setattr(sampling.torch, "multinomial", recording)
+    return laws
+
+
+def laws_of(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).mul(1.5).softmax(dim=-1)
+
+
+def frequencies(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return token_ids.bincount(minlength=vocab_size) / len(token_ids)
+
+
+# ---- acceptance and residual
+
+
+def test_acceptance_probability_is_the_clamped_ratio():
+    target_probs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.5, 0.5]])
+    draft_probs = torch.tensor([[0.25, 0.5, 0.25], [0.4, 0.2, 0.4], [1.0, 0.0, 0.0]])
+    probability = acceptance_probability(target_probs, draft_probs, torch.tensor([1, 0, 0]))
+    torch.testing.assert_close(probability, torch.tensor([0.6, 0.25, 0.0]))
+    assert acceptance_probability(target_probs, draft_probs, torch.tensor([0, 1, 2])).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_acceptance_probability_is_finite_where_the_draft_has_no_mass():
+    zero = torch.tensor([[0.0, 1.0]])
+    assert acceptance_probability(zero, zero, torch.tensor([0])).item() == 0.0
+    assert acceptance_probability(torch.tensor([[0.5, 0.5]]), zero, torch.tensor([0])).item() == 1.0
+
+
+def test_acceptance_probability_averages_to_one_minus_half_the_l1_distance():
+    target_probs, draft_probs = laws_of(6), laws_of(6)
+    mean = sum(draft_probs[x] * acceptance_probability(target_probs, draft_probs, torch.tensor(x)) for x in range(6))
+    torch.testing.assert_close(mean, 1 - (target_probs - draft_probs).abs().sum() / 2)
+
+
+def test_residual_distribution_is_the_normalised_excess():
+    residual = residual_distribution(torch.tensor([0.5, 0.4, 0.1]), torch.tensor([0.1, 0.3, 0.6]))
+    torch.testing.assert_close(residual, torch.tensor([0.8, 0.2, 0.0]))
+
+
+def test_residual_distribution_is_the_targets_law_when_both_agree():
+    law = laws_of(4, 7)
+    assert torch.equal(residual_distribution(law, law), law)
+
+
+def test_residual_distribution_never_proposes_what_the_target_forbids():
+    target_probs = laws_of(50, 8)
+    target_probs[:, 3] = 0.0
+    target_probs /= target_probs.sum(-1, keepdim=True)
+    residual = residual_distribution(target_probs, laws_of(50, 8))
+    assert (residual[:, 3] == 0).all()
+    torch.testing.assert_close(residual.sum(-1), torch.ones(50))
+
+
+# ---- parity with DeepSpec
+
+
+@pytest.mark.parametrize("case", ["verify_all", "verify_partial2", "verify_none"])
+@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
+def test_verify_block_matches_deepspec_for_given_coins(golden, drawn_laws, name, case):
+    data = golden(name)
+    expected = data.info[case]
+    block = DraftBlock(data.io["r1.greedy_tokens"], data.io["verify.draft_probs"].log(), None)
+    verified = verify_block(
+        block, torch.tensor([5]), data.io["verify.target_probs"], torch.tensor([expected["uniform"]])
+    )
+    assert verified.num_accepted.tolist() == [expected["accepted_draft_tokens"]]
+    torch.testing.assert_close(drawn_laws[-1], data.io[f"{case}.next_token_probs"][:, 0], atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
+@torch.no_grad()
+def test_verify_block_matches_deepspec_for_greedy_decoding(golden, name):
+    data = golden(name)
+    expected, verify_ids = data.info["verify_greedy"], data.io["verify_greedy.verify_input_ids"]
+    logits = data.target(torch.cat([data.io["prompt_ids"], verify_ids], dim=1)).logits[:, -6:]
+    one_hot = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    block = DraftBlock(verify_ids[:, 1:], None, None)
+    verified = verify_block(block, torch.tensor([5]), one_hot, torch.rand(1, 5))
+    accepted = int(verified.num_accepted)
+    assert accepted == expected["accepted_draft_tokens"]
+    assert verified.next_token_ids.tolist() == [expected["next_token"]]
+    assert [*verify_ids[0, 1 : 1 + accepted].tolist(), *verified.next_token_ids.tolist()] == expected["committed"]
+
+
+# ---- verification of ragged, cut and arg-max blocks
+
+
+@pytest.mark.parametrize("lengths", [[-1], [4]])
+def test_verify_block_refuses_lengths_outside_the_block(lengths):
+    block = DraftBlock(torch.zeros(1, 3, dtype=torch.long), laws_of(1, 3, 5).log(), None)
+    with pytest.raises(ValueError, match=r"lie in \[0, 3\], got"):
+        verify_block(block, torch.tensor(lengths), laws_of(1, 4, 5), torch.rand(1, 3))
+
+
+def test_verify_block_refuses_one_bad_length_among_good_ones():
+    block = DraftBlock(torch.zeros(2, 3, dtype=torch.long), laws_of(2, 3, 5).log(), None)
+    with pytest.raises(ValueError, match=r"got \[2, 4\]"):
+        verify_block(block, torch.tensor([2, 4]), laws_of(2, 4, 5), torch.rand(2, 3))
+
+
+def test_verify_block_draws_from_the_targets_law_when_the_length_is_zero(drawn_laws):
+    target_probs = laws_of(1, 4, 5)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), laws_of(1, 3, 5).log(), None)
+    for coins in (torch.zeros(1, 3), torch.full((1, 3), 0.9999)):
+        assert verify_block(block, torch.tensor([0]), target_probs, coins).num_accepted.tolist() == [0]
+        assert torch.equal(drawn_laws[-1], target_probs[:, 0])
+
+
+def test_verify_block_draws_a_bonus_token_after_a_shortened_block(drawn_laws):
+    target_probs = laws_of(1, 4, 5)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), laws_of(1, 3, 5).log(), None)
+    verified = verify_block(block, torch.tensor([2]), target_probs, torch.zeros(1, 3))
+    assert verified.num_accepted.tolist() == [2]
+    assert torch.equal(drawn_laws[-1], target_probs[:, 2])
+
+
+def test_verify_block_does_not_read_rows_behind_the_length():
+    target_probs = laws_of(1, 4, 5)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), laws_of(1, 3, 5).log(), None)
+    coins = torch.tensor([[0.0, 0.9999, 0.0]])
+    changed = target_probs.clone()
+    changed[:, 3] = torch.nan
+    results = [
+        verify_block(block, torch.tensor([2]), law, coins, torch.Generator().manual_seed(3))
+        for law in (target_probs, changed)
+    ]
+    assert results[0].num_accepted.tolist() == results[1].num_accepted.tolist()
+    assert results[0].next_token_ids.tolist() == results[1].next_token_ids.tolist()
+
+
+def test_verify_block_rejects_every_token_behind_the_first_rejection():
+    law = laws_of(1, 1, 5).expand(1, 4, 5)
+    block = DraftBlock(torch.tensor([[1, 2, 3]]), law[:, :3].log(), None)
+    target_probs = law.clone()
+    target_probs[0, 1] = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0])  # forbids the second draft token
+    verified = verify_block(block, torch.tensor([3]), target_probs, torch.full((1, 3), 0.5))
+    assert verified.num_accepted.tolist() == [1]
+    assert verified.next_token_ids.item() in (0, 1)
+
+
+def test_verify_block_treats_rows_independently():
+    target_probs, draft_probs = laws_of(6, 4, 5), laws_of(6, 3, 5)
+    token_ids, coins = torch.randint(0, 5, (6, 3)), torch.rand(6, 3)
+    lengths = torch.tensor([0, 1, 2, 3, 3, 2])
+    together = verify_block(DraftBlock(token_ids, draft_probs.log(), None), lengths, target_probs, coins)
+    for row in range(6):
+        pick = slice(row, row + 1)
+        alone = verify_block(
+            DraftBlock(token_ids[pick], draft_probs[pick].log(), None), lengths[pick], target_probs[pick], coins[pick]
+        )
+        assert alone.num_accepted.item() == together.num_accepted[row].item()
+
+
+def test_verify_block_accepts_arg_max_drafts_with_the_targets_probability():
+    torch.manual_seed(11)
+    target_probs = torch.tensor([[[0.7, 0.2, 0.1], [0.3, 0.3, 0.4]]]).expand(40_000, -1, -1)
+    block = DraftBlock(torch.ones(40_000, 1, dtype=torch.long), None, None)
+    verified = verify_block(block, torch.ones(40_000, dtype=torch.long), target_probs, torch.rand(40_000, 1))
+    accepted = verified.num_accepted == 1
+    # Four standard deviations of a frequency over 40000 draws are at most 0.01.
+    assert accepted.float().mean().item() == pytest.approx(0.2, abs=0.01)
+    rejected_law = frequencies(verified.next_token_ids[~accepted], 3)
+    torch.testing.assert_close(rejected_law, torch.tensor([0.875, 0.0, 0.125]), atol=0.011, rtol=0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_verify_block_recovers_the_targets_law(length):
+    torch.manual_seed(5)
+    count, vocab_size = 100_000, 4
+    target_probs, draft_probs = laws_of(1, 3, vocab_size), laws_of(1, 2, vocab_size)
+    token_ids = torch.stack(
+        [torch.multinomial(draft_probs[0, slot], count, replacement=True) for slot in range(2)], dim=1
+    )
+    block = DraftBlock(token_ids, draft_probs.log().expand(count, -1, -1), None)
+    verified = verify_block(
+        block, torch.full((count,), length), target_probs.expand(count, -1, -1), torch.rand(count, 2)
+    )
+    first = torch.where(verified.num_accepted > 0, token_ids[:, 0], verified.next_token_ids)
+    # Four standard deviations over 100000 draws are at most 0.0064.
+    torch.testing.assert_close(frequencies(first, vocab_size), target_probs[0, 0], atol=0.0065, rtol=0)
+    one = verified.num_accepted == 1
+    if length == 2:
+        overlap = torch.minimum(target_probs[0, 0], draft_probs[0, 0]).sum()
+        assert (verified.num_accepted > 0).float().mean().item() == pytest.approx(overlap.item(), abs=0.0065)
+        reached = verified.num_accepted > 0
+        second = torch.where(verified.num_accepted > 1, token_ids[:, 1], verified.next_token_ids)[reached]
+        torch.testing.assert_close(frequencies(second, vocab_size), target_probs[0, 1], atol=0.01, rtol=0)
+    elif length == 1:
+        bonus = frequencies(verified.next_token_ids[one], vocab_size)
+        torch.testing.assert_close(bonus, target_probs[0, 1], atol=0.01, rtol=0)
+    else:
+        assert not one.any()
+
+
+def test_verify_block_is_reproducible_with_a_generator():
+    target_probs, block = laws_of(64, 3, 9), DraftBlock(torch.randint(0, 9, (64, 2)), laws_of(64, 2, 9).log(), None)
+    coins, lengths = torch.rand(64, 2), torch.full((64,), 2)
+    draws = [
+        verify_block(block, lengths, target_probs, coins, torch.Generator().manual_seed(seed)).next_token_ids.tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+# ---- samplers
+
+
+def test_greedy_sampler_returns_token_ids_not_candidate_indices():
+    logits = torch.tensor([[0.1, 2.0, 0.3], [5.0, 2.0, 0.3]])
+    drafted = torch.empty(2, 0, dtype=torch.long)
+    assert greedy_sampler(logits, None, drafted)[0].tolist() == [1, 0]
+    candidates = torch.tensor([[7, 4, 9], [8, 1, 2]])
+    token_ids, log_probs = greedy_sampler(logits, candidates, drafted)
+    assert token_ids.tolist() == [4, 8] and log_probs is None
+
+
+def test_scatter_to_vocabulary_forbids_every_other_token():
+    full = scatter_to_vocabulary(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 0]]), 5)
+    assert full.tolist() == [[2.0, -torch.inf, -torch.inf, 1.0, -torch.inf]]
