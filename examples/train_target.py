@@ -85,6 +85,7 @@ def main() -> None:
         config.eos_token_id,
         config.pad_token_id,
     )
+    model.config.use_cache = True  # Trainer had switched it off
     model.to(torch.bfloat16).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -308,6 +309,27 @@ def test_target_with_offloaded_embedding_is_refused(make_target, make_draft):
     cpu_offload(target, execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="embedding is offloaded"):
         target.generate(torch.tensor([[3, 9, 12, 30]]), assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_target_commits_tokens_within_rounding_of_the_teacher_forced_maximum(fixtures, prompts, tmp_path, make_target, bits):
+    pytest.importorskip("bitsandbytes")
+    make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path)
+    target = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map="cpu", dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32
+        ),
+    )  # fmt: skip
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    plain = target.generate(prompts[0], **GREEDY)
+    ids = target.generate(prompts[0], assistant_model=draft, **GREEDY)
+    # 8-bit kernels quantise activations too, and round one row and several differently.
+    with torch.no_grad():
+        logits = target(ids).logits[0, prompts[0].shape[1] - 1 : -1].float()
+    chosen = logits.gather(1, ids[0, prompts[0].shape[1] :, None])[:, 0]
+    assert (logits.amax(dim=1) - chosen).max() < 0.15
+    assert ids.shape == plain.shape and draft.last_stats.rounds > 0
 
 
 FAMILIES = {
