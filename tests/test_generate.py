@@ -312,7 +312,9 @@ def test_target_with_offloaded_embedding_is_refused(make_target, make_draft):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_target_commits_tokens_within_rounding_of_the_teacher_forced_maximum(fixtures, prompts, tmp_path, make_target, bits):
+def test_quantised_target_commits_tokens_within_rounding_of_the_teacher_forced_maximum(
+    fixtures, prompts, tmp_path, make_target, bits
+):
     pytest.importorskip("bitsandbytes")
     make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path)
     target = AutoModelForCausalLM.from_pretrained(
