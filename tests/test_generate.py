@@ -11,6 +11,8 @@ import sys
 
 import pytest
 import torch
+import transformers
+from packaging.version import parse
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -147,9 +149,13 @@ def test_padding_on_the_left_changes_nothing(pair, prompts):
     assert draft.last_stats.accepted == accepted  # padding is no context for the draft either
 
 
-def test_inputs_embeds_give_the_same_continuation(pair, prompts):
+def test_inputs_embeds_give_the_same_continuation_or_are_refused(pair, prompts):
     target, draft = pair
     embeds = target.get_input_embeddings()(prompts[0])
+    if parse(transformers.__version__) < generate_hook.INPUTS_EMBEDS_SINCE:
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)
+        return
     plain = target.generate(prompts[0], **GREEDY)[0, prompts[0].shape[1] :]
     assisted = target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)
     assert assisted[0].tolist() == plain.tolist()

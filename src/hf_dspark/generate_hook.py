@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import parse
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -44,6 +46,8 @@ WRAPPED_PARAMETERS = {
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
 # Built-in processors that keep state between calls: drafting would advance it.
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
+INPUTS_EMBEDS_SINCE = parse("5.23.0")
 EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
@@ -63,8 +67,6 @@ def install() -> None:
     for name, parameters in WRAPPED_PARAMETERS.items():
         method = getattr(GenerationMixin, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
-            import transformers
-
             raise ImportError(
                 f"hf_dspark cannot plug into generate() of transformers {transformers.__version__}: "
                 f"GenerationMixin.{name}{parameters} is not there. Supported: transformers>=5.17,<6."
@@ -216,6 +218,11 @@ def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs
         raise ValueError("the prompt is empty: pass at least one token")
     if mask is not None and not bool(mask[0, -1]):
         raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
+    if embeds is not None and parse(transformers.__version__) < INPUTS_EMBEDS_SINCE:
+        raise ValueError(
+            f"inputs_embeds are decoded wrongly by the assisted loop of transformers {transformers.__version__}: pass "
+            f"input_ids, or install transformers>={INPUTS_EMBEDS_SINCE}"
+        )
     if embeds is not None and mask is not None and not bool(mask.all()):
         raise ValueError(
             "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
