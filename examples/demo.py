@@ -1,5 +1,4 @@
-"""See a language model answer held-out GSM8K questions with and without its draft: the same tokens,
-faster.
+"""See a language model answer held-out GSM8K questions with and without its draft: the same tokens, faster.
 
 python examples/demo.py --num_prompts 12
 """
