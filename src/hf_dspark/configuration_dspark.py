@@ -194,11 +194,7 @@ class DSparkConfig(PreTrainedConfig):
         Raises:
             ValueError: If the target is an encoder-decoder.
         """
-        if getattr(target_config, "is_encoder_decoder", False):
-            raise ValueError(
-                "a DSpark target must be a decoder-only causal LM, got the encoder-decoder "
-                f"{target_config.model_type!r}"
-            )
+        require_decoder_only(target_config)
         text = target_config.get_text_config(decoder=True)
         num_heads = text.num_attention_heads
         depth = text.num_hidden_layers
@@ -239,6 +235,14 @@ class DSparkConfig(PreTrainedConfig):
                 "'dspark', or a DeepSpec one (architectures ending in 'DSparkModel')"
             )
         return config_dict, kwargs
+
+
+def require_decoder_only(target_config: PreTrainedConfig) -> None:
+    """Raise a `ValueError` if the target is an encoder-decoder."""
+    if getattr(target_config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"a DSpark target must be a decoder-only causal LM, got the encoder-decoder {target_config.model_type!r}"
+        )
 
 
 def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:

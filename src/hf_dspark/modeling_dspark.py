@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .configuration_dspark import DSparkConfig
+from .configuration_dspark import DSparkConfig, require_decoder_only
 from .sampling import DraftBlock, Sampler
 
 
@@ -310,11 +310,10 @@ class VanillaMarkovHead(nn.Module):
             return self.markov_w2(transitions)
         return (F.embedding(candidate_ids, self.markov_w2.weight) @ transitions[..., None])[..., 0]
 
-    def teacher_forced(self, previous_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the r-vectors `[..., γ, r]` along given previous tokens `[..., γ]`."""
-        embedding = self.markov_w1(previous_ids)
+    def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the r-vectors `[..., γ, r]` along W_1 of given previous tokens, `[..., γ, r]`."""
         outputs, state = [], None
-        for slot in range(previous_ids.shape[-1]):
+        for slot in range(embedding.shape[-2]):
             output, state = self.transition(embedding[..., slot, :], hidden[..., slot, :], state)
             outputs.append(output)
         return torch.stack(outputs, dim=-2)
@@ -646,8 +645,8 @@ class DSparkDraftModel(PreTrainedModel):
         previous_ids = torch.cat([anchor_ids[:, :, None], labels[:, :, :-1]], dim=-1)
         embedding = None
         if self.markov_head is not None:
-            draft_logits = draft_logits + self.markov_head.bias(self.markov_head.teacher_forced(previous_ids, hidden))
             embedding = self.markov_head.markov_w1(previous_ids)
+            draft_logits = draft_logits + self.markov_head.bias(self.markov_head.teacher_forced(embedding, hidden))
         confidence = None if self.confidence_head is None else self.confidence_head(hidden, embedding)
         return DSparkOutput(hidden, draft_logits, confidence)
 
@@ -689,10 +688,7 @@ def block_attention_mask(
 
 def check_fits(config: DSparkConfig, target: PreTrainedModel) -> None:
     """Raise a `ValueError` that names every way in which draft and target do not fit."""
-    if target.config.is_encoder_decoder:
-        raise ValueError(
-            f"a DSpark target must be a decoder-only causal LM, got the encoder-decoder {target.config.model_type!r}"
-        )
+    require_decoder_only(target.config)
     text = target.config.get_text_config(decoder=True)
     facts = {
         "vocab_size": (config.vocab_size, text.vocab_size),
