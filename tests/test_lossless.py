@@ -16,6 +16,7 @@ from hf_dspark.candidate_generator import ProcessedSampler
 from hf_dspark.feature_capture import FeatureCapture
 from hf_dspark.modeling_dspark import DraftCache
 from hf_dspark.sampling import DraftBlock, acceptance_probability, residual_distribution, verify_block
+from hf_dspark.throughput import Load
 
 VOCAB = 3
 PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
@@ -70,6 +71,11 @@ class TargetLaw:
         return self.known[prefix]
 
 
+def planned_length(policy, block):
+    max_lengths = torch.tensor([block.token_ids.shape[1]])
+    return int(policy.plan_verify(block.confidence_logits.sigmoid(), max_lengths, Load())[0])
+
+
 def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
     """Enumerate one round, then continue with the target alone: the law of the first γ+1 tokens.
 
@@ -87,7 +93,7 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
         path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
         if path_probability == 0.0:
             continue
-        length = int(policy.plan_verify(block.confidence, gamma)[0])
+        length = planned_length(policy, block)
         length = length if cut is None else cut(path, length)
         draft_probs = drawn_from if claimed_law is None else claimed_law(block)
         reached = path_probability
@@ -162,7 +168,7 @@ def test_threshold_really_cuts_in_the_enumerated_rounds(make_target):
     for path in itertools.product(range(VOCAB), repeat=2):
         sampler = EnumeratingSampler(path, LogitsProcessorList())
         block = draft.draft_block(PROMPT[:, -1], features, DraftCache(1), sampler)
-        lengths.add(int(ConfidenceThreshold(0.5).plan_verify(block.confidence, 2)[0]))
+        lengths.add(planned_length(ConfidenceThreshold(0.5), block))
     assert lengths == {1, 2}
 
 

@@ -98,9 +98,9 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
         data.draft.draft_block(anchor, features, cache, forced)
         close(torch.stack(forced.scores, dim=1), data.io[f"{r}.corrected_logits"])
         if f"{r}.confidence_logits" in data.io:
-            close(block.confidence, data.io[f"{r}.confidence_logits"].sigmoid())
+            close(block.confidence_logits, data.io[f"{r}.confidence_logits"])
         else:
-            assert block.confidence is None
+            assert block.confidence_logits is None
 
 
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
@@ -117,7 +117,7 @@ def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
         assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
         close(block.log_probs.exp(), data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
-            close(block.confidence, data.io[f"{r}.t1_confidence_logits"].sigmoid())
+            close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
 
 
 @torch.no_grad()
@@ -327,7 +327,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         at_once = draft.draft_block(anchors, features[:, :committed], DraftCache(2), ForcedSampler(forced))
         assert cache.length == committed
         close(stepwise.log_probs, at_once.log_probs)
-        close(stepwise.confidence, at_once.confidence)
+        close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -345,8 +345,8 @@ def test_training_forward_scores_the_law_that_inference_draws_from(make_draft, t
             input_ids[:, anchor], features[:, :anchor], DraftCache(2), ForcedSampler(labels[:, index])
         )
         close(output.draft_logits[:, index].log_softmax(-1), block.log_probs, atol=1e-5)
-        if block.confidence is not None:
-            close(output.confidence_logits[:, index].sigmoid(), block.confidence, atol=1e-5)
+        if block.confidence_logits is not None:
+            close(output.confidence_logits[:, index], block.confidence_logits, atol=1e-4)
 
 
 @torch.no_grad()
@@ -500,7 +500,7 @@ def test_rnn_head_carries_its_state_over_the_whole_prefix(make_draft, target):
 def test_confidence_is_known_before_its_token_is_drawn(draft):
     hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
     confidence = [
-        draft.sample_block(hidden, base, torch.tensor([21]), ForcedSampler(tokens)).confidence[0]
+        draft.sample_block(hidden, base, torch.tensor([21]), ForcedSampler(tokens)).confidence_logits[0]
         for tokens in (torch.tensor([[3, 9, 1, 40]]), torch.tensor([[3, 8, 2, 41]]))
     ]
     assert torch.equal(confidence[0][:2], confidence[1][:2])

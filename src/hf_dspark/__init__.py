@@ -4,10 +4,24 @@ token."""
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
+from .collection import calibrate
 from .configuration_dspark import DSparkConfig
 from .generate_hook import install as _install_generate_hook
 from .modeling_dspark import DSparkDraftModel
-from .policies import ConfidenceThreshold, FullBlock
+from .policies import (
+    AdaptiveDrafting,
+    ConfidenceThreshold,
+    EarlyStopScheduler,
+    EliminationScheduler,
+    FullBlock,
+    GlobalScheduler,
+    LaggedScheduler,
+    Policy,
+    PrefixScheduler,
+    SLOLimit,
+)
+from .profiling import profile_throughput
+from .throughput import AdditiveCost, LinearCost, ThroughputTable, load_cost, save_cost
 
 __version__ = "0.1.0.dev0"
 
@@ -17,14 +31,29 @@ AutoModelForCausalLM.register(DSparkConfig, DSparkDraftModel)
 _install_generate_hook()
 
 __all__ = [
+    "AdaptiveDrafting",
+    "AdditiveCost",
     "ConfidenceThreshold",
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDraftModel",
     "DSparkTrainer",
     "DSparkTrainingArguments",
+    "EarlyStopScheduler",
+    "EliminationScheduler",
     "FullBlock",
+    "GlobalScheduler",
+    "LaggedScheduler",
+    "LinearCost",
+    "Policy",
+    "PrefixScheduler",
     "RoundStatistics",
+    "SLOLimit",
+    "ThroughputTable",
+    "calibrate",
+    "load_cost",
+    "profile_throughput",
+    "save_cost",
 ]
 
 

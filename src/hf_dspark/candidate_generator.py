@@ -14,10 +14,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from .calibration import calibrated_confidence
 from .feature_capture import FeatureCapture
 from .modeling_dspark import DraftCache, DSparkDraftModel
-from .policies import Policy
-from .sampling import greedy_sampler, scatter_to_vocabulary
+from .policies import Policy, RoundOutcome
+from .sampling import DraftBlock, greedy_sampler, scatter_to_vocabulary
+from .throughput import Load
 
 
 @dataclass
@@ -29,7 +31,8 @@ class RoundStatistics:
     Attributes:
         proposed (`list[int]`): Draft tokens sent to verification in each round.
         accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token.
-        confidence (`list[torch.Tensor]`): c_1..c_γ of each drafted block, `[γ]`; empty without a confidence head.
+        confidence (`list[torch.Tensor | None]`): Calibrated c_1..c_γ of each round's block, `[γ]`; `None` where
+            nothing was drafted or the draft has no confidence head.
         draft_seconds, verify_seconds, total_seconds (`float`): Host time in the draft, in the target's verification
             passes, and in all rounds. On an accelerator, work that is still queued counts for whoever waits for it.
         prefill_seconds (`float`): Host time until the first new token.
@@ -37,7 +40,7 @@ class RoundStatistics:
 
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    confidence: list[torch.Tensor] = field(default_factory=list)
+    confidence: list[torch.Tensor | None] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
@@ -126,7 +129,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         draft ([`DSparkDraftModel`]): Its draft; gets bound to the target.
         generation_config (`GenerationConfig`): Of the call; `do_sample`, `max_length` and the eos ids are read.
         logits_processor (`LogitsProcessorList`): Processors of the call; stateless.
-        policy ([`Policy`]): Decides how much of each block is verified.
+        policy ([`Policy`]): Decides whether to draft and how much of each block is verified; gets a fresh state.
         max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
     """
 
@@ -143,7 +146,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         max_drafts: int | None = None,
     ) -> None:
         self.draft = draft.bind(target)
-        self.policy = policy
+        self.policy = policy.fresh()
         self.statistics = RoundStatistics()
         self._target = target
         self._logits_processor = logits_processor
@@ -153,7 +156,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._eos_token_ids = None if eos is None else eos.cpu()
         self._max_drafts = min(draft.config.block_size, max_drafts or draft.config.block_size)
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
+        self._temperatures = draft.config.temperatures_for(draft.domain, self._do_sample)
         self._cache = DraftCache(draft.config.num_hidden_layers)
+        self._prompt_seen = False
+        self._waiting_features: list[torch.Tensor] = []
+        self._block: DraftBlock | None = None
+        self._confidence: torch.Tensor | None = None
         self._num_proposed = 0
         self._forward_started = 0.0
         self._round_started = 0.0
@@ -207,7 +215,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             The committed tokens with l draft tokens behind them `[1, S+l]`, and the log draft law `[1, l, V]`:
             `None` when l = 0 or when drafts are arg-max.
         """
-        self._num_proposed = 0
+        self._block, self._confidence, self._num_proposed = None, None, 0
         if is_first_iteration:
             return input_ids, None
         started = time.perf_counter()
@@ -216,26 +224,45 @@ class DSparkCandidateGenerator(CandidateGenerator):
         num_drafts = min(self._max_drafts, self._max_length - input_ids.shape[1] - 1)
         if num_drafts <= 0:
             return input_ids, None
-        features = self._committed_features(model_kwargs, int(n_last_matches))
-        sampler = ProcessedSampler(self._logits_processor, self._do_sample, input_ids, self.draft.config.vocab_size)
-        block = self.draft.draft_block(input_ids[:, -1], features, self._cache, sampler)
-        if block.confidence is not None:
-            self.statistics.confidence.append(block.confidence[0].cpu())
-        length = int(self.policy.plan_verify(block.confidence, num_drafts)[0])
-        length = self._cut_behind_eos(block.token_ids[0, :length])
-        self._num_proposed = length
+        self._waiting_features.append(self._committed_features(model_kwargs, int(n_last_matches)))
+        load = Load(context_tokens=input_ids.shape[1], other_tokens=self._other_tokens())
+        if not self.policy.plan_draft(load):
+            return input_ids, None
+        self._block = self._draft(input_ids)
+        if self._block.confidence_logits is not None:
+            self._confidence = calibrated_confidence(self._block.confidence_logits, self._temperatures).cpu()
+        length = int(self.policy.plan_verify(self._confidence, torch.tensor([num_drafts]), load)[0])
+        self._num_proposed = self._cut_behind_eos(self._block.token_ids[0, :length])
         self.statistics.draft_seconds += time.perf_counter() - started
+        return self._candidates(input_ids)
+
+    def _draft(self, input_ids: torch.Tensor) -> DraftBlock:
+        """Draft one block; rounds that were not drafted left their features for this one."""
+        features = torch.cat(self._waiting_features, dim=1)
+        self._waiting_features.clear()
+        sampler = ProcessedSampler(self._logits_processor, self._do_sample, input_ids, self.draft.config.vocab_size)
+        return self.draft.draft_block(input_ids[:, -1], features, self._cache, sampler)
+
+    def _candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        length, block = self._num_proposed, self._block
         if length == 0:
             return input_ids, None
         candidate_ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids.device)], dim=1)
         return candidate_ids, None if block.log_probs is None else block.log_probs[:, :length]
 
+    def _other_tokens(self) -> int:
+        load = self.draft.load() if callable(self.draft.load) else self.draft.load
+        if not load >= 0:  # false for NaN, too
+            raise ValueError(f"draft.load must be a number of tokens, 0 or more, got {load}")
+        return int(load)
+
     def _committed_features(self, model_kwargs: dict[str, Any] | None, num_accepted: int) -> torch.Tensor:
         """Return features of the tokens committed since the last block, anchor excluded, `[1, C, m*d]`."""
         features = self._capture.take(self.draft.device, self.draft.dtype)
-        if self._cache.length > 0:
+        if self._prompt_seen:
             # The last forward saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
             return features[:, : num_accepted + 1]
+        self._prompt_seen = True
         mask = (model_kwargs or {}).get("attention_mask")
         if mask is None:
             return features
@@ -255,11 +282,22 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int | torch.Tensor
     ) -> None:
-        """Record the outcome of a round."""
+        """Record the outcome of a round, and let the policy learn from it.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[1, S]`): Committed tokens.
+            scores (`torch.FloatTensor` of shape `[1, l+1, V]`): The target's processed scores of the round.
+            num_matches (`int`): Draft tokens accepted.
+        """
         if self._round_started == 0.0:  # the prefill
             return
         now = time.perf_counter()
-        self.statistics.total_seconds += now - self._round_started
-        self._round_started = now
+        seconds, self._round_started = now - self._round_started, now
+        self.statistics.total_seconds += seconds
         self.statistics.proposed.append(self._num_proposed)
         self.statistics.accepted.append(int(num_matches))
+        self.statistics.confidence.append(None if self._confidence is None else self._confidence[0])
+        lengths, accepted = torch.tensor([self._num_proposed]), torch.tensor([int(num_matches)])
+        self.policy.observe(
+            RoundOutcome((0,), self._confidence, lengths, accepted, seconds, self._block, target_logits=scores)
+        )

@@ -10,6 +10,8 @@ import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .calibration import check_temperatures
+
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Rotary types whose frequencies do not depend on the current length: cached keys stay valid as the context grows.
@@ -60,6 +62,8 @@ class DSparkConfig(PreTrainedConfig):
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         draft_top_k (`int`, *optional*): Evaluate the Markov bias and sample on the k best base candidates of each
             slot only; the truncated law is then the draft law, so the output stays exact.
+        sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
+            per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
         sample_from_anchor (`bool`): The anchor is the first prediction position. Always true here; written because
             serving engines guess when it is missing.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
@@ -108,6 +112,7 @@ class DSparkConfig(PreTrainedConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     draft_top_k: int | None = None
+    sts_temperatures: dict[str, list[float]] | None = None
     sample_from_anchor: bool = True
     target_model_type: str | None = None
     tie_word_embeddings: bool = False
@@ -171,6 +176,14 @@ class DSparkConfig(PreTrainedConfig):
             )  # fmt: skip
         if self.draft_top_k is not None:
             require(1 <= self.draft_top_k <= self.vocab_size, "draft_top_k", f"lie in [1, {self.vocab_size}]")
+        if self.sts_temperatures is not None:
+            require(self.enable_confidence_head, "sts_temperatures", "be None without a confidence head")
+            require("default" in self.sts_temperatures, "sts_temperatures", "have a 'default' entry")
+            for name, temperatures in self.sts_temperatures.items():
+                try:
+                    check_temperatures(temperatures, self.block_size)
+                except ValueError as error:
+                    raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
         require(self.sample_from_anchor, "sample_from_anchor", "be True: this layout predicts from the anchor slot")
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
@@ -178,6 +191,21 @@ class DSparkConfig(PreTrainedConfig):
                 f"DSparkConfig.rope_parameters: rope_type must be one of {ROPE_TYPES}, got {rope_type!r}. Types "
                 "whose frequencies change with the length would invalidate the draft's cached keys."
             )
+
+    def temperatures_for(self, domain: str | None, do_sample: bool) -> list[float] | None:
+        """Return the temperatures of a domain, else of the sampling regime, else the default; `None` if uncalibrated.
+
+        Raises:
+            ValueError: If a domain is asked for that has no temperatures.
+        """
+        known = self.sts_temperatures or {}
+        if domain is not None and domain not in known:
+            raise ValueError(
+                f"the draft has no temperatures for the domain {domain!r}, only for {sorted(known)}: calibrate it "
+                "there, or set draft.domain to one of these or to None"
+            )
+        regime = "sampled" if do_sample else "greedy"
+        return known.get(domain or regime, known.get("default"))
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":

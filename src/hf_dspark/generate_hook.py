@@ -28,7 +28,8 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .modeling_dspark import check_fits
-from .policies import ConfidenceThreshold, FullBlock, Policy
+from .policies import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
+from .profiling import find_cost
 
 # What each wrapped method must accept; a test checks it on every supported version.
 WRAPPED_PARAMETERS = {
@@ -106,7 +107,7 @@ def _wrap_validate(original):
         if is_dspark(draft):
             check_fits(draft.config, self)
             _check_options(generation_mode, generation_config, generation_mode_kwargs)
-            _policy(draft, generation_config)
+            _policy(draft, self, generation_config)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate_generation_mode
@@ -145,7 +146,7 @@ def _wrap_decoding(original):
         _check_inputs(self, input_ids, kwargs)
         _check_processors(logits_processor, input_ids, assistant_model.config.vocab_size)
         _check_stopping_criteria(stopping_criteria)
-        policy, max_drafts = _policy(assistant_model, generation_config)
+        policy, max_drafts = _policy(assistant_model, self, generation_config)
         generator = DSparkCandidateGenerator(
             self, assistant_model, generation_config, logits_processor, policy, max_drafts
         )
@@ -159,20 +160,51 @@ def _wrap_decoding(original):
     return assisted_decoding
 
 
-def _policy(draft: PreTrainedModel, generation_config: GenerationConfig) -> tuple[Policy, int | None]:
-    """Return the cut-off and the draft limit that the user's arguments ask for: by default the full block."""
+def _policy(
+    draft: PreTrainedModel, target: PreTrainedModel, generation_config: GenerationConfig
+) -> tuple[Policy, int | None]:
+    """Return who cuts the blocks, and the draft limit: the call's threshold, else `draft.policy`, else the default."""
     cutoff = getattr(generation_config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
     threshold, max_drafts = (cutoff[name] for name in CUTOFF_ARGUMENTS)
     if max_drafts is not None and max_drafts < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
-    if not threshold:
-        return FullBlock(), max_drafts
-    if not draft.config.enable_confidence_head:
-        raise ValueError(
-            f"assistant_confidence_threshold={threshold} needs a draft with a confidence head; this one has none "
-            "(config.enable_confidence_head is False). Leave it unset."
+    if threshold is not None:
+        policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
+    else:
+        policy = draft.policy or default_policy(draft, target)
+    _check_policy(policy, draft, generation_config.do_sample)
+    return policy, max_drafts
+
+
+def default_policy(draft: PreTrainedModel, target: PreTrainedModel) -> Policy:
+    """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block."""
+    if draft.config.sts_temperatures is None:
+        return FullBlock()
+    cost = find_cost(target, draft)
+    return FullBlock() if cost is None else PrefixScheduler(cost)
+
+
+def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:
+    methods = ("plan_draft", "plan_verify", "observe", "fresh", "is_causal", "accept_bias", "requires_confidence")
+    lacking = [name for name in methods if not hasattr(policy, name)]
+    if lacking:
+        raise TypeError(
+            f"draft.policy must be a hf_dspark.Policy, got {type(policy).__name__} without {', '.join(lacking)}: "
+            "subclass hf_dspark.Policy"
         )
-    return ConfidenceThreshold(float(threshold)), max_drafts
+    if policy.requires_confidence and not draft.config.enable_confidence_head:
+        raise ValueError(
+            f"{policy} needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
+            "False). Use FullBlock, and leave assistant_confidence_threshold unset."
+        )
+    causal = policy.is_causal(draft.config.confidence_head_with_markov)
+    if do_sample and not causal and not policy.accept_bias:
+        raise ValueError(
+            f"{type(policy).__name__} is not causal with this draft: whether it verifies a token depends on "
+            "confidences that were computed from that token, so sampled output would not follow the target's "
+            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or pass "
+            "accept_bias=True for an experiment."
+        )
 
 
 def _check_options(

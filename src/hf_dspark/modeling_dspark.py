@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_dspark import DSparkConfig, require_decoder_only
+from .policies import Policy
 from .sampling import DraftBlock, Sampler
 
 
@@ -377,6 +378,16 @@ class _Borrowed:
 class DSparkDraftModel(PreTrainedModel):
     """A DSpark draft. Pass it to `target.generate(..., assistant_model=draft)`, or train it with [`DSparkTrainer`].
 
+    What `generate()` reads from it besides its weights, all settable at any time:
+
+    Attributes:
+        policy ([`Policy`], *optional*): How much of a block is verified. `None`: [`PrefixScheduler`] if the draft is
+            calibrated and this machine's throughput is known, else the full block.
+        load (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward pass, or
+            a function that returns them.
+        domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.
+        last_stats ([`RoundStatistics`], *optional*): Of the last call.
+
     DSpark Section 3.1.
     """
 
@@ -402,6 +413,9 @@ class DSparkDraftModel(PreTrainedModel):
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
+        self.policy: Policy | None = None
+        self.load: int | Callable[[], int] = 0
+        self.domain: str | None = None
         self.last_stats = None
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
         self._borrowed: tuple[_Borrowed, ...] = ()
@@ -599,11 +613,11 @@ class DSparkDraftModel(PreTrainedModel):
             tokens[:, slot] = previous
             laws.append(law)
         log_probs = None if laws[0] is None else torch.stack(laws, dim=1)
-        confidence = None
+        confidence_logits = None
         if self.confidence_head is not None:
             stacked = torch.stack(embeddings, dim=1) if embeddings else None
-            confidence = self.confidence_head(hidden, stacked).float().sigmoid()  # Eq. 7
-        return DraftBlock(tokens, log_probs, confidence)
+            confidence_logits = self.confidence_head(hidden, stacked).float()  # Eq. 7
+        return DraftBlock(tokens, log_probs, confidence_logits)
 
     def forward(
         self,

@@ -1,43 +1,111 @@
-"""How many tokens of a drafted block to verify.
+"""Whether to draft, and how many tokens of the drafted blocks to verify.
 
-A policy sees confidences, never drafted tokens: c_k is known before x_k is drawn, so stopping before slot k because
-of c_1..c_k leaves the law of x_k untouched, and every policy here is lossless. Knows nothing of models or machines.
+A policy sees confidences, never drafted tokens. It is *causal*, hence lossless, when admitting draft token k depends
+only on what was known before x_k was drawn; c_k is, c_{k+1} is not if the confidence head reads x_k. Policies that
+are not causal say so in `is_causal` and are refused when drafts are sampled. Knows nothing of models.
 """
 
+import dataclasses
 import math
-from dataclasses import dataclass
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from .sampling import DraftBlock
+from .throughput import Load, StepCost
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round turned out to be; rows as in the round's [`Load`].
+
+    Args:
+        request_ids (`Sequence[int]`): The requests.
+        confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): Calibrated c_k; `None` when nothing was
+            drafted.
+        lengths (`torch.LongTensor` of shape `[R]`): Draft tokens verified.
+        num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, without the bonus token.
+        seconds (`float`): Duration of the round.
+        block ([`DraftBlock`], *optional*): What was drafted.
+        target_logits (`torch.Tensor` of shape `[R, 1+l, V]`, *optional*): The target's processed scores after the
+            anchor and after each verified token.
+    """
+
+    request_ids: Sequence[int]
+    confidence: torch.Tensor | None
+    lengths: torch.Tensor
+    num_accepted: torch.Tensor
+    seconds: float
+    block: DraftBlock | None = None
+    target_logits: torch.Tensor | None = None
+
 
 class Policy(Protocol):
-    """Decides the verification length of each request."""
+    """Decides, round by round, whether to draft and how much to verify. Subclass it: all but `plan_verify` has a
+    default.
 
-    def plan_verify(self, confidence: torch.Tensor | None, num_drafts: int) -> torch.Tensor:
-        """Return the lengths l, `[B]`, 0 <= l <= `num_drafts`.
+    A policy belongs to one `generate()` call at a time: `fresh` gives each call its own state.
+    """
+
+    @property
+    def requires_confidence(self) -> bool:
+        """Whether `plan_verify` needs a draft with a confidence head."""
+        return False
+
+    @property
+    def accept_bias(self) -> bool:
+        """Whether the user lets a policy that is not causal run on sampled drafts, as an experiment."""
+        return False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        """Tell whether sampled drafts keep the target's law.
 
         Args:
-            confidence (`torch.FloatTensor` of shape `[B, γ]`, *optional*): c_k, the conditional acceptances.
-            num_drafts (`int`): Draft tokens that exist or may be sent, at most γ.
+            confidence_reads_tokens (`bool`): Whether c_k depends on x_{k-1} (`config.confidence_head_with_markov`).
+        """
+        return True
+
+    def fresh(self) -> "Policy":
+        """Return the same policy without memory of earlier rounds."""
+        return dataclasses.replace(self)
+
+    def plan_draft(self, load: Load) -> bool:
+        """Tell whether to draft at all this round; known before anything is drawn."""
+        return True
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        """Return the verification lengths l, `[R]`, 0 <= l <= max_lengths.
+
+        Args:
+            confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): c_k, the calibrated conditional
+                acceptances.
+            max_lengths (`torch.LongTensor` of shape `[R]`): Draft tokens that exist or may be sent, at most γ.
+            load ([`Load`]): The rows, and what shares their forward pass.
         """
 
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a finished round."""
+
 
 @dataclass(frozen=True)
-class FullBlock:
+class FullBlock(Policy):
     """Verify every drafted token."""
 
-    def plan_verify(self, confidence: torch.Tensor | None, num_drafts: int) -> torch.Tensor:
-        num_requests = 1 if confidence is None else confidence.shape[0]
-        return torch.full((num_requests,), num_drafts, dtype=torch.long)
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return max_lengths.clone()
 
 
 @dataclass(frozen=True)
-class ConfidenceThreshold:
+class ConfidenceThreshold(Policy):
     """Stop before the first slot whose confidence is below a threshold.
 
     Args:
         threshold (`float`): In [0, 1]. 0 verifies every token.
+        cumulative (`bool`): Compare the survival (the product of the confidences so far) instead of c_k.
 
     Raises:
         ValueError: If the threshold is outside [0, 1], or the draft has no confidence head.
@@ -46,16 +114,405 @@ class ConfidenceThreshold:
     """
 
     threshold: float
+    cumulative: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and 0.0 <= self.threshold <= 1.0):
             raise ValueError(f"assistant_confidence_threshold must lie in [0, 1], got {self.threshold}")
 
-    def plan_verify(self, confidence: torch.Tensor | None, num_drafts: int) -> torch.Tensor:
-        if confidence is None:
-            raise ValueError(
-                "a confidence threshold needs a draft with a confidence head; this one has none "
-                "(config.enable_confidence_head is False). Leave assistant_confidence_threshold unset."
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        confidence = _checked(confidence)
+        score = survival(confidence) if self.cumulative else confidence
+        run = (score >= self.threshold).long().cumprod(dim=-1).sum(dim=-1)
+        return torch.minimum(run.cpu(), max_lengths)
+
+
+@dataclass(frozen=True)
+class EarlyStopScheduler(Policy):
+    """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
+
+    Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+
+    DSpark Algorithm 1.
+    """
+
+    cost: StepCost
+
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(first_drop(ranking.throughput(self.cost, load)))
+
+
+# Tokens behind the stop survive less than the first one left out. Measured on A100 and H100 curves and on noisy
+# straight ones (benchmarks/scheduler.py): .5 to .85 reach .98 to .99 of the oracle on all of them; 1 loses up to .02.
+FILL_DECAY = 0.7
+
+
+@dataclass(frozen=True)
+class PrefixScheduler(EarlyStopScheduler):
+    """Algorithm 1 on the lower convex hull of the step time, then the hardware's bucket filled up by rank.
+
+    On the hull the early stop finds the maximum. The measured time at the stop may lie far above the hull: then
+    admission goes on towards the next vertex, where the measured curve touches the hull again, as far as it pays if
+    the tokens there survive like the first one left out, less a fixed decay. Both decisions read nothing behind that
+    one, which makes them causal.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+
+    DSpark Algorithm 1, with a causal repair for jagged curves.
+    """
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        curve, first, count = self.cost.curve, load.base_tokens, ranking.num_candidates
+        kept = ranking.kept_tokens(load)
+        stop = first_drop(kept / (curve.hull(first, first + count) + self.cost.request_seconds(load)))
+        bucket_end = min(curve.next_vertex(first + stop) - first, count)
+        if bucket_end > stop:
+            left_out = float(ranking.survivals[stop])
+            predicted = kept[stop] + torch.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
+            stop += int((predicted / self.cost.round_seconds(load, bucket_end)[stop:]).argmax())
+        return ranking.lengths(stop)
+
+
+@dataclass(frozen=True)
+class GlobalScheduler(EarlyStopScheduler):
+    """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
+
+    Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
+
+    DSpark Section 5.2 and Appendix A.
+    """
+
+    accept_bias: bool = False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return not confidence_reads_tokens
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(int(ranking.throughput(self.cost, load).argmax()))
+
+
+@dataclass(frozen=True)
+class EliminationScheduler(EarlyStopScheduler):
+    """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
+
+    Whether x_k stays depends on confidences behind it: lossless only when the head reads h_k alone. A baseline.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
+
+    AdaSpec Algorithm 2.
+    """
+
+    accept_bias: bool = False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return not confidence_reads_tokens
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        backwards = ranking.throughput(self.cost, load).flip(0)
+        return ranking.lengths(ranking.num_candidates - first_drop(backwards))
+
+
+@dataclass(frozen=True)
+class LaggedScheduler(EarlyStopScheduler):
+    """Capacity by unconstrained search over the confidences of an older round, filled with this round's best tokens.
+
+    The capacity knows nothing of this round's tokens, so the search may be global. Until there is an old enough
+    round, [`PrefixScheduler`] decides.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        lag (`int`): Age of the confidences in rounds, at least 1.
+
+    DSpark Section 5.2.
+    """
+
+    lag: int = 2
+    _history: deque = field(default_factory=deque, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.lag < 1:
+            raise ValueError(f"lag must be at least 1 round, got {self.lag}: this round's confidences are not causal")
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        if len(self._history) < self.lag:
+            return PrefixScheduler(self.cost).plan_verify(confidence, max_lengths, load)
+        old = self._history[0]
+        then = dataclasses.replace(load, request_ids=range(old.num_requests))
+        searched = int(old.throughput(self.cost, then).argmax())
+        capacity = round(searched * load.num_requests / old.num_requests)  # requests may have come or gone
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(min(capacity, ranking.num_candidates))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.confidence is None:
+            return
+        if len(self._history) == self.lag:
+            self._history.popleft()
+        full = torch.full((outcome.confidence.shape[0],), outcome.confidence.shape[1])
+        self._history.append(Ranking.of(outcome.confidence, full))
+
+
+SLO_MODES = ("step", "expected", "running")
+_limits_warned_of: set[float] = set()
+
+
+@dataclass(frozen=True)
+class SLOLimit(Policy):
+    """Keep the time per output token (TPOT) of every request under a limit, whatever another policy would verify.
+
+    The limit becomes a cap on the verified tokens before anything is drafted, so a causal policy stays causal. When
+    even a round without verified drafts breaks it, the round is not drafted; when a plain step does, too, the limit
+    cannot be met: that is warned of once.
+
+    Args:
+        policy ([`Policy`]): Decides under the cap.
+        cost ([`StepCost`]): What a round costs on this machine.
+        tpot_seconds (`float`): The limit, seconds per token.
+        mode (`str`): What has to stay under it. `step`: every round, as if each request got one token of it.
+            `expected`: the round over the tokens that requests lately got per round. `running`: each request's time
+            so far over its tokens so far, this round and one token of it included; time saved earlier may be spent.
+
+    Raises:
+        ValueError: If the limit is not positive, or the mode unknown.
+
+    AdaSpec Algorithm 3.
+    """
+
+    policy: Policy
+    cost: StepCost
+    tpot_seconds: float
+    mode: str = "step"
+    _spent: dict[int, tuple[float, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _lately: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tpot_seconds) and self.tpot_seconds > 0):
+            raise ValueError(f"tpot_seconds must be a positive number, got {self.tpot_seconds}")
+        if self.mode not in SLO_MODES:
+            raise ValueError(f"mode must be one of {SLO_MODES}, got {self.mode!r}")
+
+    @property
+    def requires_confidence(self) -> bool:
+        return self.policy.requires_confidence
+
+    @property
+    def accept_bias(self) -> bool:
+        return self.policy.accept_bias
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return self.policy.is_causal(confidence_reads_tokens)
+
+    def fresh(self) -> "SLOLimit":
+        return dataclasses.replace(self, policy=self.policy.fresh())
+
+    def allowed_seconds(self, load: Load) -> float:
+        """Return how long the coming round may take."""
+        if self.mode == "step":
+            return self.tpot_seconds
+        if self.mode == "expected":
+            return self.tpot_seconds * self._lately.get("tokens", 1.0)
+        spent = (self._spent.get(request, (0.0, 0)) for request in load.request_ids)
+        return min(self.tpot_seconds * (tokens + 1) - seconds for seconds, tokens in spent)
+
+    def plan_draft(self, load: Load) -> bool:
+        allowed = self.allowed_seconds(load)
+        if float(self.cost.round_seconds(load, 0)) <= allowed:
+            return self.policy.plan_draft(load)
+        if self.cost.plain_seconds(load) > allowed and self.tpot_seconds not in _limits_warned_of:
+            _limits_warned_of.add(self.tpot_seconds)
+            warnings.warn(
+                f"the limit of {self.tpot_seconds:g} s per token cannot be met: a step of {load.base_tokens} tokens "
+                f"without drafting takes {self.cost.plain_seconds(load):.3g} s. Decoding without drafting.",
+                stacklevel=2,
             )
-        confident = confidence[:, :num_drafts] >= self.threshold
-        return confident.long().cumprod(dim=-1).sum(dim=-1).cpu()
+        return False
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        lengths = self.policy.plan_verify(confidence, max_lengths, load)
+        seconds = self.cost.round_seconds(load, int(max_lengths.sum()))
+        # Up to the first B that is too slow: a larger B that is fast enough again could only be used by looking at
+        # what comes behind the slow ones.
+        capacity = int((seconds <= self.allowed_seconds(load)).long().cumprod(0).sum()) - 1
+        if int(lengths.sum()) <= capacity:
+            return lengths
+        score = confidence if confidence is not None else torch.ones(len(lengths), int(max_lengths.max()))
+        return torch.minimum(lengths, Ranking.of(score, max_lengths).lengths(max(capacity, 0)))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.policy.observe(outcome)
+        tokens = outcome.num_accepted + 1
+        for request, new in zip(outcome.request_ids, tokens.tolist(), strict=True):
+            seconds, before = self._spent.get(request, (0.0, 0))
+            self._spent[request] = (seconds + outcome.seconds, before + new)
+        if outcome.confidence is not None:
+            self._lately["tokens"] = _smoothed(self._lately.get("tokens"), float(tokens.double().mean()))
+
+
+@dataclass(frozen=True)
+class AdaptiveDrafting(Policy):
+    """Draft only when it is predicted to pay; another policy decides how much of a drafted block is verified.
+
+    Predicts the coming confidences of each request by an exponential mean of its past ones, and drafts if the best
+    throughput with drafting beats that of a plain step. Skipped rounds give no confidences, so now and then one is
+    drafted to look again.
+
+    Args:
+        policy ([`Policy`]): Decides how much to verify.
+        cost ([`StepCost`]): What a round costs on this machine.
+        look_again_after (`int`): Skipped rounds in a row after which one round is drafted anyway.
+
+    AdaSpec Section 5.1 for a one-pass drafter; the difficulty-aware skip that DSpark Section 7 leaves open.
+    """
+
+    policy: Policy
+    cost: StepCost
+    look_again_after: int = 16
+    _confidence: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _skipped: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.look_again_after < 1:
+            raise ValueError(f"look_again_after must be at least 1 round, got {self.look_again_after}")
+
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+    @property
+    def accept_bias(self) -> bool:
+        return self.policy.accept_bias
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return self.policy.is_causal(confidence_reads_tokens)
+
+    def fresh(self) -> "AdaptiveDrafting":
+        return dataclasses.replace(self, policy=self.policy.fresh())
+
+    def plan_draft(self, load: Load) -> bool:
+        skipped = self._skipped.get("rounds", 0)
+        if skipped >= self.look_again_after or self._pays(load):
+            self._skipped["rounds"] = 0
+            return self.policy.plan_draft(load)
+        self._skipped["rounds"] = skipped + 1
+        return False
+
+    def _pays(self, load: Load) -> bool:
+        known = [self._confidence[request] for request in load.request_ids if request in self._confidence]
+        if not known:
+            return True
+        mean = torch.stack(known).mean(dim=0)
+        predicted = torch.stack([self._confidence.get(request, mean) for request in load.request_ids])
+        ranking = Ranking.of(predicted, torch.full((len(predicted),), predicted.shape[1]))
+        return float(ranking.throughput(self.cost, load).max()) > load.base_tokens / self.cost.plain_seconds(load)
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return self.policy.plan_verify(confidence, max_lengths, load)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.policy.observe(outcome)
+        if outcome.confidence is None:
+            return
+        for request, confidence in zip(outcome.request_ids, outcome.confidence.double().cpu(), strict=True):
+            self._confidence[request] = _smoothed(self._confidence.get(request), confidence)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All draft tokens of a round in the order of admission.
+
+    Descending survival, ties by position, then by request: a tie rule that looked at later slots would not be causal.
+
+    Args:
+        survivals (`torch.FloatTensor` of shape `[n]`): a_{r,j}, descending; only positive ones.
+        slots (`torch.LongTensor` of shape `[n]`): Where each lies: (j - 1) * R + r.
+        num_requests (`int`): R.
+    """
+
+    survivals: torch.Tensor
+    slots: torch.Tensor
+    num_requests: int
+
+    @classmethod
+    def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
+        """Rank the tokens of `confidence`, `[R, γ]`, up to `max_lengths`, `[R]`, in each row."""
+        confidence = _checked(confidence).cpu()
+        alive = survival(confidence)
+        alive = alive.masked_fill(torch.arange(confidence.shape[1]) >= max_lengths[:, None], 0.0)
+        # Position-major, so that a stable sort breaks ties by position, then by request.
+        survivals, order = alive.t().flatten().sort(descending=True, stable=True)
+        count = int(torch.count_nonzero(survivals))
+        return cls(survivals[:count], order[:count], len(confidence))
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens that could be admitted, n."""
+        return len(self.survivals)
+
+    def kept_tokens(self, load: Load) -> torch.Tensor:
+        """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
+        kept = torch.full((self.num_candidates + 1,), float(load.base_tokens), dtype=torch.double)
+        kept[1:] += self.survivals.cumsum(0, dtype=torch.double)
+        return kept
+
+    def throughput(self, cost: StepCost, load: Load) -> torch.Tensor:
+        """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
+        return self.kept_tokens(load) / cost.round_seconds(load, self.num_candidates)
+
+    def lengths(self, count: int) -> torch.Tensor:
+        """Return the verification lengths that admit the first `count` candidates, `[R]`."""
+        return (self.slots[:count] % self.num_requests).bincount(minlength=self.num_requests)
+
+
+def survival(confidence: torch.Tensor) -> torch.Tensor:
+    """Return a_k, the probability that the first k draft tokens are all accepted, `[R, γ]`.
+
+    Never rises with k, also where a product is computed in parallel and rounds differently at each length.
+
+    DSpark Algorithm 1, line 2.
+    """
+    return confidence.cumprod(dim=-1).cummin(dim=-1).values
+
+
+def first_drop(throughput: torch.Tensor) -> int:
+    """Return the index before the first one that does not exceed its predecessor: Algorithm 1's early stop."""
+    rises = throughput[1:] > throughput[:-1]
+    return len(rises) if bool(rises.all()) else int(rises.long().argmin())
+
+
+def _checked(confidence: torch.Tensor | None) -> torch.Tensor:
+    if confidence is None:
+        raise ValueError(
+            "this policy needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
+            "False). Use FullBlock, or leave assistant_confidence_threshold unset."
+        )
+    least, most = confidence.aminmax() if confidence.numel() else (0.0, 0.0)
+    if not (least >= 0.0 and most <= 1.0):  # NaN fails both
+        raise ValueError(f"confidences must lie in [0, 1], got {confidence.tolist()}")
+    return confidence
+
+
+def _smoothed(before, new, weight: float = 0.1):
+    """Return the exponential mean after a new value; the first value stands for itself."""
+    return new if before is None else (1 - weight) * before + weight * new

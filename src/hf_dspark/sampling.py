@@ -21,13 +21,13 @@ class DraftBlock:
         log_probs (`torch.FloatTensor` of shape `[B, γ, V]`, *optional*): Log of the law each token was drawn from,
             that is, after temperature, truncation and all processors. `None` when the tokens are arg-max: then the
             law is one-hot, and any cut-off is lossless.
-        confidence (`torch.FloatTensor` of shape `[B, γ]`, *optional*): c_k, the predicted conditional acceptance of
-            slot k, known before x_k was drawn. `None` without a confidence head.
+        confidence_logits (`torch.FloatTensor` of shape `[B, γ]`, *optional*): Raw logits of c_k, the predicted
+            conditional acceptance of slot k, known before x_k was drawn. `None` without a confidence head.
     """
 
     token_ids: torch.Tensor
     log_probs: torch.Tensor | None
-    confidence: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
 
 
 @dataclass(frozen=True)

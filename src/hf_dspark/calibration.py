@@ -1,0 +1,334 @@
+"""Sequential temperature scaling of the confidence head, and the measures that say how calibrated it is.
+
+Logits and labels in, temperatures and figures out; knows nothing of models. `collection` gathers the rounds.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_BINS = 15
+# SGLang fits on the same grid: the two tools must agree on the same rounds.
+TEMPERATURE_GRID = tuple(torch.logspace(-1, 1, 41, dtype=torch.double).tolist())
+
+
+def calibrated_confidence(logits: torch.Tensor, temperatures: Sequence[float] | None) -> torch.Tensor:
+    """Return c_k = sigmoid(logit_k / T_k), `[..., γ]` in float32; `None` leaves the logits as they are.
+
+    DSpark Section 3.2.1.
+    """
+    logits = logits.float()
+    if temperatures is not None:
+        logits = logits / torch.tensor(temperatures, device=logits.device)
+    return logits.sigmoid()
+
+
+@dataclass(frozen=True)
+class CalibrationRounds:
+    """Rounds to calibrate on: what the head said and what verification found.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `[n, γ]`): Raw confidence logits.
+        acceptance (`torch.FloatTensor` of shape `[n, γ]`): sum over the vocabulary of min(p_t, p_d) at each slot
+            (DSpark Eq. 8), the probability that verification accepts a fresh draw there. Only read where the slots
+            before were accepted.
+        num_accepted (`torch.LongTensor` of shape `[n]`): Draft tokens accepted.
+        proposed (`torch.LongTensor` of shape `[n]`): Draft tokens verified; slots behind them say nothing.
+
+    Raises:
+        ValueError: If there is no round, shapes disagree, or a value is not a number.
+    """
+
+    logits: torch.Tensor
+    acceptance: torch.Tensor
+    num_accepted: torch.Tensor
+    proposed: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.logits.dim() != 2 or self.logits.numel() == 0:
+            raise ValueError(
+                f"there is no round to calibrate on: logits are [rounds, γ], got {list(self.logits.shape)}. Decode "
+                "more prompts, or longer answers."
+            )
+        rounds = len(self.logits)
+        if self.acceptance.shape != self.logits.shape or not len(self.num_accepted) == len(self.proposed) == rounds:
+            raise ValueError(
+                f"logits {list(self.logits.shape)}, acceptance {list(self.acceptance.shape)}, num_accepted "
+                f"{list(self.num_accepted.shape)} and proposed {list(self.proposed.shape)} must describe the same "
+                "rounds"
+            )
+        if not bool(torch.isfinite(self.logits).all()):
+            raise ValueError("confidence logits must be finite numbers")
+
+    @property
+    def block_size(self) -> int:
+        """γ."""
+        return self.logits.shape[1]
+
+    def observed(self, position: int) -> torch.Tensor:
+        """Return which rounds verified draft position k (1..γ), `[n]`."""
+        return self.proposed >= position
+
+    def realised_labels(self) -> torch.Tensor:
+        """Return 1 where the whole prefix up to the slot was accepted, `[n, γ]`."""
+        return (torch.arange(self.block_size) < self.num_accepted[:, None]).double()
+
+    def integrated_labels(self) -> torch.Tensor:
+        """Return the survival of each slot given the slots before, the last coin integrated out, `[n, γ]`.
+
+        1[first k-1 accepted] * sum of min(p_t, p_d): same mean as the realised labels, less variance.
+        """
+        reached = torch.arange(self.block_size) <= self.num_accepted[:, None]
+        return torch.where(reached, self.acceptance.double(), 0.0)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence["CalibrationRounds"]) -> "CalibrationRounds":
+        """Join rounds of several prompts.
+
+        Raises:
+            ValueError: If there is nothing to join, or the block sizes differ.
+        """
+        sizes = {part.block_size for part in parts}
+        if len(sizes) != 1:
+            raise ValueError(
+                "there is no round to calibrate on: the calibration set is empty"
+                if not sizes
+                else f"rounds of different block sizes γ cannot be calibrated together: got {sorted(sizes)}"
+            )
+        names = ("logits", "acceptance", "num_accepted", "proposed")
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def to_sglang(self) -> dict[str, torch.Tensor]:
+        """Return SGLang's collected form; only rounds that verified the whole block have a place in it."""
+        whole = self.proposed == self.block_size
+        return {"logits": self.logits[whole].float(), "prefix_mask": self.realised_labels()[whole].float()}
+
+    @classmethod
+    def from_sglang(cls, shard: dict[str, torch.Tensor]) -> "CalibrationRounds":
+        """Read SGLang's collected form; acceptance is then the realised one.
+
+        Raises:
+            ValueError: If a prefix mask is not a run of ones followed by zeros.
+        """
+        logits, mask = shard["logits"], shard["prefix_mask"]
+        if not torch.equal(mask.cumprod(dim=-1), mask) or not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError("each row of prefix_mask must be a run of ones followed by zeros")
+        accepted = mask.sum(dim=-1).long()
+        return cls(logits, mask, accepted, torch.full_like(accepted, logits.shape[1]))
+
+
+@dataclass(frozen=True)
+class TemperatureScaling:
+    """Fitted temperatures, one per draft position, in SGLang's file form.
+
+    Args:
+        temperatures (`Sequence[float]`): T_1..T_γ, positive.
+        dataset (`str`): What it was fitted on.
+        num_samples (`int`): Rounds it was fitted on.
+        ece_before, ece_after (`Sequence[float]`): ECE of the survival at each position, on those rounds.
+
+    Raises:
+        ValueError: If a temperature is not a positive number.
+    """
+
+    temperatures: Sequence[float]
+    dataset: str = ""
+    num_samples: int = 0
+    ece_before: Sequence[float] = ()
+    ece_after: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        check_temperatures(self.temperatures)
+
+    def save(self, path: str | Path) -> None:
+        """Write SGLang's STS calibration file."""
+        Path(path).write_text(json.dumps({name: _plain(value) for name, value in vars(self).items()}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, block_size: int | None = None) -> "TemperatureScaling":
+        """Read an STS calibration file, ours or SGLang's; only `temperatures` must be there.
+
+        Raises:
+            ValueError: If they are missing, not positive, or not `block_size` many.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(content, dict) or "temperatures" not in content:
+            raise ValueError(f"{path} has no 'temperatures': it is not an STS calibration file")
+        known = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
+        check_temperatures(known["temperatures"], block_size)
+        return cls(**known)
+
+
+def check_temperatures(temperatures: Any, block_size: int | None = None) -> None:
+    """Raise a `ValueError` unless these are γ positive numbers."""
+    numbers = isinstance(temperatures, Sequence) and all(
+        isinstance(value, (int, float)) and math.isfinite(value) and value > 0 for value in temperatures
+    )
+    if not numbers or len(temperatures) == 0:
+        raise ValueError(f"temperatures must be a list of positive numbers, got {temperatures}")
+    if block_size is not None and len(temperatures) != block_size:
+        raise ValueError(
+            f"got {len(temperatures)} temperatures for blocks of {block_size} tokens: they were fitted for another "
+            "draft. Calibrate this one."
+        )
+
+
+def fit_temperatures(
+    rounds: CalibrationRounds, realised: bool = False, dataset: str = "", grid: Sequence[float] = TEMPERATURE_GRID
+) -> TemperatureScaling:
+    """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it.
+
+    Args:
+        rounds ([`CalibrationRounds`]): From rounds that verified the full block.
+        realised (`bool`): Label with realised acceptance instead of the integrated one.
+        dataset (`str`): Name to note.
+        grid (`Sequence[float]`): Temperatures to try; of equals, the one nearest 1 wins.
+
+    Returns:
+        [`TemperatureScaling`]
+
+    Raises:
+        ValueError: If no round verified some position.
+
+    DSpark Section 3.2.1.
+    """
+    labels = rounds.realised_labels() if realised else rounds.integrated_labels()
+    before = torch.ones(len(labels), dtype=torch.double)
+    raw_survival, temperatures, errors_before, errors_after = before, [], [], []
+    ordered = sorted(grid, key=lambda temperature: abs(math.log(temperature)))
+    for position in range(1, rounds.block_size + 1):
+        seen = rounds.observed(position)
+        if not bool(seen.any()):
+            raise ValueError(f"no round verified draft position {position}: collect with the full block")
+        logits, label = rounds.logits[:, position - 1].double(), labels[:, position - 1]
+        errors = [
+            expected_calibration_error((before * (logits / temperature).sigmoid())[seen], label[seen])
+            for temperature in ordered
+        ]
+        best = min(range(len(ordered)), key=errors.__getitem__)
+        raw_survival = raw_survival * logits.sigmoid()
+        before = before * (logits / ordered[best]).sigmoid()
+        temperatures.append(ordered[best])
+        errors_before.append(expected_calibration_error(raw_survival[seen], label[seen]))
+        errors_after.append(errors[best])
+    return TemperatureScaling(temperatures, dataset, len(labels), errors_before, errors_after)
+
+
+@dataclass(frozen=True)
+class PositionCalibration:
+    """How well the survival predicted for one draft position fits what happened.
+
+    Args:
+        position (`int`): k, from 1.
+        num_rounds (`int`): Rounds that verified it.
+        ece (`float`): Expected calibration error against the integrated labels.
+        brier (`float`): Mean squared error against the realised labels.
+        auc (`float`, *optional*): Area under the ROC curve of the realised labels; `None` if all are equal.
+        bins (`list[tuple[float, float, int]]`): Mean prediction, mean label and count of each bin that is not empty.
+    """
+
+    position: int
+    num_rounds: int
+    ece: float
+    brier: float
+    auc: float | None
+    bins: list[tuple[float, float, int]]
+
+
+def measure_calibration(
+    rounds: CalibrationRounds, temperatures: Sequence[float] | None = None
+) -> list[PositionCalibration]:
+    """Measure the survival predicted with given temperatures; `None` measures the raw head.
+
+    Raises:
+        ValueError: If there are not γ temperatures.
+    """
+    if temperatures is not None:
+        check_temperatures(temperatures, rounds.block_size)
+    predicted = calibrated_confidence(rounds.logits, temperatures).double().cumprod(dim=-1)
+    integrated, realised = rounds.integrated_labels(), rounds.realised_labels()
+    measured = []
+    for position in range(1, rounds.block_size + 1):
+        seen = rounds.observed(position)
+        scores, soft, hard = (table[seen, position - 1] for table in (predicted, integrated, realised))
+        measured.append(
+            PositionCalibration(
+                position,
+                int(seen.sum()),
+                expected_calibration_error(scores, soft),
+                float((scores - hard).square().mean()),
+                roc_auc(scores, hard),
+                reliability_bins(scores, soft),
+            )  # fmt: skip
+        )
+    return measured
+
+
+def conditional_auc(rounds: CalibrationRounds) -> float | None:
+    """Return the ROC-AUC of c_k against acceptance over all slots whose prefix was accepted."""
+    slots = torch.arange(rounds.block_size)
+    reached = (slots <= rounds.num_accepted[:, None]) & (slots < rounds.proposed[:, None])
+    return roc_auc(rounds.logits[reached].double(), rounds.realised_labels()[reached])
+
+
+def reliability_bins(
+    predicted: torch.Tensor, labels: torch.Tensor, num_bins: int = NUM_BINS
+) -> list[tuple[float, float, int]]:
+    """Return mean prediction, mean label and count of the equal-width bins that are not empty.
+
+    Args:
+        predicted, labels (`torch.Tensor` of shape `[n]`): In [0, 1].
+        num_bins (`int`): Bins over [0, 1].
+    """
+    index = (predicted * num_bins).long().clamp_max(num_bins - 1)
+    counts = index.bincount(minlength=num_bins)
+    sums = [values.new_zeros(num_bins).index_add(0, index, values) for values in (predicted, labels)]
+    return [
+        (float(sums[0][i] / counts[i]), float(sums[1][i] / counts[i]), int(counts[i]))
+        for i in range(num_bins)
+        if counts[i] > 0
+    ]
+
+
+def expected_calibration_error(predicted: torch.Tensor, labels: torch.Tensor, num_bins: int = NUM_BINS) -> float:
+    """Return the ECE: the mean gap between prediction and outcome over equal-width bins, weighted by their counts.
+
+    Args:
+        predicted, labels (`torch.Tensor` of shape `[n]`): In [0, 1]; labels may be probabilities.
+        num_bins (`int`): Bins over [0, 1].
+
+    Naeini et al. 2015.
+    """
+    if len(predicted) == 0:
+        return float("nan")
+    index = (predicted * num_bins).long().clamp_max(num_bins - 1)
+    gaps = predicted.new_zeros(num_bins).index_add(0, index, predicted - labels)
+    return float(gaps.abs().sum() / len(predicted))
+
+
+def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:
+    """Return the probability that a positive outscores a negative, ties half; `None` if one kind is missing.
+
+    Args:
+        scores (`torch.Tensor` of shape `[n]`): Higher means more likely positive.
+        labels (`torch.Tensor` of shape `[n]`): 0 or 1.
+    """
+    positives, negatives = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
+    if positives == 0 or negatives == 0:
+        return None
+    values, index, counts = scores.unique(return_inverse=True, return_counts=True)
+    mean_ranks = counts.cumsum(0).double() - (counts.double() - 1) / 2  # ranks from 1, ties share their mean
+    rank_sum = float(mean_ranks[index][labels > 0.5].sum())
+    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value

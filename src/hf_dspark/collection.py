@@ -1,0 +1,244 @@
+"""Rounds of real decoding, recorded for calibration: `calibrate(target, draft, prompts)`.
+
+Runs `generate()` with the full block and keeps, of each round, what the confidence head said and what verification
+found. Knows nothing of how temperatures are fitted (`calibration`).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .calibration import (
+    CalibrationRounds,
+    PositionCalibration,
+    TemperatureScaling,
+    conditional_auc,
+    fit_temperatures,
+    measure_calibration,
+)
+from .modeling_dspark import DSparkDraftModel
+from .policies import FullBlock, Policy, RoundOutcome
+
+DEFAULT_DOMAIN = "default"
+
+
+class RecordingFullBlock(FullBlock):
+    """Verifies every token and keeps what each round found."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "rounds", [])
+
+    def fresh(self) -> Policy:
+        return self  # the records outlive the call
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.block is None:
+            return
+        num_verified = int(outcome.lengths[0])
+        acceptance = torch.zeros(outcome.block.token_ids.shape)
+        acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
+        self.rounds.append(
+            CalibrationRounds(
+                outcome.block.confidence_logits.float().cpu(), acceptance, outcome.num_accepted, outcome.lengths
+            )
+        )
+
+
+def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tensor:
+    """Return sum over the vocabulary of min(p_t, p_d) at each verified slot, `[1, num_verified]`. DSpark Eq. 8.
+
+    Arg-max drafts have a one-hot law, and so has a target that decodes greedily.
+    """
+    target_logits = outcome.target_logits[:, :num_verified].float()
+    if outcome.block.log_probs is None:
+        drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
+        return (target_logits.argmax(dim=-1) == drafted).float().cpu()
+    draft_probs = outcome.block.log_probs[:, :num_verified].exp().to(target_logits.device)
+    return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
+
+
+def collect_rounds(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    prompts: Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    progress: bool = True,
+    **generate_kwargs: Any,
+) -> CalibrationRounds:
+    """Decode prompts with the full block and record every round.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DSparkDraftModel`]): Its draft, with a confidence head.
+        prompts (`Iterable`): Texts, token ids, or rows with `prompt` or `input_ids`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
+        output_file (`str`, *optional*): JSON lines, one per prompt, written as they come; prompts already in it are
+            not decoded again.
+        seed (`int`): Seed of each prompt's draws, together with its index.
+        progress (`bool`): Show a progress bar.
+        generate_kwargs: For `target.generate()`; `max_new_tokens=128` unless given.
+
+    Returns:
+        [`CalibrationRounds`]
+
+    Raises:
+        ValueError: If the draft has no confidence head, there are no prompts, or the file belongs to another run.
+    """
+    if not draft.config.enable_confidence_head:
+        raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
+    rows = [_token_ids(row, tokenizer) for row in prompts]
+    if not rows:
+        raise ValueError("the calibration set is empty: pass at least one prompt")
+    options = {"max_new_tokens": 128} | generate_kwargs
+    settings = {
+        "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
+        "options": json.dumps(options, sort_keys=True, default=str),
+        "seed": seed, "block_size": draft.config.block_size, "draft": _fingerprint(draft),
+    }  # fmt: skip
+    done = _read_records(output_file, settings) if output_file is not None else {}
+    before, domain = draft.policy, draft.domain
+    try:
+        for index, row in enumerate(tqdm(rows, desc="collecting rounds", disable=not progress)):
+            if index in done:
+                continue
+            recorder = draft.policy = RecordingFullBlock()
+            input_ids = torch.tensor([row], device=target.device)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + index)
+                target.generate(input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options)
+            done[index] = recorder.rounds
+            if output_file is not None:
+                _append_record(output_file, settings, index, recorder.rounds)
+    finally:
+        draft.policy, draft.domain = before, domain
+    return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What calibration found, on the rounds it was fitted on.
+
+    Args:
+        scaling ([`TemperatureScaling`]): The temperatures.
+        before, after (`list[PositionCalibration]`): Per position, raw and calibrated.
+        auc (`float`, *optional*): Of c_k against acceptance over all reached slots.
+    """
+
+    scaling: TemperatureScaling
+    before: list[PositionCalibration]
+    after: list[PositionCalibration]
+    auc: float | None
+
+    @property
+    def mean_ece(self) -> tuple[float, float]:
+        """Mean ECE over the positions, raw and calibrated."""
+        return tuple(sum(part.ece for part in side) / len(side) for side in (self.before, self.after))
+
+
+def calibrate(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    prompts: Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    domain: str = DEFAULT_DOMAIN,
+    realised: bool = False,
+    output_file: str | Path | None = None,
+    **collect_kwargs: Any,
+) -> CalibrationReport:
+    """Fit the draft's confidence temperatures on real rounds, and keep them in its config.
+
+    `generate()` uses them from then on; `draft.save_pretrained` stores them.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DSparkDraftModel`]): Its draft.
+        prompts (`Iterable`): Held-out prompts of the domain; see [`collect_rounds`].
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
+        domain (`str`): Name to keep the temperatures under. `greedy` and `sampled` are used by themselves when
+            `generate()` decodes that way; others when `draft.domain` names them. The first calibration also becomes
+            the default.
+        realised (`bool`): Fit on realised acceptance instead of the one with the last coin integrated out.
+        output_file (`str`, *optional*): Where rounds are recorded, to resume.
+        collect_kwargs: For [`collect_rounds`] and `generate()`, such as `do_sample=True, temperature=0.7`.
+
+    Returns:
+        [`CalibrationReport`]
+
+    Raises:
+        ValueError: If there is nothing to calibrate on.
+
+    DSpark Section 3.2.1.
+    """
+    rounds = collect_rounds(target, draft, prompts, tokenizer, output_file, **collect_kwargs)
+    scaling = fit_temperatures(rounds, realised, dataset=domain)
+    known = dict(draft.config.sts_temperatures or {})
+    known[domain] = list(scaling.temperatures)
+    known.setdefault(DEFAULT_DOMAIN, known[domain])
+    draft.config.sts_temperatures = known
+    return CalibrationReport(
+        scaling,
+        measure_calibration(rounds),
+        measure_calibration(rounds, scaling.temperatures),
+        conditional_auc(rounds),
+    )
+
+
+def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if isinstance(row, dict):
+        row = row["input_ids"] if "input_ids" in row else row.get("prompt")
+    if isinstance(row, str):
+        if tokenizer is None:
+            raise ValueError("the prompts are texts: pass tokenizer=..., or token ids")
+        row = tokenizer(row)["input_ids"]
+    if isinstance(row, torch.Tensor):
+        row = row.flatten().tolist()
+    if not isinstance(row, Sequence) or len(row) == 0:
+        raise ValueError(f"a prompt must be a text, token ids, or a row with 'prompt' or 'input_ids', got {row!r}")
+    return [int(token) for token in row]
+
+
+def _fingerprint(draft: DSparkDraftModel) -> str:
+    """Return a short hash of the confidence-relevant weights: records of another draft must not be mixed in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(draft.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.double().sum().item():.12e}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _read_records(path: str | Path, settings: dict[str, Any]) -> dict[int, list[CalibrationRounds]]:
+    """Read finished prompts; a last line cut short by an interruption is dropped from the file."""
+    if not Path(path).exists():
+        return {}
+    text = Path(path).read_text()
+    whole, _, rest = text.rpartition("\n")
+    if rest:
+        os.truncate(path, len((whole + "\n").encode()) if whole else 0)
+    records = [json.loads(line) for line in whole.splitlines()]
+    for record in records:
+        if record["settings"] != settings:
+            different = [name for name, value in settings.items() if record["settings"].get(name) != value]
+            raise ValueError(
+                f"{path} holds rounds of another run ({', '.join(different)} differ): delete it, or name another file"
+            )
+    return {record["index"]: [_rounds_from(part) for part in record["rounds"]] for record in records}
+
+
+def _append_record(path: str | Path, settings: dict[str, Any], index: int, rounds: list[CalibrationRounds]) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    parts = [{name: value.tolist() for name, value in vars(part).items()} for part in rounds]
+    with open(path, "a") as file:
+        file.write(json.dumps({"settings": settings, "index": index, "rounds": parts}) + "\n")
+
+
+def _rounds_from(part: dict[str, Any]) -> CalibrationRounds:
+    return CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()})

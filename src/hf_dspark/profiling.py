@@ -1,0 +1,366 @@
+"""What a round costs on this machine: measured once, cached, found again; tables shipped with the package.
+
+A measurement is keyed by the models' geometry, their dtype, the device and the versions. Knows nothing of policies or
+`generate()`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.constants import HF_HOME
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from .modeling_dspark import DraftCache, DSparkDraftModel
+from .sampling import greedy_sampler
+from .throughput import ForwardCost, LinearCost, ThroughputTable
+
+logger = logging.getLogger(__name__)
+
+GEOMETRY = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+            "vocab_size")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a measurement depends on.
+
+    Args:
+        target, draft (`dict[str, int]`): Geometry of the models.
+        dtype (`str`): The target's.
+        device (`str`): Name of the accelerator or the CPU, its instruction sets included.
+        threads (`int`): CPU threads of torch; 0 on an accelerator.
+        versions (`dict[str, str]`): Of Python, torch and transformers.
+    """
+
+    target: dict[str, int]
+    draft: dict[str, int]
+    dtype: str
+    device: str
+    threads: int
+    versions: dict[str, str]
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, draft: DSparkDraftModel) -> "Machine":
+        """Describe two loaded models and where they run."""
+        text = target.config.get_text_config(decoder=True)
+        return cls(
+            target={name: int(_first(getattr(text, name, None) or 0)) for name in GEOMETRY},
+            draft={name: int(getattr(draft.config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")},
+            dtype=str(target.dtype).removeprefix("torch."),
+            device=device_name(target.device),
+            threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
+            versions={name: version(name) for name in ("torch", "transformers")}
+            | {"python": platform.python_version()},
+        )
+
+    @property
+    def key(self) -> str:
+        """Short hash of everything, for file names."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def fits(self, other: "Machine") -> bool:
+        """Tell whether a measurement of the other one holds here: all equal but the versions."""
+        return dataclass_without_versions(self) == dataclass_without_versions(other)
+
+
+def dataclass_without_versions(machine: Machine) -> dict[str, Any]:
+    """Return the fields of a [`Machine`] that have to agree for its costs to hold."""
+    return {name: value for name, value in asdict(machine).items() if name != "versions"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Median time of one kind of forward pass.
+
+    Args:
+        requests (`int`): R.
+        verify_tokens (`int`): B, tokens of the pass; for a draft R, one block each.
+        context_tokens (`int`): Cached tokens of all requests together.
+        seconds (`float`): Median over the repetitions.
+    """
+
+    requests: int
+    verify_tokens: int
+    context_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ThroughputProfile:
+    """A measurement of one machine: the table, the linear model, and what they were made from.
+
+    Args:
+        machine ([`Machine`]): What it holds for.
+        table ([`ThroughputTable`]): SPS over B at the shortest context: one request up to γ+1 tokens, full blocks of
+            several requests beyond.
+        linear ([`LinearCost`]): Least squares over all samples.
+        fit (`dict[str, float]`): R squared of `linear` for `target` and `draft`.
+        samples (`dict[str, list[Sample]]`): Of `target` and `draft`.
+    """
+
+    machine: Machine
+    table: ThroughputTable
+    linear: LinearCost
+    fit: dict[str, float]
+    samples: dict[str, list[Sample]]
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON that SGLang reads as a 1-D SPS table."""
+        extra = {
+            "linear": self.linear.to_dict()["linear"],
+            "fit": self.fit,
+            "machine": asdict(self.machine),
+            "samples": {name: [list(asdict(s).values()) for s in part] for name, part in self.samples.items()},
+        }
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (self.table.to_sglang() | extra).items()
+        ]
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> "ThroughputProfile":
+        """Read what `save` wrote."""
+        return cls(
+            Machine(**content["machine"]),
+            ThroughputTable.from_sglang(content),
+            LinearCost.from_dict(content),
+            content["fit"],
+            {name: [Sample(*values) for values in part] for name, part in content["samples"].items()},
+        )
+
+
+@torch.inference_mode()
+def profile_throughput(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    context_lengths: Sequence[int] = (64, 512),
+    repetitions: int = 5,
+    progress: bool = True,
+    cache: bool = True,
+) -> ThroughputProfile:
+    """Measure what drafting and verifying cost on this machine, and remember it.
+
+    Afterwards `generate()` schedules by the result whenever the draft is calibrated.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
+        draft ([`DSparkDraftModel`]): Its draft.
+        batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
+        context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
+        repetitions (`int`): Timed passes per setting, after one that warms up.
+        progress (`bool`): Show a progress bar.
+        cache (`bool`): Store the result for [`find_cost`].
+
+    Returns:
+        [`ThroughputProfile`]
+
+    Raises:
+        ValueError: If the settings are empty, not increasing, or longer than the target's context.
+    """
+    _check_settings(target, batch_sizes, context_lengths, repetitions)
+    draft.bind(target)
+    gamma = draft.config.block_size
+    verify: list[Sample] = []
+    drafts: list[Sample] = []
+    total = len(context_lengths) * (gamma + 1 + 3 * (len(batch_sizes) - 1) + len(batch_sizes))
+    with tqdm(total=total, desc="profiling", disable=not progress) as bar:
+        for context_length in context_lengths:
+            for requests in batch_sizes:
+                lengths = range(gamma + 1) if requests == 1 else sorted({0, gamma // 2, gamma})
+                for length, seconds in _time_verify(target, requests, context_length, lengths, repetitions):
+                    tokens = requests * (1 + length)
+                    verify.append(Sample(requests, tokens, requests * context_length, seconds))
+                    bar.update()
+                seconds = _time_draft(draft, requests, context_length, repetitions)
+                drafts.append(Sample(requests, requests, requests * context_length, seconds))
+                bar.update()
+    profile = _summarise(Machine.of(target, draft), verify, drafts, context_lengths[0], gamma)
+    if cache:
+        profile.save(cache_folder() / f"{profile.machine.key}.json")
+        known_profiles.cache_clear()
+    return profile
+
+
+def _check_settings(
+    target: PreTrainedModel, batch_sizes: Sequence[int], context_lengths: Sequence[int], repetitions: int
+) -> None:
+    for name, values in (("batch_sizes", batch_sizes), ("context_lengths", context_lengths)):
+        if not values or min(values) < 1 or list(values) != sorted(set(values)):
+            raise ValueError(f"{name} must be increasing whole numbers from 1 up, got {list(values)}")
+    if batch_sizes[0] != 1:
+        raise ValueError(f"batch_sizes must begin with 1, got {list(batch_sizes)}: the table begins with one request")
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and context_lengths[-1] >= longest:
+        raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
+    if repetitions < 1:
+        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+
+
+def _time_verify(
+    target: PreTrainedModel, requests: int, context_length: int, lengths: Sequence[int], repetitions: int
+) -> Iterator[tuple[int, float]]:
+    """Yield each draft length with the median seconds of a pass over 1 + length tokens per request."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
+    target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache.batch_repeat_interleave(requests)
+
+    for length in lengths:
+        tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
+
+        def one_pass(tokens: torch.Tensor = tokens) -> None:
+            target(tokens, past_key_values=cache, use_cache=True)
+            cache.crop(-tokens.shape[1])
+
+        yield length, _median_seconds(one_pass, repetitions, target.device)
+
+
+def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, repetitions: int) -> float:
+    """Return the median seconds of drafting one block per request, three tokens committed since the last one."""
+    width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+    cache = DraftCache(draft.config.num_hidden_layers)
+    anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
+
+    def draft_blocks(num_features: int) -> None:
+        features = torch.ones(requests, num_features, width, device=draft.device, dtype=draft.dtype)
+        draft.draft_block(anchors, features, cache, greedy_sampler)
+
+    draft_blocks(context_length)
+
+    def one_pass() -> None:
+        draft_blocks(3)
+        cache.length = context_length
+
+    return _median_seconds(one_pass, repetitions, draft.device)
+
+
+def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> float:
+    times = []
+    for _ in range(1 + repetitions):
+        _synchronize(device)
+        started = time.perf_counter()
+        one_pass()
+        _synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _summarise(
+    machine: Machine, verify: list[Sample], drafts: list[Sample], shortest: int, gamma: int
+) -> ThroughputProfile:
+    target_cost, target_fit = _fit(verify)
+    draft_cost, draft_fit = _fit(drafts)
+    provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
+    drafting = min(sample.seconds for sample in drafts)
+    seconds = {
+        sample.verify_tokens: sample.seconds + drafting
+        for sample in verify
+        if sample.context_tokens == sample.requests * shortest
+        and (sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma))
+    }
+    tokens = tuple(sorted(seconds))
+    table = ThroughputTable(tokens, tuple(1 / seconds[count] for count in tokens), drafting, provenance)
+    return ThroughputProfile(
+        machine, table, LinearCost(target_cost, draft_cost, provenance), {"target": target_fit, "draft": draft_fit},
+        {"target": verify, "draft": drafts},
+    )  # fmt: skip
+
+
+def _fit(samples: list[Sample]) -> tuple[ForwardCost, float]:
+    return ForwardCost.fit(
+        [sample.context_tokens for sample in samples],
+        [sample.verify_tokens for sample in samples],
+        [sample.seconds for sample in samples],
+    )
+
+
+def cache_folder() -> Path:
+    """Return where measurements of this user are kept; `HF_DSPARK_CACHE` overrides."""
+    return Path(os.environ.get("HF_DSPARK_CACHE", Path(HF_HOME) / "hf_dspark" / "throughput"))
+
+
+@lru_cache(maxsize=1)
+def known_profiles() -> dict[str, ThroughputProfile]:
+    """Return this user's measurements, then the shipped ones, by origin."""
+    profiles = {}
+    files = sorted(cache_folder().glob("*.json")) if cache_folder().is_dir() else []
+    shipped = sorted(
+        (path for path in (resources.files("hf_dspark") / "tables").iterdir() if path.name.endswith(".json")),
+        key=lambda path: path.name,
+    )
+    for origin, path in [(f"{path}", path) for path in files] + [(f"shipped {path.name}", path) for path in shipped]:
+        try:
+            profiles[origin] = ThroughputProfile.from_dict(json.loads(path.read_text()))
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("ignoring the throughput table %s: %s", origin, error)
+    return profiles
+
+
+_told: set[str] = set()
+
+
+def find_cost(target: PreTrainedModel, draft: DSparkDraftModel) -> ThroughputTable | None:
+    """Return the measured cost that fits these models on this machine best, or `None` with a warning, once.
+
+    A measurement fits when geometry, dtype, device and threads agree; among those, same versions come first, and this
+    user's own before shipped ones.
+    """
+    machine = Machine.of(target, draft)
+    fitting = [(name, profile) for name, profile in known_profiles().items() if profile.machine.fits(machine)]
+    fitting.sort(key=lambda item: item[1].machine.versions != machine.versions)  # stable: own ones stay first
+    first_time = machine.key not in _told
+    _told.add(machine.key)
+    if not fitting:
+        if first_time:
+            logger.warning(
+                "no throughput table fits this machine and these models (%s, %s, %d threads): verifying full blocks. "
+                "hf_dspark.profile_throughput(target, draft) measures one in less than a minute.",
+                machine.device, machine.dtype, machine.threads,
+            )  # fmt: skip
+        return None
+    if first_time:
+        logger.info("scheduling verification by the throughput table %s", fitting[0][0])
+    return fitting[0][1].table
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of an accelerator, or of the CPU with the instruction sets that matter here."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if unit in flags]
+    name = names[0] if names else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, {' '.join(units)}".removesuffix(", ")
+
+
+def _first(value: int | Sequence[int]) -> int:
+    return value[0] if isinstance(value, Sequence) else value
