@@ -179,8 +179,9 @@ class PrefixScheduler(EarlyStopScheduler):
         curve, first, count = self.cost.curve, load.base_tokens, ranking.num_candidates
         kept = ranking.kept_tokens(load)
         stop = first_drop(kept / (curve.hull(first, first + count) + self.cost.request_seconds(load)))
-        bucket_end = min(curve.next_vertex(first + stop) - first, count)
-        if bucket_end > stop:
+        if stop < count:
+            # Not `count`, which tells whether later tokens can survive: that would not be causal.
+            bucket_end = min(curve.next_vertex(first + stop) - first, int(max_lengths.sum()))
             left_out = float(ranking.survivals[stop])
             predicted = kept[stop] + torch.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
             stop += int((predicted / self.cost.round_seconds(load, bucket_end)[stop:]).argmax())

@@ -140,7 +140,7 @@ class CostCurve:
         while start < last:
             stop = self._next[start]
             rise = (self._seconds[stop] - self._seconds[start]) / (stop - start)
-            part = torch.arange(1, min(stop, last) - start + 1)
+            part = torch.arange(1, min(stop, last) - start + 1, dtype=torch.double)
             seconds[start + 1 - first : start + 1 - first + len(part)] = self._seconds[start] + rise * part
             start = stop
         return seconds
@@ -190,7 +190,9 @@ class ThroughputTable(StepCost):
 
     @cached_property
     def _curve(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor(list(self.verify_tokens)), 1 / torch.tensor(list(self.steps_per_second)).double()
+        return torch.tensor(list(self.verify_tokens)), 1 / torch.tensor(
+            list(self.steps_per_second), dtype=torch.double
+        )
 
     def token_seconds(self, verify_tokens: torch.Tensor) -> torch.Tensor:
         probes, seconds = self._curve
