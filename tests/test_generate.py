@@ -33,7 +33,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dspark import ConfidenceThreshold, DSparkConfig, DSparkDraftModel, generate_hook
+from hf_dspark import DSparkConfig, DSparkDraftModel, generate_hook
 
 EOS = 62
 
@@ -479,8 +479,6 @@ def test_threshold_without_confidence_head_is_refused(pair, prompts):
     draft = DSparkDraftModel(config)
     with pytest.raises(ValueError, match="confidence head"):
         target.generate(prompts[0], assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
-    with pytest.raises(ValueError, match="confidence head"):
-        ConfidenceThreshold(0.5).plan_verify(None, 4)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,24 @@ import scipy.stats
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_dspark import ConfidenceThreshold, DSparkConfig, DSparkDraftModel, FullBlock, candidate_generator
+from hf_dspark import (
+    AdaptiveDrafting,
+    ConfidenceThreshold,
+    DSparkConfig,
+    DSparkDraftModel,
+    EarlyStopScheduler,
+    FullBlock,
+    GlobalScheduler,
+    LaggedScheduler,
+    PrefixScheduler,
+    SLOLimit,
+    candidate_generator,
+)
 from hf_dspark.candidate_generator import ProcessedSampler
 from hf_dspark.feature_capture import FeatureCapture
 from hf_dspark.modeling_dspark import DraftCache
 from hf_dspark.sampling import DraftBlock, acceptance_probability, residual_distribution, verify_block
-from hf_dspark.throughput import Load
+from hf_dspark.throughput import Load, ThroughputTable
 
 VOCAB = 3
 PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
@@ -142,7 +154,15 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("policy", [FullBlock(), ConfidenceThreshold(0.5)], ids=["full", "threshold"])
+# One bucket of two tokens, a cliff, then a slow rise.
+CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [FullBlock(), ConfidenceThreshold(0.5), EarlyStopScheduler(CLIFF), PrefixScheduler(CLIFF)],
+    ids=["full", "threshold", "algorithm_one", "hull_and_fill"],
+)
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_round_leaves_the_target_law_unchanged(make_target, head, processors, policy):
@@ -290,6 +310,33 @@ def test_generate_samples_from_the_target_law(make_target, options):
     processors = LogitsProcessorList([TemperatureLogitsWarper(options.get("temperature", 1.0))])
     counts = sampled_sequences(target, draft, num_draws=700, **options)
     assert chi_square_p_value(counts, extend(TargetLaw(target, processors), {(): 1.0}, 4)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        PrefixScheduler(CLIFF),
+        LaggedScheduler(CLIFF, lag=1),
+        AdaptiveDrafting(SLOLimit(EarlyStopScheduler(CLIFF), CLIFF, 2.0, mode="running"), CLIFF),
+    ],
+    ids=["hull_and_fill", "lagged", "adaptive_limited"],
+)
+def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, policy):
+    target, draft = make_pair(make_target, gamma=3, seed=5)
+    draft.policy = policy
+    counts = sampled_sequences(target, draft, num_draws=700)
+    assert chi_square_p_value(counts, extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)) > 1e-3
+
+
+def test_chi_square_catches_a_scheduler_that_looks_ahead(make_target):
+    """One token costs more than it brings, two bring more: x_1 is verified only if it promises a good x_2."""
+    target, draft = make_pair(make_target, gamma=2, seed=5)
+    draft.policy = GlobalScheduler(ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4)), accept_bias=True)
+    counts = sampled_sequences(target, draft, num_draws=700)
+    law = extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)
+    draft.policy = PrefixScheduler(ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4)))
+    honest = sampled_sequences(target, draft, num_draws=700)
+    assert chi_square_p_value(counts, law) < 1e-6 < 1e-3 < chi_square_p_value(honest, law)
 
 
 def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monkeypatch):

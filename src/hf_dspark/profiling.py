@@ -208,6 +208,11 @@ def _check_settings(
     longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and context_lengths[-1] >= longest:
         raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
+    if len(batch_sizes) * len(context_lengths) < 3:
+        raise ValueError(
+            f"the linear cost needs three settings or more, got {list(batch_sizes)} x {list(context_lengths)}: add a "
+            "batch size or a context length"
+        )
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
 
