@@ -12,22 +12,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from pair import GREEDY, held_out_prompts, load_pair
 from provenance import provenance
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dspark import DSparkDraftModel
-
-PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
+from hf_dspark import FullBlock, Policy, RoundStatistics
+from hf_dspark.generate_hook import default_policy
 
 
 @dataclass
 class Cell:
-    """One setting over all prompts. Times in seconds, speeds in tokens per second."""
+    """One policy at one temperature over all prompts. Times in seconds, speeds in tokens per second."""
 
     temperature: float
+    policy: str
     tau: float
     acceptance_rate: float
+    proposed_per_round: float
     conditional_acceptance: list[float]
     plain_tokens_per_second: float
     tokens_per_second: float
@@ -39,46 +40,68 @@ class Cell:
     plain_ms_per_token: float
 
 
-def timed(target, ids: torch.Tensor, **options) -> tuple[torch.Tensor, float]:
-    """Return the new tokens and the seconds per new token."""
+@dataclass
+class Run:
+    """One decoded prompt."""
+
+    tokens: list[int]
+    seconds_per_token: float
+    stats: RoundStatistics | None
+
+
+def timed(target, ids: torch.Tensor, seed: int, **options) -> Run:
+    torch.manual_seed(seed)
     started = time.perf_counter()
     output = target.generate(ids, **options)
     seconds = time.perf_counter() - started
-    return output[0, ids.shape[1] :], seconds / (output.shape[1] - ids.shape[1])
+    draft = options.get("assistant_model")
+    tokens = output[0, ids.shape[1] :].tolist()
+    return Run(tokens, seconds / len(tokens), None if draft is None else draft.last_stats)
 
 
-def measure(target, draft, tokenizer, prompts: list[str], temperature: float, max_new_tokens: int) -> Cell:
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+def measure(
+    target, draft, tokenizer, prompts: list[str], policies: dict[str, Policy], temperature: float, max_new_tokens: int
+) -> list[Cell]:
+    """Decode each prompt plainly and under each policy, one behind the other."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else GREEDY
     options = {"max_new_tokens": max_new_tokens, **sampling}
-    plain_seconds, seconds, identical, stats = [], [], 0, []
+    plain: list[Run] = []
+    assisted: dict[str, list[Run]] = {name: [] for name in policies}
     for index, prompt in enumerate(tqdm(prompts, desc=f"temperature {temperature:g}")):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        torch.manual_seed(index)
-        plain, plain_time = timed(target, ids, **options)
-        assisted, assisted_time = timed(target, ids, assistant_model=draft, **options)
-        plain_seconds.append(plain_time)
-        seconds.append(assisted_time)
-        stats.append(draft.last_stats)
-        identical += plain.tolist() == assisted.tolist()
+        plain.append(timed(target, ids, index, **options))
+        for name, policy in policies.items():
+            draft.policy = policy
+            assisted[name].append(timed(target, ids, index, assistant_model=draft, **options))
+    return [summary(name, temperature, plain, runs, draft.config.block_size) for name, runs in assisted.items()]
+
+
+def summary(policy: str, temperature: float, plain: list[Run], runs: list[Run], block_size: int) -> Cell:
+    stats = [run.stats for run in runs]
     rounds = sum(stat.rounds for stat in stats)
-    slots = range(1, draft.config.block_size + 1)
-    reached = [sum(min(stat.proposed_at(k), stat.accepted_at(k - 1)) for stat in stats) for k in slots]
+    accepted, proposed = (sum(sum(getattr(stat, name)) for stat in stats) for name in ("accepted", "proposed"))
+    plain_seconds, seconds = (statistics.median(run.seconds_per_token for run in part) for part in (plain, runs))
+    slots = range(1, block_size + 1)
+    reached = [sum(stat.reached(k) for stat in stats) for k in slots]
+    identical = sum(a.tokens == b.tokens for a, b in zip(plain, runs, strict=True))
     return Cell(
         temperature=temperature,
-        tau=1 + sum(sum(stat.accepted) for stat in stats) / rounds,
-        acceptance_rate=sum(sum(stat.accepted) for stat in stats) / sum(sum(stat.proposed) for stat in stats),
+        policy=policy,
+        tau=1 + accepted / rounds,
+        acceptance_rate=accepted / max(1, proposed),
+        proposed_per_round=proposed / rounds,
         conditional_acceptance=[
             round(sum(stat.accepted_at(k) for stat in stats) / max(1, count), 4)
             for k, count in zip(slots, reached, strict=True)
         ],
-        plain_tokens_per_second=1 / statistics.median(plain_seconds),
-        tokens_per_second=1 / statistics.median(seconds),
-        speedup=statistics.median(plain_seconds) / statistics.median(seconds),
+        plain_tokens_per_second=1 / plain_seconds,
+        tokens_per_second=1 / seconds,
+        speedup=plain_seconds / seconds,
         identical_outputs=None if temperature else identical,
         draft_ms_per_round=1e3 * sum(stat.draft_seconds for stat in stats) / rounds,
         verify_ms_per_round=1e3 * sum(stat.verify_seconds for stat in stats) / rounds,
         rest_ms_per_round=1e3 * sum(stat.rest_seconds for stat in stats) / rounds,
-        plain_ms_per_token=1e3 * statistics.median(plain_seconds),
+        plain_ms_per_token=1e3 * plain_seconds,
     )
 
 
@@ -92,17 +115,18 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
 
-    dtype = getattr(torch, options.dtype)
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=dtype).eval()
-    draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=dtype).eval()
+    target, draft, tokenizer = load_pair(getattr(torch, options.dtype))
     draft.config.draft_top_k = options.draft_top_k
-    prompts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    prompts = prompts[: options.num_prompts]
-    measure(target, draft, tokenizer, prompts[:2], 0.0, options.max_new_tokens)  # warm-up
+    policies: dict[str, Policy] = {"full block": FullBlock()}
+    scheduled = default_policy(draft, target)
+    if scheduled != FullBlock():
+        policies["scheduled"] = scheduled
+    prompts = held_out_prompts()[: options.num_prompts]
+    measure(target, draft, tokenizer, prompts[:2], policies, 0.0, options.max_new_tokens)  # warm-up
     cells = [
-        asdict(measure(target, draft, tokenizer, prompts, temperature, options.max_new_tokens))
+        asdict(cell)
         for temperature in options.temperatures
+        for cell in measure(target, draft, tokenizer, prompts, policies, temperature, options.max_new_tokens)
     ]
     result = {"provenance": provenance(), "dtype": options.dtype, "num_prompts": len(prompts), "cells": cells}
     if options.output:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 
 def table(result: dict) -> str:
-    """Return one column per temperature, and the provenance below."""
+    """Return one column per temperature and policy, and the provenance below."""
     cells = result["cells"]
     rows = {
         "tau, tokens per round": [f"{cell['tau']:.2f}" for cell in cells],
+        "drafts verified per round": [f"{cell['proposed_per_round']:.2f}" for cell in cells],
         "conditional acceptance, positions 1 to 7": [
             " ".join(f"{rate:.2f}".lstrip("0") for rate in cell["conditional_acceptance"]) for cell in cells
         ],
@@ -30,7 +31,10 @@ def table(result: dict) -> str:
             for cell in cells
         ],
     }  # fmt: skip
-    names = ["greedy" if cell["temperature"] == 0 else f"temperature {cell['temperature']:g}" for cell in cells]
+    names = [
+        ("greedy" if cell["temperature"] == 0 else f"temperature {cell['temperature']:g}") + f", {cell['policy']}"
+        for cell in cells
+    ]
     lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     lines += [f"| {name} | " + " | ".join(values) + " |" for name, values in rows.items()]
     origin = result["provenance"]

@@ -82,7 +82,7 @@ POLICIES = {
     "elimination": EliminationScheduler(TABLE),
     "step_limit": SLOLimit(FullBlock(), TABLE, 1.4),
     "running_limit": SLOLimit(PrefixScheduler(TABLE), TABLE, 1.2, mode="running"),
-    "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), SLOW_DRAFT, look_again_after=2),
+    "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), SLOW_DRAFT),
     "every_second": EverySecond(),
 }
 
@@ -219,7 +219,7 @@ def test_calibrated_drafts_are_scheduled_when_the_machine_is_known(pair, prompts
     target, draft = pair
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
     monkeypatch.setattr(generate_hook, "find_cost", lambda *_: TABLE)
-    assert generate_hook.default_policy(draft, target) == PrefixScheduler(TABLE)
+    assert generate_hook.default_policy(draft, target) == AdaptiveDrafting(PrefixScheduler(TABLE), TABLE)
     monkeypatch.setattr(generate_hook, "find_cost", lambda *_: None)
     assert generate_hook.default_policy(draft, target) == FullBlock()
 

@@ -354,6 +354,7 @@ def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkey
 
 def test_expected_limit_counts_the_tokens_that_rounds_lately_brought():
     limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [7]  # nothing known: the first round finds out
     limited.observe(outcome([[0.9] * 4], accepted=3))  # four tokens: a round may take .16 s
     assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [3]
 
@@ -370,6 +371,21 @@ def test_running_limit_is_that_of_the_request_furthest_behind():
     limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
     limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(7,)))
     assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13)
+
+
+def test_requests_that_are_all_behind_catch_up_at_full_speed(monkeypatch):
+    monkeypatch.setattr(policies, "_limits_warned_of", set())
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.01, mode="running")
+    with pytest.warns(UserWarning, match="Decoding for throughput"):
+        assert limited.plan_draft(Load())
+    assert plan(limited, [[0.9] * 7]) == [7]
+
+
+def test_a_request_beyond_rescue_does_not_hold_up_the_others():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    limited.observe(outcome([[0.9] * 7], seconds=9.0, request_ids=(7,)))
+    limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(8,)))
+    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13 * 6 - 0.13)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
@@ -397,9 +413,20 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
 
 
 def test_skipping_looks_again_now_and_then():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR, look_again_after=3)
-    policy.observe(outcome([[0.05] * 4]))
-    assert [policy.plan_draft(Load()) for _ in range(8)] == [False, False, False, True] * 2
+    pattern = [False] * policies.LOOK_AGAIN_AFTER + [True]
+    adaptive = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    adaptive.observe(outcome([[0.05] * 4]))
+    assert [adaptive.plan_draft(Load()) for _ in range(34)] == pattern * 2
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115, mode="expected")
+    limited.observe(outcome([[0.05] * 4], accepted=0))
+    assert [limited.plan_draft(Load()) for _ in range(34)] == pattern * 2
+
+
+def test_requests_that_left_are_forgotten():
+    policy = AdaptiveDrafting(SLOLimit(FullBlock(), LINEAR, 1.0, mode="running"), LINEAR)
+    policy.observe(outcome([[0.9] * 4] * 3, request_ids=(1, 2, 3)))
+    policy.plan_draft(Load((2, 4)))
+    assert set(policy._confidence) == set(policy.policy._spent) == {2}
 
 
 def test_drafting_depends_on_the_load():
@@ -421,8 +448,3 @@ def test_history_is_an_exponential_mean():
     policy.observe(outcome([[1.0]]))
     policy.observe(outcome(None))  # a skipped round teaches nothing
     assert policy._confidence[0].item() == pytest.approx(0.55)
-
-
-def test_look_again_must_be_positive():
-    with pytest.raises(ValueError, match="look_again_after must be at least 1"):
-        AdaptiveDrafting(FullBlock(), LINEAR, look_again_after=0)

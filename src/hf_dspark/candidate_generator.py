@@ -70,6 +70,13 @@ class RoundStatistics:
         """Rounds that sent a token at a draft position (1..γ) to verification."""
         return sum(length >= position for length in self.proposed)
 
+    def reached(self, position: int) -> int:
+        """Rounds that verified the token at a draft position (1..γ) behind an accepted prefix."""
+        return sum(
+            length >= position and accepted >= position - 1
+            for length, accepted in zip(self.proposed, self.accepted, strict=True)
+        )
+
     def accepted_at(self, position: int) -> int:
         """Rounds that accepted the token at a draft position (1..γ)."""
         return sum(length >= position for length in self.accepted)

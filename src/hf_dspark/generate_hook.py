@@ -28,7 +28,7 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .modeling_dspark import check_fits
-from .policies import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
+from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
 
 # What each wrapped method must accept; a test checks it on every supported version.
@@ -181,7 +181,7 @@ def default_policy(draft: PreTrainedModel, target: PreTrainedModel) -> Policy:
     if draft.config.sts_temperatures is None:
         return FullBlock()
     cost = find_cost(target, draft)
-    return FullBlock() if cost is None else PrefixScheduler(cost)
+    return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost), cost)
 
 
 def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:

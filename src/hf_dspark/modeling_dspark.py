@@ -381,8 +381,9 @@ class DSparkDraftModel(PreTrainedModel):
     What `generate()` reads from it besides its weights, all settable at any time:
 
     Attributes:
-        policy ([`Policy`], *optional*): How much of a block is verified. `None`: [`PrefixScheduler`] if the draft is
-            calibrated and this machine's throughput is known, else the full block.
+        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. `None`:
+            [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this machine's throughput is
+            known, else the full block.
         load (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward pass, or
             a function that returns them.
         domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.

@@ -1,0 +1,59 @@
+"""Acceptance against tokens per round as the confidence threshold rises, on the held-out prompts (the paper's Fig. 5).
+
+python benchmarks/threshold_sweep.py
+"""
+
+import argparse
+
+import torch
+from pair import GREEDY, SAMPLING, held_out_prompts, load_pair, write_result
+from provenance import provenance
+from tqdm import tqdm
+
+REGIMES = {"greedy": GREEDY, "sampled": SAMPLING}
+
+
+def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float], **options) -> list[dict]:
+    """Return one row per threshold: tokens per round, acceptance rate, proposed and rejected drafts per round."""
+    rows = []
+    for threshold in tqdm(thresholds, desc="threshold"):
+        proposed = accepted = rounds = 0
+        for index, prompt in enumerate(prompts):
+            inputs = tokenizer(prompt, return_tensors="pt")
+            torch.manual_seed(index)
+            target.generate(**inputs, assistant_model=draft, assistant_confidence_threshold=threshold, **options)
+            proposed += sum(draft.last_stats.proposed)
+            accepted += sum(draft.last_stats.accepted)
+            rounds += draft.last_stats.rounds
+        rows.append(
+            {
+                "threshold": threshold,
+                "rounds": rounds,
+                "tokens_per_round": 1 + accepted / rounds,
+                "acceptance_rate": accepted / proposed if proposed else None,
+                "proposed_per_round": proposed / rounds,
+                "rejected_per_round": (proposed - accepted) / rounds,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num_prompts", type=int, default=50)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    options = parser.parse_args()
+    target, draft, tokenizer = load_pair()
+    prompts = held_out_prompts()[: options.num_prompts]
+    regimes = {
+        name: sweep(
+            target, draft, tokenizer, prompts, options.thresholds, max_new_tokens=options.max_new_tokens, **sampling
+        )
+        for name, sampling in REGIMES.items()
+    }
+    write_result("threshold_sweep.json", {"provenance": provenance(), "num_prompts": len(prompts), "regimes": regimes})
+
+
+if __name__ == "__main__":
+    main()
