@@ -1,4 +1,4 @@
-"""Draw the results of `benchmarks/scheduler.py` and `benchmarks/simulator.py` as PNG files.
+"""Draw the results of the other benchmarks as PNG files.
 
 cd benchmarks/results && python ../figures.py --scheduler scheduler.json --simulator simulator.json --output_dir .
 """
@@ -148,6 +148,62 @@ def trace_budget(result: dict[str, Any], path: Path) -> None:
     _finish(figure, [axis], path)
 
 
+def reliability(result: dict[str, Any], path: Path) -> None:
+    """Draw predicted survival against what happened, raw and calibrated, per draft position (the paper's Figure 6)."""
+    from matplotlib import pyplot
+
+    regimes = result["regimes"]
+    positions = [part["position"] for part in next(iter(regimes.values()))["raw"]]
+    figure, axes = pyplot.subplots(
+        len(regimes), len(positions), figsize=(2.3 * len(positions), 2.8 * len(regimes)), squeeze=False, sharex=True,
+        sharey=True, layout="constrained",
+    )  # fmt: skip
+    for row, (regime, found) in zip(axes, regimes.items(), strict=True):
+        for axis, raw, calibrated in zip(row, found["raw"], found["calibrated"], strict=True):
+            axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+            shares = [count / calibrated["num_rounds"] for *_, count in calibrated["bins"]]
+            axis.bar([bin_[0] for bin_ in calibrated["bins"]], shares, 0.05, color="tab:blue", alpha=0.2)
+            for part, name, colour in ((raw, "raw", "tab:orange"), (calibrated, "calibrated", "tab:blue")):
+                predicted, happened, _ = zip(*part["bins"], strict=True)
+                axis.plot(predicted, happened, marker="o", markersize=3, color=colour, label=name)
+            axis.set_title(
+                f"position {raw['position']}\nECE {100 * raw['ece']:.1f} → {100 * calibrated['ece']:.1f} %", fontsize=9
+            )
+        row[0].set_ylabel(f"{regime}\naccepted so far")
+    figure.supxlabel("predicted survival", fontsize=10)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle("How often the first k draft tokens survive, predicted and realised (bars: share of rounds)")
+    _finish(figure, axes, path)
+
+
+def threshold(result: dict[str, Any], path: Path) -> None:
+    """Draw tokens per round (bars) and acceptance rate (line) against the threshold (the paper's Figure 5)."""
+    from matplotlib import pyplot
+
+    regimes = result["regimes"]
+    figure, axes = pyplot.subplots(1, len(regimes), figsize=(5.5 * len(regimes), 4), squeeze=False, sharey=True,
+                                   layout="constrained")  # fmt: skip
+    for axis, (regime, rows) in zip(axes[0], regimes.items(), strict=True):
+        places = range(len(rows))
+        kept = [row["tokens_per_round"] for row in rows]
+        lost = [row["rejected_per_round"] for row in rows]
+        axis.bar(places, kept, 0.7, color="tab:blue", alpha=0.7, label="tokens per round, bonus included")
+        axis.bar(places, lost, 0.7, bottom=kept, color="none", edgecolor="0.5", hatch="///", label="rejected drafts")
+        axis.set_xticks(places, [f"{row['threshold']:g}" for row in rows])
+        axis.set(title=regime, xlabel="confidence threshold")
+        rates = axis.twinx()
+        rates.plot(places, [100 * row["acceptance_rate"] for row in rows], color="tab:red", marker="o",
+                   label="acceptance rate")  # fmt: skip
+        rates.set(ylim=(0, 105), ylabel="accepted of the verified drafts, %")
+        rates.spines["top"].set_visible(False)
+    axes[0, 0].set_ylabel("tokens per round")
+    bars, names = axes[0, 0].get_legend_handles_labels()
+    line, name = rates.get_legend_handles_labels()
+    figure.legend(bars + line, names + name, loc="outside lower center", ncols=3)
+    figure.suptitle("A higher confidence threshold verifies fewer drafts that fail")
+    _finish(figure, axes, path, grid="y")
+
+
 def _rate_label(cell: dict[str, Any]) -> str:
     rate = cell["requests_per_second"]
     return "all requests at once" if rate is None else f"{rate:.3g} requests/s"
@@ -169,13 +225,15 @@ def _finish(figure: Any, axes: Any, path: Path, grid: str = "both") -> None:
 FIGURES: dict[str, dict[str, Callable[[dict[str, Any], Path], None]]] = {
     "scheduler": {"budget": budget, "jagged": jagged},
     "simulator": {"trace": trace, "trace_budget": trace_budget},
+    "calibration": {"reliability": reliability},
+    "threshold_sweep": {"threshold": threshold},
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for source in FIGURES:
-        parser.add_argument(f"--{source}", help=f"JSON of benchmarks/{source}.py")
+        parser.add_argument(f"--{source}", help=f"benchmarks/results/{source}.json")
     parser.add_argument("--output_dir", default="benchmarks/results", help="folder of the PNG files")
     options = vars(parser.parse_args())
     if not any(options[source] for source in FIGURES):

@@ -359,7 +359,7 @@ def synthetic_recording(
 
 
 def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Contender]:
-    """Return the policies to compare. Only AdaSpec knows the limit; it and the oracle are not causal."""
+    """Return the policies to compare; those named with a limit know it. AdaSpec and the oracle are not causal."""
     adaspec = AdaptiveDrafting(EliminationScheduler(cost), cost)
     policies = {
         "confidence threshold .5": ConfidenceThreshold(0.5),
@@ -367,6 +367,9 @@ def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Con
         "hull + fill": PrefixScheduler(cost),
         "lagged budget + top-K": LaggedScheduler(cost),
         "hull + fill, draft or skip": AdaptiveDrafting(PrefixScheduler(cost), cost),
+        "hull + fill, limit: expected": SLOLimit(
+            AdaptiveDrafting(PrefixScheduler(cost), cost), cost, tpot_seconds, "expected"
+        ),
         **{f"AdaSpec, limit: {mode}": SLOLimit(adaspec, cost, tpot_seconds, mode) for mode in SLO_MODES},
         "oracle": GlobalScheduler(cost),
     }

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BatchEncoding
 
-from hf_dspark import ConfidenceThreshold, FullBlock, calibrate
+from hf_dspark import ConfidenceThreshold, DSparkDraftModel, FullBlock, calibrate, collection
 from hf_dspark.calibration import CalibrationRounds
-from hf_dspark.collection import RecordingFullBlock, collect_rounds
+from hf_dspark.collection import collect_rounds, recorded_round
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -40,10 +41,8 @@ def test_greedy_acceptance_is_agreement_with_the_targets_choice(target, draft):
 
 def test_sampled_acceptance_is_the_overlap_of_both_laws(target, draft, monkeypatch):
     seen = []
-    observe = RecordingFullBlock.observe
-    monkeypatch.setattr(RecordingFullBlock, "observe", lambda self, o: (seen.append(o), observe(self, o))[1])
+    monkeypatch.setattr(collection, "recorded_round", lambda o, record=recorded_round: (seen.append(o), record(o))[1])
     rounds = records(target, draft, PROMPTS[:1], **SAMPLED)
-    seen = [outcome for outcome in seen if outcome.block is not None]
     assert len(seen) == len(rounds.logits)
     for outcome, row in zip(seen, rounds.acceptance, strict=True):
         for slot in range(int(outcome.lengths[0])):
@@ -53,11 +52,10 @@ def test_sampled_acceptance_is_the_overlap_of_both_laws(target, draft, monkeypat
     assert 0.0 < rounds.acceptance[rounds.acceptance > 0].mean() < 1.0
 
 
-def test_target_scores_of_a_round_are_the_targets_law_behind_its_prefix(target, draft, monkeypatch):
+def test_target_scores_of_a_round_are_the_targets_law_behind_its_prefix(target, draft):
     """The scores at slot k belong to the token that slot k proposes: an off-by-one would calibrate on noise."""
     seen = []
-    monkeypatch.setattr(RecordingFullBlock, "observe", lambda self, outcome: seen.append(outcome))
-    draft.policy = RecordingFullBlock()
+    draft.observer = seen.append
     ids = torch.tensor(PROMPTS[:1])
     output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=12)
     with torch.no_grad():
@@ -112,7 +110,15 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
         records(target, draft, PROMPTS[:2], output_file=path)
 
 
-@pytest.mark.parametrize("row", [{"input_ids": [5, 6, 7, 8]}, torch.tensor([[5, 6, 7, 8]]), [5, 6, 7, 8]])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [5, 6, 7, 8]},
+        BatchEncoding({"input_ids": [5, 6, 7, 8]}),
+        torch.tensor([[5, 6, 7, 8]]),
+        [5, 6, 7, 8],
+    ],
+)
 def test_prompts_come_as_rows_tensors_or_lists(target, draft, row):
     assert torch.equal(records(target, draft, [row]).logits, records(target, draft, PROMPTS[:1]).logits)
 
@@ -139,6 +145,40 @@ def test_rows_that_are_no_prompt_are_named(target, draft, row):
 def test_an_empty_set_is_refused(target, draft):
     with pytest.raises(ValueError, match="the calibration set is empty"):
         calibrate(target, draft, [])
+
+
+def test_rounds_are_whole_whatever_the_targets_generation_config_says(target, draft):
+    whole = records(target, draft)
+    target.generation_config.assistant_confidence_threshold = 0.9
+    target.generation_config.num_assistant_tokens = 2
+    assert torch.equal(records(target, draft).proposed, whole.proposed)
+
+
+@pytest.mark.parametrize("option", ["assistant_confidence_threshold", "num_assistant_tokens"])
+def test_options_that_cut_the_block_are_refused(target, draft, option):
+    with pytest.raises(ValueError, match=f"recorded with the full block: drop {option}"):
+        records(target, draft, **{option: 1})
+
+
+def test_a_new_domain_can_be_calibrated_while_it_is_chosen(target, draft):
+    draft.domain = "poems"
+    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=12, domain="poems")
+    assert draft.domain == "poems" and draft.config.temperatures_for("poems", True)
+
+
+def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
+    """transformers counts it as the bonus token; calibration must not learn that the draft was wrong."""
+    folder = fixtures / "deepspec" / "trained"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+    draft = DSparkDraftModel.from_pretrained(folder / "draft").eval()
+    prompts = json.loads((folder / "generation.json").read_text())["prompts"]
+    rounds = records(target, draft, prompts, do_sample=False, max_new_tokens=64, eos_token_id=[62, 11, 17])
+    before = torch.arange(rounds.block_size) < rounds.num_accepted[:, None]
+    assert bool((rounds.acceptance[before] == 1.0).all())
+    stopped = (rounds.num_accepted < rounds.proposed).nonzero()[:, 0]
+    assert len(stopped) > 5 and bool((rounds.acceptance[stopped, rounds.num_accepted[stopped]] == 0.0).all())
+    ended = int((rounds.proposed < rounds.block_size).sum())  # blocks cut behind an end of sequence
+    assert ended > 0 and bool((rounds.num_accepted == rounds.proposed)[rounds.proposed < rounds.block_size].any())
 
 
 def test_a_draft_without_confidence_head_is_refused(target, make_draft):

@@ -52,7 +52,8 @@ def prompts(fixtures):
 def untouched_draft(pair):
     yield
     draft = pair[1]
-    draft.policy, draft.load, draft.domain, draft.config.sts_temperatures = None, 0, None, None
+    draft.policy, draft.load, draft.domain, draft.observer = None, 0, None, None
+    draft.config.sts_temperatures = None
 
 
 class EverySecond(Policy):
@@ -81,7 +82,7 @@ POLICIES = {
     "global": GlobalScheduler(TABLE),
     "elimination": EliminationScheduler(TABLE),
     "step_limit": SLOLimit(FullBlock(), TABLE, 1.4),
-    "running_limit": SLOLimit(PrefixScheduler(TABLE), TABLE, 1.2, mode="running"),
+    "expected_limit": SLOLimit(FullBlock(), TABLE, 0.5, mode="expected"),
     "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), SLOW_DRAFT),
     "every_second": EverySecond(),
 }
@@ -198,7 +199,7 @@ def test_drafts_get_shorter_as_the_engine_fills(pair, prompts):
     assert totals[0] > totals[1] and totals[0] > totals[2]
 
 
-@pytest.mark.parametrize("load", [-1, float("nan"), lambda: -5])
+@pytest.mark.parametrize("load", [-1, float("nan"), float("inf"), None, "5", lambda: -5])
 def test_impossible_loads_are_refused(pair, prompts, load):
     target, draft = pair
     draft.policy, draft.load = PrefixScheduler(TABLE), load
@@ -268,6 +269,34 @@ def test_what_is_no_policy_is_refused_by_name(pair, prompts):
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
 
 
+def test_a_class_instead_of_a_policy_is_refused(pair, prompts):
+    target, draft = pair
+    draft.policy = PrefixScheduler
+    with pytest.raises(TypeError, match="got the class PrefixScheduler: call it"):
+        target.generate(prompts[0], assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.parametrize("length", [-1, 99])
+def test_impossible_lengths_of_a_policy_are_refused(pair, prompts, length):
+    class Odd(Policy):
+        def plan_verify(self, confidence, max_lengths, load):
+            return torch.full_like(max_lengths, length)
+
+    target, draft = pair
+    draft.policy = Odd()
+    with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got {length}"):
+        target.generate(prompts[0], assistant_model=draft, **GREEDY)
+
+
+def test_the_observer_sees_every_round(pair, prompts):
+    target, draft = pair
+    seen = []
+    draft.observer = seen.append
+    target.generate(prompts[0], assistant_model=draft, **GREEDY)
+    assert [int(outcome.lengths[0]) for outcome in seen] == draft.last_stats.proposed
+    assert all(outcome.drafted == (outcome.block is not None) for outcome in seen)
+
+
 def test_schedulers_need_a_confidence_head(pair, prompts):
     target, _ = pair
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=4, enable_confidence_head=False))
@@ -279,6 +308,19 @@ def test_schedulers_need_a_confidence_head(pair, prompts):
         draft.policy = policy
         with pytest.raises(ValueError, match="needs a draft with a confidence head"):
             target.generate(prompts[0], assistant_model=draft, **GREEDY)
+
+
+def test_a_domain_may_have_temperatures_for_one_regime(pair):
+    config, gamma = pair[1].config, pair[1].config.block_size
+    config.sts_temperatures = {"default": [1.0] * gamma, "math/greedy": [2.0] * gamma, "math": [3.0] * gamma}
+    assert [config.temperatures_for("math", do_sample)[0] for do_sample in (False, True)] == [2.0, 3.0]
+
+
+def test_temperatures_set_by_hand_are_checked(pair, prompts):
+    target, draft = pair
+    draft.config.sts_temperatures = {"default": [2.0]}
+    with pytest.raises(ValueError, match="1 temperatures for blocks of"):
+        target.generate(prompts[0], assistant_model=draft, **GREEDY)
 
 
 def test_unknown_domains_are_refused(pair, prompts):

@@ -156,6 +156,7 @@ HEADS = {
 
 # One bucket of two tokens, a cliff, then a slow rise.
 CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
+SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), drafting=0.9)
 
 
 @pytest.mark.parametrize(
@@ -327,15 +328,18 @@ def test_generate_samples_from_the_target_law(make_target, options):
     [
         PrefixScheduler(CLIFF),
         LaggedScheduler(CLIFF, lag=1),
-        AdaptiveDrafting(SLOLimit(EarlyStopScheduler(CLIFF), CLIFF, 2.0, mode="running"), CLIFF),
+        AdaptiveDrafting(SLOLimit(FullBlock(), CLIFF, 1.3, mode="expected"), SLOW_DRAFT),
     ],
     ids=["hull_and_fill", "lagged", "adaptive_limited"],
 )
 def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, policy):
     target, draft = make_pair(make_target, gamma=3, seed=5)
     draft.policy = policy
+    proposed = []
+    draft.observer = lambda outcome: proposed.append(int(outcome.lengths[0]))
     counts = sampled_sequences(target, draft, num_draws=700)
     assert chi_square_p_value(counts, extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)) > 1e-3
+    assert len(set(proposed)) >= 3  # the policy really decides
 
 
 def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monkeypatch):

@@ -1,5 +1,6 @@
 """Policies: whether to draft and how much of the blocks is verified, decided by confidences and costs alone."""
 
+import dataclasses
 import itertools
 import warnings
 
@@ -151,7 +152,7 @@ def test_early_stop_is_algorithm_one_line_by_line(seed, other_tokens):
         confidence = torch.rand(5, 4).double().float() ** 0.3
         load = Load(range(5), other_tokens=other_tokens)
         expected = literal_algorithm_one(
-            confidence.tolist(), lambda b, c=cost: float(c.token_seconds(torch.tensor([b]))), other_tokens
+            confidence.tolist(), lambda b, c=cost: float(c.token_curve.at(torch.tensor([b]))), other_tokens
         )
         assert plan(EarlyStopScheduler(cost), confidence.tolist(), load=load) == expected
 
@@ -305,6 +306,7 @@ def test_a_policy_needs_only_plan_verify():
 
     policy = Half()
     assert policy.plan_draft(Load()) and policy.is_causal(True) and not policy.requires_confidence
+    assert isinstance(policy.fresh(), Half) and not policy.accept_bias
     assert policy.observe(outcome(None)) is None
 
 
@@ -339,7 +341,8 @@ def test_no_drafting_when_only_a_plain_step_keeps_the_limit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not limited.plan_draft(Load())
-    assert SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13).plan_draft(Load())
+    assert not SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13).plan_draft(Load())  # no room for a draft token
+    assert SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.14).plan_draft(Load())
 
 
 def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkeypatch):
@@ -361,7 +364,7 @@ def test_expected_limit_counts_the_tokens_that_rounds_lately_brought():
 
 def test_running_limit_spends_what_earlier_rounds_saved():
     limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
-    assert plan(limited, [[0.9] * 7]) == [0]
+    assert not limited.plan_draft(Load())
     limited.observe(outcome([[0.9] * 7], accepted=1, seconds=0.13))  # two tokens in the time of one
     assert limited.allowed_seconds(Load()) == pytest.approx(0.26)
     assert plan(limited, [[0.9] * 7]) == [7]
@@ -420,6 +423,27 @@ def test_skipping_looks_again_now_and_then():
     limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115, mode="expected")
     limited.observe(outcome([[0.05] * 4], accepted=0))
     assert [limited.plan_draft(Load()) for _ in range(34)] == pattern * 2
+    assert plan(limited, [[0.9] * 4]) == [4]  # and looks at the whole block
+
+
+@pytest.mark.filterwarnings("ignore:the limit of")
+def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited.observe(outcome([[0.9] * 7], accepted=0))
+    drafted = []
+    for _ in range(200):
+        drafted.append(limited.plan_draft(Load()))
+        if drafted[-1]:
+            limited.observe(outcome([[0.9] * 7], accepted=min(6, plan(limited, [[0.9] * 7])[0])))
+    assert not all(drafted[:20]) and all(drafted[-80:])
+
+
+def test_expected_limit_holds_for_drafts_without_confidence_head():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited.observe(outcome(None, accepted=3))
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
+    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
 
 
 def test_requests_that_left_are_forgotten():
@@ -446,5 +470,5 @@ def test_history_is_an_exponential_mean():
     policy = AdaptiveDrafting(FullBlock(), LINEAR)
     policy.observe(outcome([[0.5]]))
     policy.observe(outcome([[1.0]]))
-    policy.observe(outcome(None))  # a skipped round teaches nothing
+    policy.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
     assert policy._confidence[0].item() == pytest.approx(0.55)

@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import logging
+import re
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from hf_dspark import PrefixScheduler, load_cost, profile_throughput, profiling
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, load_cost, profile_throughput, profiling
 from hf_dspark.profiling import Machine, ThroughputProfile, find_cost, known_profiles
-from hf_dspark.throughput import Load, ThroughputTable
+from hf_dspark.throughput import ThroughputTable
 
 
 @pytest.fixture(autouse=True)
@@ -69,21 +71,50 @@ def test_stored_profiles_are_sglang_tables(profile, tmp_path):
     assert again.machine == profile.machine and again.linear == profile.linear and again.samples == profile.samples
 
 
-def test_other_geometry_dtype_or_threads_do_not_fit(target, draft, profile):
+def test_measurements_of_other_models_dtypes_and_devices_do_not_hold_here(profile):
     machine = profile.machine
-    assert machine.fits(dataclasses.replace(machine, versions={"torch": "0"}))
     for change in (
-        {"dtype": "bfloat16"}, {"device": "another"}, {"threads": 99},
-        {"target": {**machine.target, "hidden_size": 1}},
+        {"dtype": "bfloat16"}, {"device": "another"}, {"target": {**machine.target, "hidden_size": 1}},
         {"draft": {**machine.draft, "block_size": 9}},
     ):  # fmt: skip
-        assert not machine.fits(dataclasses.replace(machine, **change))
+        assert machine.distance(dataclasses.replace(machine, **change)) is None
+
+
+def test_measurements_hold_less_with_other_versions_or_threads(profile):
+    machine = profile.machine
+    assert machine.distance(machine) == 0
+    assert machine.distance(dataclasses.replace(machine, versions={"torch": "0"})) == 1
+    assert machine.distance(dataclasses.replace(machine, threads=99)) == 2
+    cores = dataclasses.replace(machine, device=re.sub(r"\d+ cores", "777 cores", machine.device))
+    assert machine.distance(cores) == 2
+
+
+def test_a_table_of_other_threads_is_taken_with_a_warning(target, draft, profile, caplog):
+    other = dataclasses.replace(profile, machine=dataclasses.replace(profile.machine, threads=99))
+    (profiling.cache_folder() / f"{profile.machine.key}.json").unlink()
+    other.save(profiling.cache_folder() / "other.json")
+    known_profiles.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="hf_dspark"):
+        assert find_cost(target, draft) is not None and find_cost(target, draft) is not None
+    assert caplog.text.count("with 99 threads") == 1
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_targets_with_sliding_windows_can_be_measured(family, make_draft):
+    geometry = {
+        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "sliding_window": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = MistralConfig(**geometry) if family == "mistral" else Gemma3TextConfig(**geometry)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    measured = profile_throughput(target, make_draft(target), (1, 2), (6, 30), repetitions=1, progress=False)
+    assert len(measured.samples["target"]) == 16
 
 
 def test_a_missing_table_is_warned_of_once(target, draft, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_dspark"):
         assert find_cost(target, draft) is None and find_cost(target, draft) is None
-    assert caplog.text.count("no throughput table fits this machine") == 1
+    assert caplog.text.count("no throughput table fits these models") == 1
     assert "profile_throughput(target, draft)" in caplog.text
 
 
@@ -129,7 +160,8 @@ def test_machine_names_the_device_and_the_threads(target, draft):
         ({"batch_sizes": (2, 4)}, "must begin with 1"),
         ({"context_lengths": (0,)}, "context_lengths must be increasing"),
         ({"context_lengths": (256,)}, "stay below the target's 256"),
-        ({"batch_sizes": (1,)}, "needs three settings or more"),
+        ({"batch_sizes": (1,)}, "at least two batch sizes"),
+        ({"context_lengths": (8,)}, "two context lengths"),
         ({"repetitions": 0}, "repetitions must be at least 1"),
     ],
 )
@@ -138,8 +170,11 @@ def test_bad_settings_are_refused_before_anything_is_measured(target, draft, set
         profile_throughput(target, draft, **{"context_lengths": (8, 16)} | settings)
 
 
-def test_measured_tables_drive_the_scheduler(profile):
-    lengths = PrefixScheduler(profile.table).plan_verify(
-        torch.tensor([[0.9, 0.9, 0.9, 0.9]]), torch.tensor([4]), Load()
-    )
-    assert 0 <= int(lengths[0]) <= 4
+def test_measured_tables_drive_the_scheduler_of_generate(target, draft, profile):
+    draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
+    ids = torch.tensor([[5, 6, 7]])
+    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
+    used = draft.last_stats.policy
+    assert isinstance(used, AdaptiveDrafting) and isinstance(used.policy, PrefixScheduler)
+    assert used.cost.provenance["table"].endswith(f"{profile.machine.key}.json")
+    assert used.cost.verify_tokens == profile.table.verify_tokens

@@ -56,7 +56,7 @@ def test_every_request_gets_exactly_its_tokens_under_every_policy(index):
 
 
 def test_all_policies_are_covered_by_the_conservation_test():
-    assert len(simulator.contenders(COST, 7, 0.05)) == 14
+    assert len(simulator.contenders(COST, 7, 0.05)) == 15
 
 
 # Times by hand
@@ -253,8 +253,8 @@ def test_padded_curve_costs_the_next_probe(tmp_path):
     (tmp_path / "a.csv").write_text("gpu_model,num_tokens,gemm_ms_all_layers_tp1\nA,1,2\nA,4,4\nA,8,5\n")
     linear, padded = scheduler.load_curves(tmp_path / "a.csv").values()
     tokens = torch.arange(1, 9)
-    assert (1e3 * linear.token_seconds(tokens))[:4].tolist() == pytest.approx([2, 2 + 2 / 3, 2 + 4 / 3, 4])
-    assert (1e3 * padded.token_seconds(tokens)).tolist() == pytest.approx([2, 4, 4, 4, 5, 5, 5, 5])
+    assert (1e3 * linear.token_curve.at(tokens))[:4].tolist() == pytest.approx([2, 2 + 2 / 3, 2 + 4 / 3, 4])
+    assert (1e3 * padded.token_curve.at(tokens)).tolist() == pytest.approx([2, 4, 4, 4, 5, 5, 5, 5])
     (tmp_path / "b.csv").write_text("gpu_model,num_tokens,gemm_ms_all_layers_tp1\nA,1,2\nA,x,4\n")
     with pytest.raises(ValueError, match="line 3"):
         scheduler.load_curves(tmp_path / "b.csv")

@@ -2,13 +2,14 @@
 
 import itertools
 import json
+import pickle
 
+import numpy as np
 import pytest
 import torch
 
 from hf_dspark.throughput import (
     AdditiveCost,
-    CostCurve,
     ForwardCost,
     LinearCost,
     Load,
@@ -26,7 +27,7 @@ SGLANG_ADDITIVE = {
 
 
 def seconds(cost, *tokens):
-    return cost.token_seconds(torch.tensor(tokens)).tolist()
+    return cost.token_curve.at(torch.tensor(tokens)).tolist()
 
 
 # ---- tables
@@ -70,11 +71,23 @@ def test_load_counts_one_token_per_request_and_the_engines():
         ((1, 2), (1.0, 0.0), "positive numbers, got 0.0"),
         ((1, 2), (1.0, -3.0), "positive numbers, got -3.0"),
         ((1, 2), (1.0, float("nan")), "positive numbers, got nan"),
+        ((1, 2), (1.0, "2"), "positive numbers, got '2'"),
     ],
 )
 def test_table_refuses_what_is_no_curve(tokens, rates, message):
     with pytest.raises(ValueError, match=message):
         ThroughputTable(tokens, rates)
+
+
+def test_tables_of_numpy_numbers_are_welcome(tmp_path):
+    table = ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0]))
+    save_cost(table, tmp_path / "table.json")
+    assert load_cost(tmp_path / "table.json").verify_tokens == (1, 2, 3)
+
+
+def test_context_adds_to_every_round():
+    table = ThroughputTable((1, 2), (10.0, 5.0), context_seconds=0.001)
+    assert table.round_seconds(Load(context_tokens=100), 1).tolist() == pytest.approx([0.2, 0.3])
 
 
 def test_table_refuses_drafting_longer_than_the_round():
@@ -85,47 +98,62 @@ def test_table_refuses_drafting_longer_than_the_round():
 # ---- hulls
 
 
-def brute_force_hull(times, first, last):
-    """The largest convex function below the (monotone) times: the lowest of all chords over each point."""
-    times = [min(times[b:]) for b in range(len(times))]
-    hull = []
-    for b in range(first, last + 1):
-        chords = [
-            times[i] + (times[j] - times[i]) * (b - i) / (j - i)
-            for i, j in itertools.product(range(first, b + 1), range(b, len(times)))
-            if i < j
-        ]
-        hull.append(min([times[b], *chords]))
-    return hull
+def brute_force_hull(cost, first, last, horizon=2000):
+    """The largest convex function below the monotone curve from `first` on: the lowest of all chords over a point."""
+    times = [float(value) for value in cost.token_curve.at(torch.arange(horizon))]
+    times = [min(times[b:]) for b in range(first, horizon)]
+    ends = [*range(60), horizon - first - 1]
+    return [
+        min(
+            times[i] if i == j else times[i] + (times[j] - times[i]) * (b - i) / (j - i)
+            for i in range(b + 1)
+            for j in ends
+            if j >= b
+        )
+        for b in range(last - first + 1)
+    ]
 
 
-@pytest.mark.parametrize("first", [1, 5, 20])
+@pytest.mark.parametrize("first", [1, 5, 12, 16, 20])
 def test_hull_is_the_largest_convex_curve_below_the_measured_one(first):
-    curve = CostCurve(JAGGED, capacity=40)
-    times = seconds(JAGGED, *(max(b, 1) for b in range(41)))
-    torch.testing.assert_close(
-        curve.hull(first, 39), torch.tensor(brute_force_hull(times, first, 39), dtype=torch.double)
-    )
+    hull = JAGGED.curve.window(first, 39).hull
+    expected = torch.tensor(brute_force_hull(JAGGED, first, 39), dtype=torch.double)
+    torch.testing.assert_close(hull, expected, atol=2e-5, rtol=1e-3)  # the horizon is finite here
 
 
 def test_hull_touches_the_curve_at_its_vertices_and_stays_below_elsewhere():
-    curve = JAGGED.curve
-    hull, measured = curve.hull(1, 40), curve.measured(1, 40)
-    assert (hull <= measured + 1e-12).all()
-    assert (hull[2:] - 2 * hull[1:-1] + hull[:-2] >= -1e-12).all()  # convex
-    vertex = curve.next_vertex(1)
-    assert hull[vertex - 1] == pytest.approx(float(measured[vertex - 1]))
+    window = JAGGED.curve.window(1, 60)
+    assert (window.hull <= window.measured + 1e-12).all()
+    assert (window.hull[2:] - 2 * window.hull[1:-1] + window.hull[:-2] >= -1e-12).all()  # convex
+    vertex = window.next_vertex(0)
+    assert vertex == 15 and window.hull[vertex] == pytest.approx(float(window.measured[vertex]))
+
+
+def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
+    for first in (1, 7, 16, 30, 31, 32, 33, 500):
+        long = JAGGED.curve.window(first, first + 300)
+        for length in (0, 1, 2, 5, 40):
+            short = JAGGED.curve.window(first, first + length)
+            torch.testing.assert_close(short.hull, long.hull[: length + 1], atol=1e-12, rtol=0)
+            assert all(min(long.next_vertex(b), length) == short.next_vertex(b) for b in range(length))
 
 
 def test_hull_of_a_straight_line_is_the_line():
     line = LinearCost(ForwardCost(0.0, 0.25, 1.0), ForwardCost(0.0, 0.0, 0.0))
-    torch.testing.assert_close(line.curve.hull(3, 50), line.curve.measured(3, 50))
+    window = line.curve.window(3, 50)
+    torch.testing.assert_close(window.hull, window.measured)
+    torch.testing.assert_close(window.measured, 0.25 * torch.arange(3, 51).double())
 
 
-def test_curve_grows_when_asked_for_more_tokens():
-    table = ThroughputTable((1, 4096), (10.0, 5.0))
-    assert len(table.curve.hull(300, 2000)) == len(table.curve.measured(300, 2000)) == 1701
-    assert table.curve.next_vertex(2500) > 2500
+def test_huge_loads_cost_no_more_time_or_memory():
+    window = JAGGED.curve.window(10**9, 10**9 + 7)
+    torch.testing.assert_close(window.hull, window.measured)
+    assert len(window.measured) == 8
+
+
+def test_costs_can_be_pickled_after_use():
+    JAGGED.curve.window(1, 9)
+    assert pickle.loads(pickle.dumps(JAGGED)) == JAGGED
 
 
 # ---- linear costs
@@ -194,7 +222,8 @@ def test_sglangs_additive_form_is_read_evaluated_and_written(tmp_path):
     load = Load(range(8), other_tokens=88)  # 96 tokens: half-way between the probes 64 and 128
     assert cost.round_seconds(load, 0).item() == pytest.approx(0.0104 + 0.0004 + 0.00035)
     assert cost.round_seconds(Load(), 0).item() == pytest.approx(0.0104)  # clamped below
-    assert cost.round_seconds(Load(range(50), other_tokens=500), 0).item() == pytest.approx(0.0104 + 0.0011)
+    beyond = 0.0104 + 0.0004 * 15 / 7 + 0.0007 * (144 - 64) / 64  # the last slopes go on
+    assert cost.round_seconds(Load(range(16), other_tokens=128), 0).item() == pytest.approx(beyond)
     save_cost(cost, path)
     written = json.loads(path.read_text())
     assert {name: written[name] for name in SGLANG_ADDITIVE} == SGLANG_ADDITIVE
@@ -222,14 +251,15 @@ def test_costs_survive_a_round_trip(cost, tmp_path):
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", "lacks 'sample_batch_tokens'"),
+        ("[]", "is a JSON object, got list"),
+        ("{}", "lacks 'sample_batch_tokens'"),
         ('{"sample_batch_tokens": [1]}', "lacks 'sample_steps_per_sec'"),
         (json.dumps(SGLANG_1D | {"max_batch_tokens": 9}), "max_batch_tokens=9 is smaller than the last probe 64"),
         (json.dumps(SGLANG_1D | {"sample_batch_tokens": []}), "0 token counts and 3 rates"),
         (json.dumps(SGLANG_1D | {"sample_batch_tokens": [8, 8, 64]}), "strictly increasing"),
         (json.dumps(SGLANG_ADDITIVE | {"m_probes": [64]}), "m_probes needs one time per probe"),
         (json.dumps(SGLANG_ADDITIVE | {"theta_seconds": [0, -1]}), "not negative"),
-        (json.dumps(SGLANG_ADDITIVE | {"bias_seconds": 0}), "bias_seconds positive"),
+        (json.dumps(SGLANG_ADDITIVE | {"bias_seconds": 0}), "bias_seconds must be positive"),
         ('{"linear": {"target": {"alpha": 0, "gamma": 0, "delta": 1}}}', "lacks 'draft'"),
     ],
 )

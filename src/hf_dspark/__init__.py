@@ -3,8 +3,9 @@ token."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .calibration import TemperatureScaling, measure_calibration
 from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
-from .collection import calibrate
+from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
 from .generate_hook import install as _install_generate_hook
 from .modeling_dspark import DSparkDraftModel
@@ -18,10 +19,11 @@ from .policies import (
     LaggedScheduler,
     Policy,
     PrefixScheduler,
+    RoundOutcome,
     SLOLimit,
 )
-from .profiling import profile_throughput
-from .throughput import AdditiveCost, LinearCost, ThroughputTable, load_cost, save_cost
+from .profiling import find_cost, profile_throughput
+from .throughput import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
 
 __version__ = "0.1.0.dev0"
 
@@ -41,17 +43,24 @@ __all__ = [
     "DSparkTrainingArguments",
     "EarlyStopScheduler",
     "EliminationScheduler",
+    "ForwardCost",
     "FullBlock",
     "GlobalScheduler",
     "LaggedScheduler",
     "LinearCost",
+    "Load",
     "Policy",
     "PrefixScheduler",
+    "RoundOutcome",
     "RoundStatistics",
     "SLOLimit",
+    "TemperatureScaling",
     "ThroughputTable",
     "calibrate",
+    "collect_rounds",
+    "find_cost",
     "load_cost",
+    "measure_calibration",
     "profile_throughput",
     "save_cost",
 ]

@@ -5,8 +5,10 @@ transformers' assisted loop verifies and commits; this module drafts, cuts and k
 of how it is reached from `generate()`.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
+from numbers import Real
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +38,7 @@ class RoundStatistics:
         draft_seconds, verify_seconds, total_seconds (`float`): Host time in the draft, in the target's verification
             passes, and in all rounds. On an accelerator, work that is still queued counts for whoever waits for it.
         prefill_seconds (`float`): Host time until the first new token.
+        policy ([`Policy`], *optional*): Who decided.
     """
 
     proposed: list[int] = field(default_factory=list)
@@ -45,6 +48,7 @@ class RoundStatistics:
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    policy: Policy | None = None
 
     @property
     def rounds(self) -> int:
@@ -154,7 +158,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ) -> None:
         self.draft = draft.bind(target)
         self.policy = policy.fresh()
-        self.statistics = RoundStatistics()
+        self.statistics = RoundStatistics(policy=self.policy)
         self._target = target
         self._logits_processor = logits_processor
         self._do_sample = generation_config.do_sample
@@ -170,6 +174,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._block: DraftBlock | None = None
         self._confidence: torch.Tensor | None = None
         self._num_proposed = 0
+        self._committed_before = 0
         self._forward_started = 0.0
         self._round_started = 0.0
         self._timers: list[torch.utils.hooks.RemovableHandle] = []
@@ -223,6 +228,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             `None` when l = 0 or when drafts are arg-max.
         """
         self._block, self._confidence, self._num_proposed = None, None, 0
+        self._committed_before = input_ids.shape[1]
         if is_first_iteration:
             return input_ids, None
         started = time.perf_counter()
@@ -238,10 +244,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._block = self._draft(input_ids)
         if self._block.confidence_logits is not None:
             self._confidence = calibrated_confidence(self._block.confidence_logits, self._temperatures).cpu()
-        length = int(self.policy.plan_verify(self._confidence, torch.tensor([num_drafts]), load)[0])
+        length = self._planned_length(num_drafts, load)
         self._num_proposed = self._cut_behind_eos(self._block.token_ids[0, :length])
         self.statistics.draft_seconds += time.perf_counter() - started
         return self._candidates(input_ids)
+
+    def _planned_length(self, num_drafts: int, load: Load) -> int:
+        length = int(self.policy.plan_verify(self._confidence, torch.tensor([num_drafts]), load)[0])
+        if not 0 <= length <= num_drafts:
+            raise ValueError(
+                f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths={num_drafts}], "
+                f"got {length}"
+            )
+        return length
 
     def _draft(self, input_ids: torch.Tensor) -> DraftBlock:
         """Draft one block; rounds that were not drafted left their features for this one."""
@@ -259,8 +274,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _other_tokens(self) -> int:
         load = self.draft.load() if callable(self.draft.load) else self.draft.load
-        if not load >= 0:  # false for NaN, too
-            raise ValueError(f"draft.load must be a number of tokens, 0 or more, got {load}")
+        if not (isinstance(load, Real) and math.isfinite(load) and load >= 0):
+            raise ValueError(f"draft.load must be a number of tokens, 0 or more, got {load!r}")
         return int(load)
 
     def _committed_features(self, model_kwargs: dict[str, Any] | None, num_accepted: int) -> torch.Tensor:
@@ -304,7 +319,20 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.statistics.proposed.append(self._num_proposed)
         self.statistics.accepted.append(int(num_matches))
         self.statistics.confidence.append(None if self._confidence is None else self._confidence[0])
-        lengths, accepted = torch.tensor([self._num_proposed]), torch.tensor([int(num_matches)])
-        self.policy.observe(
-            RoundOutcome((0,), self._confidence, lengths, accepted, seconds, self._block, target_logits=scores)
-        )
+        outcome = RoundOutcome(
+            (0,), self._confidence, torch.tensor([self._num_proposed]), self._accepted(input_ids, int(num_matches)),
+            seconds, self._block is not None, self._block, target_logits=scores,
+        )  # fmt: skip
+        self.policy.observe(outcome)
+        if self.draft.observer is not None:
+            self.draft.observer(outcome)
+
+    def _accepted(self, input_ids: torch.Tensor, num_matches: int) -> torch.Tensor:
+        """Return the accepted drafts, `[1]`: transformers counts an accepted end-of-sequence draft as the bonus.
+
+        A rejected token is never drawn again from the residual, so equality tells.
+        """
+        if num_matches < self._num_proposed:
+            following = input_ids[0, self._committed_before + num_matches]
+            num_matches += int(following == self._block.token_ids[0, num_matches])
+        return torch.tensor([num_matches])

@@ -7,7 +7,7 @@ found. Knows nothing of how temperatures are fitted (`calibration`).
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,31 +25,18 @@ from .calibration import (
     measure_calibration,
 )
 from .modeling_dspark import DSparkDraftModel
-from .policies import FullBlock, Policy, RoundOutcome
+from .policies import FullBlock, RoundOutcome
 
 DEFAULT_DOMAIN = "default"
 
 
-class RecordingFullBlock(FullBlock):
-    """Verifies every token and keeps what each round found."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "rounds", [])
-
-    def fresh(self) -> Policy:
-        return self  # the records outlive the call
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        if outcome.block is None:
-            return
-        num_verified = int(outcome.lengths[0])
-        acceptance = torch.zeros(outcome.block.token_ids.shape)
-        acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
-        self.rounds.append(
-            CalibrationRounds(
-                outcome.block.confidence_logits.float().cpu(), acceptance, outcome.num_accepted, outcome.lengths
-            )
-        )
+def recorded_round(outcome: RoundOutcome) -> CalibrationRounds:
+    """Return what one drafted round of one request says about its confidences."""
+    num_verified = int(outcome.lengths[0])
+    acceptance = torch.zeros(outcome.block.token_ids.shape)
+    acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
+    logits = outcome.block.confidence_logits.float().cpu()
+    return CalibrationRounds(logits, acceptance, outcome.num_accepted, outcome.lengths)
 
 
 def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tensor:
@@ -92,35 +79,44 @@ def collect_rounds(
         [`CalibrationRounds`]
 
     Raises:
-        ValueError: If the draft has no confidence head, there are no prompts, or the file belongs to another run.
+        ValueError: If the draft has no confidence head, there are no prompts, the file belongs to another run, or the
+            block would be cut.
     """
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
     rows = [_token_ids(row, tokenizer) for row in prompts]
     if not rows:
         raise ValueError("the calibration set is empty: pass at least one prompt")
+    cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
+    if cut_off:
+        raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
     options = {"max_new_tokens": 128} | generate_kwargs
     settings = {
         "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
-        "options": json.dumps(options, sort_keys=True, default=str),
+        "options": json.dumps([options, target.generation_config.to_diff_dict()], sort_keys=True, default=str),
         "seed": seed, "block_size": draft.config.block_size, "draft": _fingerprint(draft),
+        "target": _fingerprint(target),
     }  # fmt: skip
     done = _read_records(output_file, settings) if output_file is not None else {}
-    before, domain = draft.policy, draft.domain
+    before = draft.policy, draft.domain, draft.observer
+    draft.policy, draft.domain = FullBlock(), None
+    # Set on the call, so that a threshold in the target's generation config does not count.
+    options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
     try:
         for index, row in enumerate(tqdm(rows, desc="collecting rounds", disable=not progress)):
             if index in done:
                 continue
-            recorder = draft.policy = RecordingFullBlock()
+            outcomes: list[RoundOutcome] = []
+            draft.observer = outcomes.append
             input_ids = torch.tensor([row], device=target.device)
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 target.generate(input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options)
-            done[index] = recorder.rounds
+            done[index] = [recorded_round(outcome) for outcome in outcomes if outcome.drafted]
             if output_file is not None:
-                _append_record(output_file, settings, index, recorder.rounds)
+                _append_record(output_file, settings, index, done[index])
     finally:
-        draft.policy, draft.domain = before, domain
+        draft.policy, draft.domain, draft.observer = before
     return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
 
 
@@ -165,8 +161,8 @@ def calibrate(
         prompts (`Iterable`): Held-out prompts of the domain; see [`collect_rounds`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
         domain (`str`): Name to keep the temperatures under. `greedy` and `sampled` are used by themselves when
-            `generate()` decodes that way; others when `draft.domain` names them. The first calibration also becomes
-            the default.
+            `generate()` decodes that way; others when `draft.domain` names them, `math/greedy` before `math`. The
+            first calibration also becomes the default.
         realised (`bool`): Fit on realised acceptance instead of the one with the last coin integrated out.
         output_file (`str`, *optional*): Where rounds are recorded, to resume.
         collect_kwargs: For [`collect_rounds`] and `generate()`, such as `do_sample=True, temperature=0.7`.
@@ -194,7 +190,7 @@ def calibrate(
 
 
 def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    if isinstance(row, dict):
+    if isinstance(row, Mapping):
         row = row["input_ids"] if "input_ids" in row else row.get("prompt")
     if isinstance(row, str):
         if tokenizer is None:
@@ -207,11 +203,13 @@ def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]
     return [int(token) for token in row]
 
 
-def _fingerprint(draft: DSparkDraftModel) -> str:
-    """Return a short hash of the confidence-relevant weights: records of another draft must not be mixed in."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(draft.state_dict().items()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.double().sum().item():.12e}".encode())
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Return a short hash of a sample of every weight: records of another model must not be mixed in."""
+    digest = hashlib.sha256(str(model.dtype).encode())
+    for name, tensor in model.named_parameters():
+        sample = tensor.detach().flatten()[:256]
+        total = 0.0 if sample.is_meta else sample.double().sum().item()  # offloaded weights cannot be looked at
+        digest.update(f"{name}{tuple(tensor.shape)}{total:.12e}".encode())
     return digest.hexdigest()[:16]
 
 

@@ -195,17 +195,24 @@ class DSparkConfig(PreTrainedConfig):
     def temperatures_for(self, domain: str | None, do_sample: bool) -> list[float] | None:
         """Return the temperatures of a domain, else of the sampling regime, else the default; `None` if uncalibrated.
 
+        A domain's entry for one regime, such as `math/greedy`, comes before its common one.
+
         Raises:
-            ValueError: If a domain is asked for that has no temperatures.
+            ValueError: If a domain is asked for that has no temperatures, or they are not γ positive numbers.
         """
         known = self.sts_temperatures or {}
-        if domain is not None and domain not in known:
-            raise ValueError(
-                f"the draft has no temperatures for the domain {domain!r}, only for {sorted(known)}: calibrate it "
-                "there, or set draft.domain to one of these or to None"
-            )
         regime = "sampled" if do_sample else "greedy"
-        return known.get(domain or regime, known.get("default"))
+        wanted = [regime, "default"] if domain is None else [f"{domain}/{regime}", domain]
+        for name in wanted:
+            if name in known:
+                check_temperatures(known[name], self.block_size)
+                return known[name]
+        if domain is None:
+            return None
+        raise ValueError(
+            f"the draft has no temperatures for the domain {domain!r}, only for {sorted(known)}: calibrate it there, "
+            "or set draft.domain to one of these or to None"
+        )
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":

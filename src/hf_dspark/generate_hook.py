@@ -185,6 +185,8 @@ def default_policy(draft: PreTrainedModel, target: PreTrainedModel) -> Policy:
 
 
 def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:
+    if isinstance(policy, type):
+        raise TypeError(f"draft.policy must be a policy, got the class {policy.__name__}: call it with its arguments")
     methods = ("plan_draft", "plan_verify", "observe", "fresh", "is_causal", "accept_bias", "requires_confidence")
     lacking = [name for name in methods if not hasattr(policy, name)]
     if lacking:
@@ -194,16 +196,18 @@ def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> No
         )
     if policy.requires_confidence and not draft.config.enable_confidence_head:
         raise ValueError(
-            f"{policy} needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
-            "False). Use FullBlock, and leave assistant_confidence_threshold unset."
+            f"{type(policy).__name__} needs a draft with a confidence head; this one has none "
+            "(config.enable_confidence_head is False). Use FullBlock, and leave assistant_confidence_threshold unset."
         )
-    causal = policy.is_causal(draft.config.confidence_head_with_markov)
-    if do_sample and not causal and not policy.accept_bias:
+    if do_sample and not policy.is_causal(draft.config.confidence_head_with_markov) and not policy.accept_bias:
+        inner = policy
+        while hasattr(inner, "policy"):
+            inner = inner.policy
         raise ValueError(
-            f"{type(policy).__name__} is not causal with this draft: whether it verifies a token depends on "
+            f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
             "confidences that were computed from that token, so sampled output would not follow the target's "
-            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or pass "
-            "accept_bias=True for an experiment."
+            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or give "
+            f"{type(inner).__name__} accept_bias=True for an experiment."
         )
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_dspark import DSparkConfig, require_decoder_only
-from .policies import Policy
+from .policies import Policy, RoundOutcome
 from .sampling import DraftBlock, Sampler
 
 
@@ -387,6 +387,7 @@ class DSparkDraftModel(PreTrainedModel):
         load (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward pass, or
             a function that returns them.
         domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.
+        observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
         last_stats ([`RoundStatistics`], *optional*): Of the last call.
 
     DSpark Section 3.1.
@@ -417,6 +418,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.policy: Policy | None = None
         self.load: int | Callable[[], int] = 0
         self.domain: str | None = None
+        self.observer: Callable[[RoundOutcome], None] | None = None
         self.last_stats = None
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
         self._borrowed: tuple[_Borrowed, ...] = ()

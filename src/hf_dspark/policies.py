@@ -5,6 +5,7 @@ only on what was known before x_k was drawn; c_k is, c_{k+1} is not if the confi
 are not causal say so in `is_causal` and are refused when drafts are sampled. Knows nothing of models.
 """
 
+import copy
 import dataclasses
 import math
 import warnings
@@ -27,10 +28,11 @@ class RoundOutcome:
     Args:
         request_ids (`Sequence[int]`): The requests.
         confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): Calibrated c_k; `None` when nothing was
-            drafted.
+            drafted or the draft has no confidence head.
         lengths (`torch.LongTensor` of shape `[R]`): Draft tokens verified.
         num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, without the bonus token.
         seconds (`float`): Duration of the round.
+        drafted (`bool`): Whether anything was drafted.
         block ([`DraftBlock`], *optional*): What was drafted.
         target_logits (`torch.Tensor` of shape `[R, 1+l, V]`, *optional*): The target's processed scores after the
             anchor and after each verified token.
@@ -41,6 +43,7 @@ class RoundOutcome:
     lengths: torch.Tensor
     num_accepted: torch.Tensor
     seconds: float
+    drafted: bool = True
     block: DraftBlock | None = None
     target_logits: torch.Tensor | None = None
 
@@ -71,8 +74,11 @@ class Policy(Protocol):
         return True
 
     def fresh(self) -> "Policy":
-        """Return the same policy without memory of earlier rounds."""
-        return dataclasses.replace(self)
+        """Return the same policy without memory of earlier rounds.
+
+        A dataclass is made anew from its fields; any other class is copied as it is.
+        """
+        return dataclasses.replace(self) if dataclasses.is_dataclass(self) else copy.deepcopy(self)
 
     def plan_draft(self, load: Load) -> bool:
         """Tell whether to draft at all this round; known before anything is drawn."""
@@ -133,7 +139,18 @@ class ConfidenceThreshold(Policy):
 
 
 @dataclass(frozen=True)
-class EarlyStopScheduler(Policy):
+class CostPolicy(Policy):
+    """Weighs confidences against the cost of a round; what all schedulers share."""
+
+    cost: StepCost
+
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class EarlyStopScheduler(CostPolicy):
     """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
 
     Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
@@ -143,12 +160,6 @@ class EarlyStopScheduler(Policy):
 
     DSpark Algorithm 1.
     """
-
-    cost: StepCost
-
-    @property
-    def requires_confidence(self) -> bool:
-        return True
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         ranking = Ranking.of(confidence, max_lengths)
@@ -161,7 +172,7 @@ FILL_DECAY = 0.7
 
 
 @dataclass(frozen=True)
-class PrefixScheduler(EarlyStopScheduler):
+class PrefixScheduler(CostPolicy):
     """Algorithm 1 on the lower convex hull of the step time, then the hardware's bucket filled up by rank.
 
     On the hull the early stop finds the maximum. The measured time at the stop may lie far above the hull: then
@@ -177,20 +188,21 @@ class PrefixScheduler(EarlyStopScheduler):
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         ranking = Ranking.of(confidence, max_lengths)
-        curve, first, count = self.cost.curve, load.base_tokens, ranking.num_candidates
-        kept = ranking.kept_tokens(load)
-        stop = first_drop(kept / (curve.hull(first, first + count) + self.cost.request_seconds(load)))
+        count, all_tokens = ranking.num_candidates, int(max_lengths.sum())
+        # The window ends where the tokens end that could be sent: where those end that can survive is not causal.
+        window = self.cost.curve.window(load.base_tokens, load.base_tokens + all_tokens)
+        fixed, kept = self.cost.request_seconds(load), ranking.kept_tokens(load)
+        stop = first_drop(kept / (window.hull[: count + 1] + fixed))
         if stop < count:
-            # Not `count`, which tells whether later tokens can survive: that would not be causal.
-            bucket_end = min(curve.next_vertex(first + stop) - first, int(max_lengths.sum()))
+            bucket_end = window.next_vertex(stop)
             left_out = float(ranking.survivals[stop])
             predicted = kept[stop] + torch.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
-            stop += int((predicted / self.cost.round_seconds(load, bucket_end)[stop:]).argmax())
+            stop += int((predicted / (window.measured[stop : bucket_end + 1] + fixed)).argmax())
         return ranking.lengths(stop)
 
 
 @dataclass(frozen=True)
-class GlobalScheduler(EarlyStopScheduler):
+class GlobalScheduler(CostPolicy):
     """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
 
     Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
@@ -213,7 +225,7 @@ class GlobalScheduler(EarlyStopScheduler):
 
 
 @dataclass(frozen=True)
-class EliminationScheduler(EarlyStopScheduler):
+class EliminationScheduler(CostPolicy):
     """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
 
     Whether x_k stays depends on confidences behind it: lossless only when the head reads h_k alone. A baseline.
@@ -237,7 +249,7 @@ class EliminationScheduler(EarlyStopScheduler):
 
 
 @dataclass(frozen=True)
-class LaggedScheduler(EarlyStopScheduler):
+class LaggedScheduler(CostPolicy):
     """Capacity by unconstrained search over the confidences of an older round, filled with this round's best tokens.
 
     The capacity knows nothing of this round's tokens, so the search may be global. Until there is an old enough
@@ -280,18 +292,30 @@ LOOK_AGAIN_AFTER = 16
 
 
 @dataclass
-class SkippedRounds:
-    """Rounds skipped in a row: without drafting nothing is learnt, so after some it is time to look again."""
+class Patience:
+    """Rounds in a row that taught nothing, being skipped or cut short: after some it is time to look again.
+
+    Attributes:
+        rounds (`int`): How many.
+        looking (`bool`): Whether the present round is drafted, and not cut short, only to look again.
+    """
 
     rounds: int = 0
+    looking: bool = False
 
     def look_again(self) -> bool:
-        """Tell whether enough rounds were skipped."""
-        return self.rounds >= LOOK_AGAIN_AFTER
+        """Count a round, and tell whether it is time."""
+        self.looking = self.rounds >= LOOK_AGAIN_AFTER
+        self.rounds = 0 if self.looking else self.rounds + 1
+        return self.looking
+
+    def reset(self) -> None:
+        """Note a round that taught something."""
+        self.rounds = 0
 
 
 SLO_MODES = ("step", "expected", "running")
-_limits_warned_of: set[float] = set()
+_limits_warned_of: set[tuple[float, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -299,9 +323,8 @@ class SLOLimit(Policy):
     """Keep the time per output token (TPOT) of every request under a limit, whatever another policy would verify.
 
     The limit becomes a cap on the verified tokens before anything is drafted, so a causal policy stays causal. When
-    even a round without verified drafts breaks it, the round is not drafted; when a plain step does, too, the limit
-    cannot be met: that is warned of once. Now and then a round is drafted all the same, to see whether the rounds
-    bring more by now.
+    even a round that verifies one draft token breaks it, the round is not drafted; when a plain step does, too, the
+    limit cannot be met: that is warned of once. The seconds of the coming round are those that `cost` predicts.
 
     Args:
         policy ([`Policy`]): Decides under the cap.
@@ -309,7 +332,8 @@ class SLOLimit(Policy):
         tpot_seconds (`float`): The limit, seconds per token.
         mode (`str`): What has to stay under it. `step`: every round, as if each request got one token of it; the
             strictest, it forgoes drafting where a step alone is too slow although drafting would make up for it.
-            `expected`: the round over the tokens that requests lately got per round. `running`: each request's time
+            `expected`: the round over the tokens that whole blocks lately brought a request; now and then a round is
+            not capped, to learn that. `running`: each request's time
             so far over its tokens so far, this round and one token of it included; time saved earlier may be spent.
             Requests that a plain step cannot bring back under the limit do not hold up the others; when all are
             behind, nothing is capped: they catch up fastest at the best throughput.
@@ -325,7 +349,7 @@ class SLOLimit(Policy):
     tpot_seconds: float
     mode: str = "step"
     _spent: dict[int, tuple[float, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _skipped: SkippedRounds = field(default_factory=SkippedRounds, init=False, repr=False, compare=False)
+    _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
     _lately: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -363,18 +387,17 @@ class SLOLimit(Policy):
         allowed = self.allowed_seconds(load)
         if allowed == math.inf and self.mode == "running":
             self._warn_if_out_of_reach(load, "Decoding for throughput.")
-        if float(self.cost.round_seconds(load, 0)) <= allowed or (
-            self.mode == "expected" and self._skipped.look_again()
-        ):
-            self._skipped.rounds = 0
+        fits = float(self.cost.round_seconds(load, 1)[1]) <= allowed  # drafting is of no use for less than one token
+        looking = self.mode == "expected" and self._patience.look_again()
+        if fits or looking:
             return self.policy.plan_draft(load)
-        self._skipped.rounds += 1
         self._warn_if_out_of_reach(load, "Decoding without drafting.")
         return False
 
     def _warn_if_out_of_reach(self, load: Load, consequence: str) -> None:
-        if self.cost.plain_seconds(load) > self.tpot_seconds and self.tpot_seconds not in _limits_warned_of:
-            _limits_warned_of.add(self.tpot_seconds)
+        limit = (self.tpot_seconds, self.mode)
+        if self.cost.plain_seconds(load) > self.tpot_seconds and limit not in _limits_warned_of:
+            _limits_warned_of.add(limit)
             warnings.warn(
                 f"the limit of {self.tpot_seconds:g} s per token cannot be met (mode {self.mode!r}): a step of "
                 f"{load.base_tokens} tokens without drafting takes {self.cost.plain_seconds(load):.3g} s. "
@@ -384,14 +407,19 @@ class SLOLimit(Policy):
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
-        seconds = self.cost.round_seconds(load, int(max_lengths.sum()))
+        all_tokens = int(max_lengths.sum())
         # Up to the first B that is too slow: a larger B that is fast enough again could only be used by looking at
         # what comes behind the slow ones.
-        capacity = int((seconds <= self.allowed_seconds(load)).long().cumprod(0).sum()) - 1
-        if int(lengths.sum()) <= capacity:
+        allowed = math.inf if self._patience.looking else self.allowed_seconds(load)
+        fitting = self.cost.round_seconds(load, all_tokens) <= allowed
+        capacity = max(0, int(fitting.long().cumprod(0).sum()) - 1)
+        if capacity >= all_tokens:
+            self._patience.reset()
             return lengths
-        score = confidence if confidence is not None else torch.ones(len(lengths), int(max_lengths.max()))
-        return torch.minimum(lengths, Ranking.of(score, max_lengths).lengths(max(capacity, 0)))
+        # What the policy chose among what the cap leaves: as causal as the policy. Asking how much it chose in all,
+        # to give its tokens more of the cap, would not be.
+        score = torch.ones(len(lengths), int(max_lengths.max())) if confidence is None else confidence
+        return torch.minimum(lengths, Ranking.of(score, max_lengths).lengths(capacity))
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.policy.observe(outcome)
@@ -399,7 +427,7 @@ class SLOLimit(Policy):
         for request, new in zip(outcome.request_ids, tokens.tolist(), strict=True):
             seconds, before = self._spent.get(request, (0.0, 0))
             self._spent[request] = (seconds + outcome.seconds, before + new)
-        if outcome.confidence is not None:
+        if outcome.drafted and self._patience.rounds == 0:  # a round cut short does not tell what a block brings
             self._lately["tokens"] = _smoothed(self._lately.get("tokens"), float(tokens.double().mean()))
 
 
@@ -421,7 +449,7 @@ class AdaptiveDrafting(Policy):
     policy: Policy
     cost: StepCost
     _confidence: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _skipped: SkippedRounds = field(default_factory=SkippedRounds, init=False, repr=False, compare=False)
+    _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
 
     @property
     def requires_confidence(self) -> bool:
@@ -439,11 +467,10 @@ class AdaptiveDrafting(Policy):
 
     def plan_draft(self, load: Load) -> bool:
         _forget(self._confidence, load)
-        if self._skipped.look_again() or self._pays(load):
-            self._skipped.rounds = 0
+        if self._pays(load):
+            self._patience.reset()
             return self.policy.plan_draft(load)
-        self._skipped.rounds += 1
-        return False
+        return self._patience.look_again() and self.policy.plan_draft(load)
 
     def _pays(self, load: Load) -> bool:
         known = [self._confidence[request] for request in load.request_ids if request in self._confidence]
@@ -483,8 +510,13 @@ class Ranking:
 
     @classmethod
     def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
-        """Rank the tokens of `confidence`, `[R, γ]`, up to `max_lengths`, `[R]`, in each row."""
-        confidence = _checked(confidence).cpu().float()
+        """Rank the tokens of some rows.
+
+        Args:
+            confidence (`torch.FloatTensor` of shape `[R, γ]`): c_k, on the CPU.
+            max_lengths (`torch.LongTensor` of shape `[R]`): Tokens that may be sent in each row.
+        """
+        confidence = _checked(confidence).float()
         alive = survival(confidence)
         alive = alive.masked_fill(torch.arange(confidence.shape[1]) >= max_lengths[:, None], 0.0)
         # One integer per token, survival above slot: the bits of non-negative floats sort like the floats, and slots

@@ -9,10 +9,11 @@ import json
 import logging
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from importlib.metadata import version
@@ -25,7 +26,6 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .modeling_dspark import DraftCache, DSparkDraftModel
-from .sampling import greedy_sampler
 from .throughput import ForwardCost, LinearCost, ThroughputTable
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,7 @@ class Machine:
             dtype=str(target.dtype).removeprefix("torch."),
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
-            versions={name: version(name) for name in ("torch", "transformers")}
-            | {"python": platform.python_version()},
+            versions=dict(_versions()),
         )
 
     @property
@@ -72,14 +71,17 @@ class Machine:
         """Short hash of everything, for file names."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
-    def fits(self, other: "Machine") -> bool:
-        """Tell whether a measurement of the other one holds here: all equal but the versions."""
-        return dataclass_without_versions(self) == dataclass_without_versions(other)
+    def distance(self, other: "Machine") -> int | None:
+        """Return how far a measurement of the other one is from holding here; `None` if it does not hold at all.
 
-
-def dataclass_without_versions(machine: Machine) -> dict[str, Any]:
-    """Return the fields of a [`Machine`] that have to agree for its costs to hold."""
-    return {name: value for name, value in asdict(machine).items() if name != "versions"}
+        0: everything agrees. 1: other versions. 2: another number of cores or threads of the same kind of CPU.
+        """
+        if (self.target, self.draft, self.dtype) != (other.target, other.draft, other.dtype):
+            return None
+        if (self.device, self.threads) == (other.device, other.threads):
+            return int(self.versions != other.versions)
+        same_kind = _without_core_count(self.device) == _without_core_count(other.device)
+        return 2 if same_kind else None
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,14 @@ class ThroughputProfile:
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "ThroughputProfile":
-        """Read what `save` wrote."""
+    def from_dict(cls, content: dict[str, Any], name: str | None = None) -> "ThroughputProfile":
+        """Read what `save` wrote; a name goes into the table's provenance."""
+        table = ThroughputTable.from_sglang(content)
+        if name is not None:
+            table = replace(table, provenance={"table": name} | table.provenance)
         return cls(
             Machine(**content["machine"]),
-            ThroughputTable.from_sglang(content),
+            table,
             LinearCost.from_dict(content),
             content["fit"],
             {name: [Sample(*values) for values in part] for name, part in content["samples"].items()},
@@ -156,7 +161,8 @@ def profile_throughput(
 ) -> ThroughputProfile:
     """Measure what drafting and verifying cost on this machine, and remember it.
 
-    Afterwards `generate()` schedules by the result whenever the draft is calibrated.
+    Afterwards `generate()` schedules by the result whenever the draft is calibrated. Timed are the models' passes, and
+    the drawing of sampled tokens; not what the decoding loop spends around them, with or without a draft.
 
     Args:
         target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
@@ -178,12 +184,15 @@ def profile_throughput(
     gamma = draft.config.block_size
     verify: list[Sample] = []
     drafts: list[Sample] = []
-    total = len(context_lengths) * (gamma + 1 + 3 * (len(batch_sizes) - 1) + len(batch_sizes))
+    lengths = {
+        requests: list(range(gamma + 1)) if requests == 1 else sorted({0, gamma // 2, gamma})
+        for requests in batch_sizes
+    }
+    total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
     with tqdm(total=total, desc="profiling", disable=not progress) as bar:
         for context_length in context_lengths:
             for requests in batch_sizes:
-                lengths = range(gamma + 1) if requests == 1 else sorted({0, gamma // 2, gamma})
-                for length, seconds in _time_verify(target, requests, context_length, lengths, repetitions):
+                for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
                     tokens = requests * (1 + length)
                     verify.append(Sample(requests, tokens, requests * context_length, seconds))
                     bar.update()
@@ -208,10 +217,10 @@ def _check_settings(
     longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and context_lengths[-1] >= longest:
         raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
-    if len(batch_sizes) * len(context_lengths) < 3:
+    if len(batch_sizes) < 2 or len(context_lengths) < 2:
         raise ValueError(
-            f"the linear cost needs three settings or more, got {list(batch_sizes)} x {list(context_lengths)}: add a "
-            "batch size or a context length"
+            "telling tokens, context and overhead apart takes at least two batch sizes and two context lengths, got "
+            f"{list(batch_sizes)} and {list(context_lengths)}"
         )
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
@@ -226,6 +235,8 @@ def _time_verify(
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
     target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(requests)
+    if hasattr(cache, "activate_past_recording"):  # else sliding layers forget what cropping brings back
+        cache.activate_past_recording()
 
     for length in lengths:
         tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
@@ -245,7 +256,7 @@ def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, rep
 
     def draft_blocks(num_features: int) -> None:
         features = torch.ones(requests, num_features, width, device=draft.device, dtype=draft.dtype)
-        draft.draft_block(anchors, features, cache, greedy_sampler)
+        draft.draft_block(anchors, features, cache, _plain_sampler)
 
     draft_blocks(context_length)
 
@@ -254,6 +265,15 @@ def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, rep
         cache.length = context_length
 
     return _median_seconds(one_pass, repetitions, draft.device)
+
+
+def _plain_sampler(
+    logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
+    law = logits.log_softmax(dim=-1)
+    index = torch.multinomial(law.exp(), num_samples=1)
+    return (index if candidate_ids is None else candidate_ids.gather(-1, index))[:, 0], law
 
 
 def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> float:
@@ -278,15 +298,23 @@ def _summarise(
     target_cost, target_fit = _fit(verify)
     draft_cost, draft_fit = _fit(drafts)
     provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
-    drafting = min(sample.seconds for sample in drafts)
+    # Each point at the shortest context, less what that context costs: the table adds the actual one.
+    context_seconds = target_cost.alpha + draft_cost.alpha
+    drafting = {
+        sample.requests: sample.seconds for sample in drafts if sample.context_tokens == sample.requests * shortest
+    }
     seconds = {
-        sample.verify_tokens: sample.seconds + drafting
+        sample.verify_tokens: max(
+            sample.seconds + drafting[sample.requests] - context_seconds * sample.context_tokens,
+            sample.seconds / 2,
+        )
         for sample in verify
         if sample.context_tokens == sample.requests * shortest
         and (sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma))
     }
     tokens = tuple(sorted(seconds))
-    table = ThroughputTable(tokens, tuple(1 / seconds[count] for count in tokens), drafting, provenance)
+    rates = tuple(1 / seconds[count] for count in tokens)
+    table = ThroughputTable(tokens, rates, min(drafting[1], 0.9 / max(rates)), context_seconds, provenance)
     return ThroughputProfile(
         machine, table, LinearCost(target_cost, draft_cost, provenance), {"target": target_fit, "draft": draft_fit},
         {"target": verify, "draft": drafts},
@@ -317,7 +345,7 @@ def known_profiles() -> dict[str, ThroughputProfile]:
     )
     for origin, path in [(f"{path}", path) for path in files] + [(f"shipped {path.name}", path) for path in shipped]:
         try:
-            profiles[origin] = ThroughputProfile.from_dict(json.loads(path.read_text()))
+            profiles[origin] = ThroughputProfile.from_dict(json.loads(path.read_text()), origin)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("ignoring the throughput table %s: %s", origin, error)
     return profiles
@@ -329,27 +357,38 @@ _told: set[str] = set()
 def find_cost(target: PreTrainedModel, draft: DSparkDraftModel) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None` with a warning, once.
 
-    A measurement fits when geometry, dtype, device and threads agree; among those, same versions come first, and this
-    user's own before shipped ones.
+    Geometry, dtype and kind of device must agree. Measurements with the same cores, threads and versions come first;
+    among equals this user's own, then shipped ones. One of other cores or threads is taken with a warning. The name
+    of the table is in its `provenance`, and in `draft.last_stats.policy`.
     """
     machine = Machine.of(target, draft)
-    fitting = [(name, profile) for name, profile in known_profiles().items() if profile.machine.fits(machine)]
-    fitting.sort(key=lambda item: item[1].machine.versions != machine.versions)  # stable: own ones stay first
+    found = [(profile.machine.distance(machine), name) for name, profile in known_profiles().items()]
+    # Stable: own ones stay first.
+    fitting = sorted((item for item in found if item[0] is not None), key=lambda item: item[0])
     first_time = machine.key not in _told
     _told.add(machine.key)
+    here = f"{machine.device}, {machine.dtype}, {machine.threads} threads"
     if not fitting:
         if first_time:
             logger.warning(
-                "no throughput table fits this machine and these models (%s, %s, %d threads): verifying full blocks. "
-                "hf_dspark.profile_throughput(target, draft) measures one in less than a minute.",
-                machine.device, machine.dtype, machine.threads,
+                "no throughput table fits these models on this machine (%s): verifying full blocks. "
+                "hf_dspark.profile_throughput(target, draft) measures one.", here,
             )  # fmt: skip
         return None
-    if first_time:
-        logger.info("scheduling verification by the throughput table %s", fitting[0][0])
-    return fitting[0][1].table
+    distance, name = fitting[0]
+    profile = known_profiles()[name]
+    if first_time and distance == 2:
+        logger.warning(
+            "the throughput table %s was measured on %s with %d threads, this is %s: scheduling by it all the same. "
+            "hf_dspark.profile_throughput(target, draft) measures this machine.",
+            name, profile.machine.device, profile.machine.threads, here,
+        )  # fmt: skip
+    elif first_time:
+        logger.info("scheduling verification by the throughput table %s", name)
+    return profile.table
 
 
+@lru_cache
 def device_name(device: torch.device) -> str:
     """Return the name of an accelerator, or of the CPU with the instruction sets that matter here."""
     if device.type == "cuda":
@@ -365,6 +404,16 @@ def device_name(device: torch.device) -> str:
     units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if unit in flags]
     name = names[0] if names else platform.machine()
     return f"{name}, {os.cpu_count()} cores, {' '.join(units)}".removesuffix(", ")
+
+
+def _without_core_count(device: str) -> str:
+    return re.sub(r", \d+ cores", "", device)
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Looking up package metadata takes milliseconds, as much as drafting a block."""
+    return (*((name, version(name)) for name in ("torch", "transformers")), ("python", platform.python_version()))
 
 
 def _first(value: int | Sequence[int]) -> int:

@@ -5,12 +5,15 @@ Every cost splits into a part that depends on the verified tokens B alone and a 
 transformers; `profiling` measures.
 """
 
+import bisect
+import itertools
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +46,117 @@ class Load:
         return self.other_tokens + len(self.request_ids)
 
 
-class StepCost(ABC):
-    """Seconds of a decoding round as `request_seconds(load) + token_seconds(B)`."""
+@dataclass(frozen=True)
+class TokenCurve:
+    """Seconds against verified tokens B: straight lines between knots.
 
-    @abstractmethod
-    def token_seconds(self, verify_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the part that depends on the verified tokens B.
+    Below the first knot the curve is flat, beyond the last one it rises by `slope`.
 
-        Args:
-            verify_tokens (`torch.LongTensor` of shape `[n]`): B, at least 1.
+    Args:
+        tokens (`Sequence[int]`): B of the knots, increasing.
+        seconds (`Sequence[float]`): At the knots.
+        slope (`float`): Seconds per token beyond the last knot.
+    """
 
-        Returns:
-            `torch.DoubleTensor` of shape `[n]`, seconds.
+    tokens: Sequence[int]
+    seconds: Sequence[float]
+    slope: float
+
+    def at(self, verify_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the seconds at B, `[n]` of `torch.double`, for B of shape `[n]`."""
+        knots, seconds = torch.tensor(list(self.tokens)), torch.tensor(list(self.seconds), dtype=torch.double)
+        upper = torch.searchsorted(knots, verify_tokens).clamp(max=len(knots) - 1)
+        lower = (upper - 1).clamp_min(0)
+        width = (knots[upper] - knots[lower]).clamp_min(1)
+        weight = ((verify_tokens - knots[lower]).double() / width).clamp(0.0, 1.0)
+        inside = seconds[lower] + weight * (seconds[upper] - seconds[lower])
+        return inside + self.slope * (verify_tokens - knots[-1]).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class CurveWindow:
+    """A curve between two B.
+
+    Args:
+        measured (`torch.DoubleTensor` of shape `[n]`): The curve.
+        hull (`torch.DoubleTensor` of shape `[n]`): Its lower convex hull from the first B onwards, as if the curve
+            went on for ever: the hull at a B does not depend on where the window ends.
+        vertices (`list[int]`): Offsets in the window at which the hull bends; the last one may lie behind the window.
+    """
+
+    measured: torch.Tensor
+    hull: torch.Tensor
+    vertices: list[int]
+
+    def next_vertex(self, offset: int) -> int:
+        """Return the first vertex behind an offset, or the window's last offset if that comes first."""
+        index = bisect.bisect_right(self.vertices, offset)
+        last = len(self.hull) - 1
+        return min(self.vertices[index], last) if index < len(self.vertices) else last
+
+
+class CostCurve:
+    """A [`TokenCurve`] with its lower convex hulls from any first B onwards.
+
+    Measured step times are jagged: a search that stops at the first drop of throughput is trapped before the first
+    cliff. On the hull the throughput of tokens admitted in descending survival is unimodal.
+    """
+
+    def __init__(self, curve: TokenCurve) -> None:
+        self._curve = curve
+        # A hull that falls somewhere would price verification below zero: where a larger B was measured faster, the
+        # smaller one could be padded to it.
+        lows = list(itertools.accumulate(reversed(curve.seconds), min))[::-1]
+        self._tokens, self._lows = list(curve.tokens), lows
+        count = len(lows)
+        self._next, self._rise = [count] * count, [curve.slope] * count
+        for index in range(count - 1, -1, -1):
+            self._next[index], self._rise[index] = self._bend(self._tokens[index], lows[index], index + 1)
+        self._windows: dict[tuple[int, int], CurveWindow] = {}
+
+    def _bend(self, first: int, seconds: float, index: int) -> tuple[int, float]:
+        """Return the next vertex of the hull that starts at a point, and the slope towards it.
+
+        A knot on or above the line to its own successor is no vertex. `len(knots)` stands for no vertex at all.
         """
+        while index < len(self._lows):
+            rise = (self._lows[index] - seconds) / (self._tokens[index] - first)
+            if rise < self._rise[index]:
+                return index, rise
+            index = self._next[index]
+        return index, self._curve.slope
+
+    def window(self, first: int, last: int) -> CurveWindow:
+        """Return curve and hull at B = first..last."""
+        if (first, last) not in self._windows:
+            if len(self._windows) >= 256:
+                self._windows.clear()
+            self._windows[first, last] = self._compute(first, last)
+        return self._windows[first, last]
+
+    def _compute(self, first: int, last: int) -> CurveWindow:
+        measured = self._curve.at(torch.arange(first, last + 1))
+        hull, vertices = torch.empty_like(measured), []
+        index = bisect.bisect_right(self._tokens, first)
+        start, seconds = first, min([float(measured[0]), *self._lows[index : index + 1]])
+        while start <= last:
+            index, rise = self._bend(start, seconds, index)
+            stop = self._tokens[index] if index < len(self._tokens) else last + 1
+            part = torch.arange(min(stop, last + 1) - start, dtype=torch.double)
+            hull[start - first : start - first + len(part)] = seconds + rise * part
+            start, seconds = stop, seconds + rise * (stop - start)
+            vertices.append(stop - first)
+            index += 1
+        return CurveWindow(measured, hull, vertices)
+
+
+class StepCost(ABC):
+    """Seconds of a decoding round: a part that depends on the verified tokens B alone, plus `request_seconds`."""
+
+    @property
+    @abstractmethod
+    def token_curve(self) -> TokenCurve:
+        """The part that depends on B."""
 
     @abstractmethod
     def request_seconds(self, load: Load) -> float:
@@ -63,87 +164,21 @@ class StepCost(ABC):
 
     @abstractmethod
     def draft_seconds(self, load: Load) -> float:
-        """Return the share of `request_seconds` that a round without drafting saves, in seconds."""
+        """Return what a round without drafting saves, in seconds."""
+
+    @cached_property
+    def curve(self) -> CostCurve:
+        """`token_curve` with its hulls."""
+        return CostCurve(self.token_curve)
 
     def round_seconds(self, load: Load, num_drafts: int) -> torch.Tensor:
         """Return the seconds of a round that drafts and verifies 0..`num_drafts` draft tokens, `[num_drafts + 1]`."""
         first = load.base_tokens
-        return self.curve.measured(first, first + num_drafts) + self.request_seconds(load)
+        return self.curve.window(first, first + num_drafts).measured + self.request_seconds(load)
 
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafting: every request gets one token."""
         return float(self.round_seconds(load, 0)) - self.draft_seconds(load)
-
-    @cached_property
-    def curve(self) -> "CostCurve":
-        """`token_seconds` at every B, and its lower convex hulls; `request_seconds` shifts all of it."""
-        return CostCurve(self)
-
-
-class CostCurve:
-    """A cost at every B, evaluated once, with the lower convex hulls from any first B onwards.
-
-    Measured step times are jagged: a search that stops at the first drop of throughput is trapped before the first
-    cliff. On the hull the throughput of tokens admitted in descending survival is unimodal.
-
-    Args:
-        cost ([`StepCost`]): The cost.
-        capacity (`int`): Largest B to begin with; grows as needed.
-    """
-
-    def __init__(self, cost: StepCost, capacity: int = 256) -> None:
-        self._cost = cost
-        self._grow(capacity)
-
-    def _grow(self, capacity: int) -> None:
-        tokens = torch.arange(capacity + 1)
-        self._measured = self._cost.token_seconds(tokens.clamp_min(1))
-        # A hull that falls somewhere would price verification below zero: where a larger B was measured faster, the
-        # smaller one could be padded to it.
-        self._seconds = self._measured.flip(0).cummin(0).values.flip(0).tolist()
-        self._next = [capacity] * (capacity + 1)
-        # From the right: _next[b] is the vertex behind b on the hull of b..capacity. A vertex that lies on or above
-        # the line to its own successor is skipped, so each is skipped at most once.
-        for first in range(capacity - 1, 0, -1):
-            vertex = first + 1
-            while vertex < capacity:
-                behind = self._next[vertex]
-                rise = (self._seconds[behind] - self._seconds[first]) / (behind - first)
-                if self._seconds[vertex] < self._seconds[first] + rise * (vertex - first) * (1 - 1e-12):
-                    break
-                vertex = behind
-            self._next[first] = vertex
-        self._hulls = lru_cache(maxsize=256)(self._hull)
-
-    def _reach(self, last: int) -> None:
-        if last >= len(self._next) - 1:
-            self._grow(2 * last)
-
-    def next_vertex(self, verify_tokens: int) -> int:
-        """Return the first vertex behind B on the hull that starts at B."""
-        self._reach(verify_tokens)
-        return self._next[verify_tokens]
-
-    def measured(self, first: int, last: int) -> torch.Tensor:
-        """Return `token_seconds` at B = first..last, `[last - first + 1]`."""
-        self._reach(last)
-        return self._measured[first : last + 1]
-
-    def hull(self, first: int, last: int) -> torch.Tensor:
-        """Return the lower convex hull that starts at `first`, at B = first..last, `[last - first + 1]` seconds."""
-        self._reach(last)
-        return self._hulls(first, last)
-
-    def _hull(self, first: int, last: int) -> torch.Tensor:
-        seconds, start = torch.empty(last - first + 1, dtype=torch.double), first
-        seconds[0] = self._seconds[first]
-        while start < last:
-            stop = self._next[start]
-            rise = (self._seconds[stop] - self._seconds[start]) / (stop - start)
-            part = torch.arange(1, min(stop, last) - start + 1, dtype=torch.double)
-            seconds[start + 1 - first : start + 1 - first + len(part)] = self._seconds[start] + rise * part
-            start = stop
-        return seconds
 
 
 @dataclass(frozen=True)
@@ -151,12 +186,14 @@ class ThroughputTable(StepCost):
     """SPS: measured steps per second at each number of verified tokens, kept as measured, however jagged.
 
     Between probes the step *time* is linear, below the first it is the first, beyond the last it grows in proportion
-    to the tokens. (SGLang's reader takes the nearest probe at or below instead.)
+    to the tokens. (SGLang's reader takes the nearest probe at or below instead, so that tokens beyond the last probe
+    cost nothing.)
 
     Args:
         verify_tokens (`Sequence[int]`): B of each probe, strictly increasing, at least 1.
         steps_per_second (`Sequence[float]`): SPS of whole rounds, drafting included; positive.
         drafting (`float`): Seconds of each round that are spent drafting.
+        context_seconds (`float`): Seconds that each cached token adds to a round.
         provenance (`dict`): Where the numbers come from; written along.
 
     Raises:
@@ -168,6 +205,7 @@ class ThroughputTable(StepCost):
     verify_tokens: Sequence[int]
     steps_per_second: Sequence[float]
     drafting: float = 0.0
+    context_seconds: float = 0.0
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -178,9 +216,10 @@ class ThroughputTable(StepCost):
                 f"{len(tokens)} token counts and {len(rates)} rates"
             )
         _check_probes("verify_tokens", tokens)
-        bad = [rate for rate in rates if not (math.isfinite(rate) and rate > 0)]
+        _check_seconds("context_seconds", [self.context_seconds])
+        bad = [rate for rate in rates if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0)]
         if bad:
-            raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]}")
+            raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]!r}")
         shortest = 1 / max(rates)
         if not 0.0 <= self.drafting < shortest:
             raise ValueError(
@@ -188,19 +227,13 @@ class ThroughputTable(StepCost):
                 "part of it"
             )
 
-    @cached_property
-    def _curve(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tensor(list(self.verify_tokens)), 1 / torch.tensor(
-            list(self.steps_per_second), dtype=torch.double
-        )
-
-    def token_seconds(self, verify_tokens: torch.Tensor) -> torch.Tensor:
-        probes, seconds = self._curve
-        inside = interpolate(probes, seconds, verify_tokens)
-        return torch.where(verify_tokens > probes[-1], seconds[-1] * verify_tokens / probes[-1], inside)
+    @property
+    def token_curve(self) -> TokenCurve:
+        seconds = [1 / rate for rate in self.steps_per_second]
+        return TokenCurve(self.verify_tokens, seconds, seconds[-1] / self.verify_tokens[-1])
 
     def request_seconds(self, load: Load) -> float:
-        return 0.0
+        return self.context_seconds * load.context_tokens
 
     def draft_seconds(self, load: Load) -> float:
         return self.drafting
@@ -208,10 +241,11 @@ class ThroughputTable(StepCost):
     def to_sglang(self) -> dict[str, Any]:
         """Return SGLang's 1-D table; fields that its reader ignores carry the rest."""
         return {
-            "sample_batch_tokens": list(self.verify_tokens),
-            "sample_steps_per_sec": list(self.steps_per_second),
-            "max_batch_tokens": self.verify_tokens[-1],
+            "sample_batch_tokens": [int(count) for count in self.verify_tokens],
+            "sample_steps_per_sec": [float(rate) for rate in self.steps_per_second],
+            "max_batch_tokens": int(self.verify_tokens[-1]),
             "draft_seconds": self.drafting,
+            "context_seconds": self.context_seconds,
             "provenance": self.provenance,
         }
 
@@ -226,12 +260,15 @@ class ThroughputTable(StepCost):
         most = _required(table, "max_batch_tokens")
         if len(tokens) and most < tokens[-1]:
             raise ValueError(f"max_batch_tokens={most} is smaller than the last probe {tokens[-1]}")
-        return cls(tuple(tokens), tuple(rates), table.get("draft_seconds", 0.0), table.get("provenance", {}))
+        extras = (table.get("draft_seconds", 0.0), table.get("context_seconds", 0.0), table.get("provenance", {}))
+        return cls(tuple(tokens), tuple(rates), *extras)
 
 
 @dataclass(frozen=True)
 class AdditiveCost(StepCost):
-    """SGLang's additive form: step time = bias + alpha(requests) + theta(tokens), linear between probes, clamped.
+    """SGLang's additive form: step time = bias + alpha(requests) + theta(tokens), linear between probes.
+
+    Beyond the last probes the last slopes go on. (SGLang clamps instead: then a full engine would verify more.)
 
     Args:
         bias_seconds (`float`): Time of the smallest step.
@@ -260,18 +297,17 @@ class AdditiveCost(StepCost):
             if len(probes) == 0 or len(probes) != len(extra):
                 raise ValueError(f"{name} needs one time per probe, at least one: got {len(probes)} and {len(extra)}")
             _check_probes(name, probes)
-        times = [self.bias_seconds, self.drafting, *self.request_extra, *self.token_extra]
-        if not all(math.isfinite(time) and time >= 0 for time in times) or self.bias_seconds <= 0:
-            raise ValueError("times must be finite and not negative, and bias_seconds positive")
+        _check_seconds("times", [self.bias_seconds, self.drafting, *self.request_extra, *self.token_extra])
+        if self.bias_seconds == 0:
+            raise ValueError("bias_seconds must be positive, got 0")
 
-    def token_seconds(self, verify_tokens: torch.Tensor) -> torch.Tensor:
-        extra = torch.tensor(list(self.token_extra), dtype=torch.double)
-        return interpolate(torch.tensor(list(self.tokens)), extra, verify_tokens)
+    @property
+    def token_curve(self) -> TokenCurve:
+        return TokenCurve(self.tokens, self.token_extra, _last_slope(self.tokens, self.token_extra))
 
     def request_seconds(self, load: Load) -> float:
-        extra = torch.tensor(list(self.request_extra), dtype=torch.double)
-        requests = torch.tensor([load.num_requests])
-        return self.bias_seconds + float(interpolate(torch.tensor(list(self.requests)), extra, requests))
+        curve = TokenCurve(self.requests, self.request_extra, _last_slope(self.requests, self.request_extra))
+        return self.bias_seconds + float(curve.at(torch.tensor([load.num_requests])))
 
     def draft_seconds(self, load: Load) -> float:
         return self.drafting
@@ -370,8 +406,9 @@ class LinearCost(StepCost):
     draft: ForwardCost
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    def token_seconds(self, verify_tokens: torch.Tensor) -> torch.Tensor:
-        return self.target.gamma * verify_tokens.double()
+    @property
+    def token_curve(self) -> TokenCurve:
+        return TokenCurve((1,), (self.target.gamma,), self.target.gamma)
 
     def request_seconds(self, load: Load) -> float:
         return self.target.seconds(load.context_tokens, 0) + self.draft_seconds(load)
@@ -413,6 +450,8 @@ def load_cost(path: str | Path) -> StepCost:
 
 def cost_from_dict(table: dict[str, Any]) -> StepCost:
     """Turn a JSON object into the cost that it holds; see [`load_cost`]."""
+    if not isinstance(table, dict):
+        raise ValueError(f"a cost table is a JSON object, got {type(table).__name__}")
     if "bias_seconds" in table:
         return AdditiveCost.from_sglang(table)
     if "linear" in table and "sample_batch_tokens" not in table:
@@ -420,25 +459,22 @@ def cost_from_dict(table: dict[str, Any]) -> StepCost:
     return ThroughputTable.from_sglang(table)
 
 
-def interpolate(probes: torch.Tensor, values: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Return values linear between probes and constant outside of them.
-
-    Args:
-        probes (`torch.LongTensor` of shape `[p]`): Strictly increasing.
-        values (`torch.DoubleTensor` of shape `[p]`): At the probes.
-        at (`torch.LongTensor` of shape `[n]`): Where to evaluate.
-    """
-    upper = torch.searchsorted(probes, at).clamp(max=len(probes) - 1)
-    lower = (upper - 1).clamp_min(0)
-    width = (probes[upper] - probes[lower]).clamp_min(1)
-    weight = ((at - probes[lower]).double() / width).clamp(0.0, 1.0)
-    return values[lower] + weight * (values[upper] - values[lower])
+def _last_slope(probes: Sequence[int], seconds: Sequence[float]) -> float:
+    if len(probes) == 1:
+        return 0.0
+    return max(0.0, (seconds[-1] - seconds[-2]) / (probes[-1] - probes[-2]))
 
 
 def _check_probes(name: str, probes: Sequence[int]) -> None:
-    whole = all(isinstance(probe, int) and not isinstance(probe, bool) for probe in probes)
+    whole = all(isinstance(probe, Integral) and not isinstance(probe, bool) for probe in probes)
     if not whole or probes[0] < 1 or any(b <= a for a, b in zip(probes, probes[1:], strict=False)):
         raise ValueError(f"{name} must be strictly increasing whole numbers from 1 up, got {list(probes)}")
+
+
+def _check_seconds(name: str, seconds: Sequence[float]) -> None:
+    for value in seconds:
+        if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be finite numbers, not negative, got {value!r}")
 
 
 def _required(table: dict[str, Any], name: str) -> Any:
