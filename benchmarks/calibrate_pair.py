@@ -65,9 +65,9 @@ def rounds_by_prompt(target, draft, prompts: list[str], tokenizer, folder: Path,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--test_file", required=True, help="GSM8K test.jsonl")
-    parser.add_argument("--num_prompts", type=int, default=300, help="questions to fit on")
+    parser.add_argument("--num_prompts", type=int, default=600, help="questions to fit on")
     parser.add_argument(
-        "--num_held_out", type=int, default=200, help="questions to measure on, besides the shipped 50"
+        "--num_held_out", type=int, default=450, help="questions to measure on, besides the shipped 50"
     )
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--rounds_folder", default="out/calibration", help="recorded rounds, to resume")

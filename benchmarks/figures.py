@@ -58,10 +58,10 @@ def budget(result: dict[str, Any], path: Path) -> None:
 def _budget_column(column: Any, rows: list[dict[str, Any]]) -> None:
     requests = [row["requests"] for row in rows]
     plain = [row["tokens_per_second"]["autoregressive"] for row in rows]
-    for policy in rows[0]["verify_tokens"]:
+    for policy in rows[0]["mean_verified"]:
         gained = [row["tokens_per_second"][policy] for row in rows]
         ratio = [mine / least for mine, least in zip(gained, plain, strict=True)]
-        lengths = [row["verify_tokens"][policy] for row in rows]
+        lengths = [row["mean_verified"][policy] for row in rows]
         for axis, values in zip(column, (lengths, gained, ratio), strict=True):
             axis.plot(requests, values, label=policy, **STYLES[policy])
     if rows[0]["reference"] is not None:
@@ -135,7 +135,7 @@ def trace_budget(result: dict[str, Any], path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
     for name in (name for name in STYLES if name in cell["policies"]):
         groups = cell["policies"][name]["by_concurrency"]
-        lengths = [group["mean_verify_tokens"] for group in groups]
+        lengths = [group["mean_verified"] for group in groups]
         axis.plot([group["most"] for group in groups], lengths, label=name, **STYLES[name])
     axis.set(
         xscale="log", xlabel="active requests, up to", ylabel="verified tokens per request and round (drafts + 1)"

@@ -72,14 +72,14 @@ class BudgetRow:
 
     Args:
         requests (`int`): R.
-        verify_tokens (`dict[str, float]`): Mean 1+l by policy.
+        mean_verified (`dict[str, float]`): Mean 1+l by policy.
         tokens_per_second (`dict[str, float]`): By policy.
         reference (`float`, *optional*): What 1+l of Algorithm 1 should be.
         relative_deviation (`float`, *optional*): From it.
     """
 
     requests: int
-    verify_tokens: dict[str, float]
+    mean_verified: dict[str, float]
     tokens_per_second: dict[str, float]
     reference: float | None
     relative_deviation: float | None
@@ -258,7 +258,7 @@ def budget_row(draws: Sequence[Draw], cost: StepCost, reference: float | None) -
     }
     return BudgetRow(
         requests=requests,
-        verify_tokens={"autoregressive": 1.0, **verified},
+        mean_verified={"autoregressive": 1.0, **verified},
         tokens_per_second={"autoregressive": plain_throughput(requests, cost), **gained},
         reference=reference,
         relative_deviation=None if reference is None else verified["Algorithm 1"] / reference - 1,

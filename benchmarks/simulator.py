@@ -195,7 +195,7 @@ class Concurrency:
     least: int
     most: int
     rounds: int
-    mean_verify_tokens: float
+    mean_verified: float
     tokens_per_second: float
 
 
@@ -209,7 +209,7 @@ class Summary:
         mean_tpot_ms (`float`): Mean time per output token of the requests, milliseconds.
         mean_waiting_seconds (`float`): From arrival to admission.
         drafted_share (`float`): Share of rounds that drafted.
-        mean_verify_tokens (`float`): Mean 1+l over requests and rounds.
+        mean_verified (`float`): Mean 1+l over requests and rounds.
         tau (`float`): Tokens per request and round.
         length_correlation (`float`, *optional*): Of requests and 1+l, means over windows of `WINDOW_SECONDS`; `None`
             where either is constant.
@@ -221,7 +221,7 @@ class Summary:
     mean_tpot_ms: float
     mean_waiting_seconds: float
     drafted_share: float
-    mean_verify_tokens: float
+    mean_verified: float
     tau: float
     length_correlation: float | None
     by_concurrency: list[Concurrency]
@@ -405,7 +405,7 @@ def simulate(
         policy.observe(outcome)
         clock += outcome.seconds
         new = (outcome.num_accepted + 1).tolist()
-        drafted = outcome.confidence is not None
+        drafted = outcome.drafted
         verify_tokens = len(active) + int(outcome.lengths.sum())
         run.rounds.append(Round(clock, outcome.seconds, len(active), verify_tokens, sum(new), drafted))
         for each, tokens in zip(active, new, strict=True):
@@ -423,7 +423,7 @@ def _decode(
     load = Load([each.request for each in active], context)
     if not policy.plan_draft(load):
         nothing = torch.zeros(len(active), dtype=torch.long)
-        return RoundOutcome(load.request_ids, None, nothing, nothing, cost.plain_seconds(load))
+        return RoundOutcome(load.request_ids, None, nothing, nothing, cost.plain_seconds(load), drafted=False)
     rows = [recording.row(each.request % recording.num_requests, each.replayed) for each in active]
     confidence = recording.confidence[rows]
     # The bonus token is the last one that a request may still get.
@@ -447,7 +447,7 @@ def summarize(run: Run, tpot_seconds: float) -> Summary:
         mean_tpot_ms=1e3 * statistics.fmean(each.tpot_seconds for each in run.finished),
         mean_waiting_seconds=statistics.fmean(each.admitted - each.arrived for each in run.finished),
         drafted_share=statistics.fmean(each.drafted for each in run.rounds),
-        mean_verify_tokens=sum(each.verify_tokens for each in run.rounds) / rows,
+        mean_verified=sum(each.verify_tokens for each in run.rounds) / rows,
         tau=new_tokens / rows,
         length_correlation=_length_correlation(run.rounds),
         by_concurrency=_by_concurrency(run.rounds),
@@ -463,7 +463,7 @@ def _by_concurrency(rounds: Sequence[Round]) -> list[Concurrency]:
             least=(1 << power) // 2 + 1,
             most=1 << power,
             rounds=len(group),
-            mean_verify_tokens=sum(each.verify_tokens for each in group) / sum(each.requests for each in group),
+            mean_verified=sum(each.verify_tokens for each in group) / sum(each.requests for each in group),
             tokens_per_second=sum(each.new_tokens for each in group) / sum(each.seconds for each in group),
         )
         for power, group in sorted(groups.items())

@@ -66,7 +66,7 @@ def test_autoregressive_throughput_by_hand():
     run = simulator.simulate(arrivals((0.0, 10), (0.0, 10)), recording([[3]]), AUTOREGRESSIVE, COST, max_requests=8)
     summary = simulator.summarize(run, 0.05)
     assert summary.tokens_per_second == pytest.approx(20 / (10 * 0.012))
-    assert (summary.drafted_share, summary.tau, summary.mean_verify_tokens) == (0.0, 1.0, 1.0)
+    assert (summary.drafted_share, summary.tau, summary.mean_verified) == (0.0, 1.0, 1.0)
     assert summary.mean_tpot_ms == pytest.approx(12.0)
 
 
