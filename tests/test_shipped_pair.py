@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dspark import DSparkDraftModel
+import hf_dspark
+from hf_dspark import DSparkDraftModel, ForwardCost, LinearCost, PrefixScheduler, load_cost
+from hf_dspark.profiling import Machine, ThroughputProfile
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
+TABLES = sorted((Path(hf_dspark.__file__).parent / "tables").glob("*.json"))
 OPTIONS = {
     "default": {},
     "threshold": {"assistant_confidence_threshold": 0.6},
@@ -54,6 +57,39 @@ def test_shipped_pair_is_small_and_complete(shipped):
 
 def test_shipped_pair_answers_as_the_target_alone(shipped):
     assert compare(shipped, shipped[2][:6], {}) > 2.5
+
+
+def test_shipped_draft_is_calibrated_in_both_regimes(shipped):
+    draft = shipped[1]
+    assert set(draft.config.sts_temperatures) == {"greedy", "sampled", "default"}
+    assert draft.config.temperatures_for(None, True) != draft.config.temperatures_for(None, False)
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_shipped_tables_are_complete(path):
+    profile = ThroughputProfile.from_dict(json.loads(path.read_text()))
+    assert load_cost(path).verify_tokens == profile.table.verify_tokens
+    assert {"device", "dtype", "threads", "torch", "transformers"} <= set(profile.table.provenance)
+    assert profile.table.verify_tokens[: 1 + profile.machine.draft["block_size"]] == tuple(range(1, 9))
+
+
+def test_a_table_is_shipped_for_the_pair(shipped):
+    machine = Machine.of(*shipped[:2])
+    assert any(
+        (profile.machine.target, profile.machine.draft) == (machine.target, machine.draft)
+        for profile in (ThroughputProfile.from_dict(json.loads(path.read_text())) for path in TABLES)
+    )
+
+
+def test_scheduled_rounds_verify_less_and_answer_the_same(shipped):
+    """By default, with a table that prices tokens: whatever machine runs this test."""
+    target, draft, prompts = shipped
+    try:
+        draft.policy = PrefixScheduler(LinearCost(ForwardCost(0.0, 1e-3, 8e-3), ForwardCost(0.0, 0.0, 3e-3)))
+        compare(shipped, prompts[:4], {})
+        assert sum(draft.last_stats.proposed) < 6 * draft.last_stats.rounds
+    finally:
+        draft.policy = None
 
 
 @pytest.mark.slow

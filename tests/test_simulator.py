@@ -40,7 +40,7 @@ def synthetic(seed=0):
 # Conservation
 
 
-@pytest.mark.parametrize("index", range(14))
+@pytest.mark.parametrize("index", range(15))
 def test_every_request_gets_exactly_its_tokens_under_every_policy(index):
     rng = numpy.random.default_rng(index)
     wanted = arrivals(*((0.05 * place, int(rng.integers(1, 30))) for place in range(25)))

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from .modeling_dspark import DSparkDraftModel
 from .policies import FullBlock, RoundOutcome
 
 DEFAULT_DOMAIN = "default"
+
+
+def _record(rounds: list[CalibrationRounds], outcome: RoundOutcome) -> None:
+    """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
+    if outcome.drafted:
+        rounds.append(recorded_round(outcome))
 
 
 def recorded_round(outcome: RoundOutcome) -> CalibrationRounds:
@@ -106,13 +113,13 @@ def collect_rounds(
         for index, row in enumerate(tqdm(rows, desc="collecting rounds", disable=not progress)):
             if index in done:
                 continue
-            outcomes: list[RoundOutcome] = []
-            draft.observer = outcomes.append
+            rounds: list[CalibrationRounds] = []
+            draft.observer = partial(_record, rounds)
             input_ids = torch.tensor([row], device=target.device)
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 target.generate(input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options)
-            done[index] = [recorded_round(outcome) for outcome in outcomes if outcome.drafted]
+            done[index] = rounds
             if output_file is not None:
                 _append_record(output_file, settings, index, done[index])
     finally:

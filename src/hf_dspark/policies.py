@@ -333,10 +333,10 @@ class SLOLimit(Policy):
         mode (`str`): What has to stay under it. `step`: every round, as if each request got one token of it; the
             strictest, it forgoes drafting where a step alone is too slow although drafting would make up for it.
             `expected`: the round over the tokens that whole blocks lately brought a request; now and then a round is
-            not capped, to learn that. `running`: each request's time
-            so far over its tokens so far, this round and one token of it included; time saved earlier may be spent.
-            Requests that a plain step cannot bring back under the limit do not hold up the others; when all are
-            behind, nothing is capped: they catch up fastest at the best throughput.
+            not capped, to learn that. `running`: each request's time so far over its tokens so far, this round and
+            one token of it included; time saved earlier may be spent. Requests that a plain step cannot bring back
+            under the limit do not hold up the others; when all are behind, nothing is capped: they catch up fastest at
+            the best throughput.
 
     Raises:
         ValueError: If the limit is not positive, or the mode unknown.
