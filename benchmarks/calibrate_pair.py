@@ -11,12 +11,11 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from pair import GREEDY, PAIR, SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
 from provenance import provenance
 from tqdm import tqdm
 
-from hf_dspark import calibrate
+from hf_dspark import DSparkConfig, calibrate
 from hf_dspark.calibration import CalibrationRounds, calibrated_confidence, conditional_auc, measure_calibration
 from hf_dspark.collection import collect_rounds
 
@@ -102,7 +101,9 @@ def main() -> None:
     requests = replay_requests(held_out[:NUM_REPLAYED], draft.config.sts_temperatures["sampled"])
     pair_rounds = {"block_size": draft.config.block_size, "regime": "sampled", "requests": requests}
     write_result("pair_rounds.json", origin | pair_rounds)
-    draft.to(torch.bfloat16).config.save_pretrained(PAIR / "draft")
+    config = DSparkConfig.from_pretrained(PAIR / "draft")
+    config.sts_temperatures = draft.config.sts_temperatures
+    config.save_pretrained(PAIR / "draft")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def test_early_stop_is_algorithm_one_line_by_line(seed, other_tokens):
         confidence = torch.rand(5, 4).double().float() ** 0.3
         load = Load(range(5), other_tokens=other_tokens)
         expected = literal_algorithm_one(
-            confidence.tolist(), lambda b, c=cost: float(c.token_curve.at(torch.tensor([b]))), other_tokens
+            confidence.tolist(), lambda b, c=cost: float(c.token_curve.at(b)), other_tokens
         )
         assert plan(EarlyStopScheduler(cost), confidence.tolist(), load=load) == expected
 

@@ -196,7 +196,7 @@ class PrefixScheduler(CostPolicy):
         if stop < count:
             bucket_end = window.next_vertex(stop)
             left_out = float(ranking.survivals[stop])
-            predicted = kept[stop] + torch.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
+            predicted = kept[stop] + np.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
             stop += int((predicted / (window.measured[stop : bucket_end + 1] + fixed)).argmax())
         return ranking.lengths(stop)
 
@@ -244,7 +244,7 @@ class EliminationScheduler(CostPolicy):
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         ranking = Ranking.of(confidence, max_lengths)
-        backwards = ranking.throughput(self.cost, load).flip(0)
+        backwards = ranking.throughput(self.cost, load)[::-1]
         return ranking.lengths(ranking.num_candidates - first_drop(backwards))
 
 
@@ -412,7 +412,7 @@ class SLOLimit(Policy):
         # what comes behind the slow ones.
         allowed = math.inf if self._patience.looking else self.allowed_seconds(load)
         fitting = self.cost.round_seconds(load, all_tokens) <= allowed
-        capacity = max(0, int(fitting.long().cumprod(0).sum()) - 1)
+        capacity = max(0, int(fitting.cumprod().sum()) - 1)
         if capacity >= all_tokens:
             self._patience.reset()
             return lengths
@@ -499,13 +499,13 @@ class Ranking:
     Descending survival, ties by position, then by request: a tie rule that looked at later slots would not be causal.
 
     Args:
-        survivals (`torch.FloatTensor` of shape `[n]`): a_{r,j}, descending; only positive ones.
-        slots (`torch.LongTensor` of shape `[n]`): Where each lies: (j - 1) * R + r.
+        survivals (`np.ndarray` of shape `[n]`): a_{r,j}, descending; only positive ones.
+        slots (`np.ndarray` of shape `[n]`): Where each lies: (j - 1) * R + r.
         num_requests (`int`): R.
     """
 
-    survivals: torch.Tensor
-    slots: torch.Tensor
+    survivals: np.ndarray
+    slots: np.ndarray
     num_requests: int
 
     @classmethod
@@ -516,38 +516,41 @@ class Ranking:
             confidence (`torch.FloatTensor` of shape `[R, γ]`): c_k, on the CPU.
             max_lengths (`torch.LongTensor` of shape `[R]`): Tokens that may be sent in each row.
         """
-        confidence = _checked(confidence).float()
-        alive = survival(confidence)
-        alive = alive.masked_fill(torch.arange(confidence.shape[1]) >= max_lengths[:, None], 0.0)
+        alive = survival(_checked(confidence).float()).numpy()
+        alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
         # One integer per token, survival above slot: the bits of non-negative floats sort like the floats, and slots
-        # count down so that position-major order breaks ties. numpy sorts integers ten times faster than torch sorts
-        # floats stably.
-        last = alive.numel() - 1
-        bits = alive.t().contiguous().view(torch.int32).flatten().long()
-        keys = (bits << 32) | torch.arange(last, -1, -1)
-        keys = torch.from_numpy(np.sort(keys.numpy())).flip(0)
-        survivals = (keys >> 32).int().view(torch.float32)
-        count = int(torch.count_nonzero(survivals))
-        return cls(survivals[:count], last - (keys[:count] & 0xFFFFFFFF), len(confidence))
+        # count down so that position-major order breaks ties. Integers sort several times faster than floats do
+        # stably.
+        last = alive.size - 1
+        keys = alive.T.ravel().view(np.int32).astype(np.int64) << 32
+        keys |= np.arange(last, -1, -1)
+        keys.sort()
+        keys = keys[::-1]
+        survivals = (keys >> 32).astype(np.int32).view(np.float32)
+        count = int(np.count_nonzero(survivals))
+        return cls(survivals[:count], last - (keys[:count] & 0xFFFFFFFF), len(alive))
 
     @property
     def num_candidates(self) -> int:
         """Tokens that could be admitted, n."""
         return len(self.survivals)
 
-    def kept_tokens(self, load: Load) -> torch.Tensor:
+    def kept_tokens(self, load: Load) -> np.ndarray:
         """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
-        kept = torch.full((self.num_candidates + 1,), float(load.base_tokens), dtype=torch.double)
-        kept[1:] += self.survivals.cumsum(0, dtype=torch.double)
+        kept = np.empty(self.num_candidates + 1)
+        kept[0] = load.base_tokens
+        np.cumsum(self.survivals, dtype=float, out=kept[1:])
+        kept[1:] += load.base_tokens
         return kept
 
-    def throughput(self, cost: StepCost, load: Load) -> torch.Tensor:
+    def throughput(self, cost: StepCost, load: Load) -> np.ndarray:
         """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
         return self.kept_tokens(load) / cost.round_seconds(load, self.num_candidates)
 
     def lengths(self, count: int) -> torch.Tensor:
         """Return the verification lengths that admit the first `count` candidates, `[R]`."""
-        return (self.slots[:count] % self.num_requests).bincount(minlength=self.num_requests)
+        requests = self.slots[:count] % self.num_requests
+        return torch.from_numpy(np.bincount(requests, minlength=self.num_requests))
 
 
 def survival(confidence: torch.Tensor) -> torch.Tensor:
@@ -560,10 +563,10 @@ def survival(confidence: torch.Tensor) -> torch.Tensor:
     return confidence.cumprod(dim=-1).cummin(dim=-1).values
 
 
-def first_drop(throughput: torch.Tensor) -> int:
+def first_drop(throughput: np.ndarray) -> int:
     """Return the index before the first one that does not exceed its predecessor: Algorithm 1's early stop."""
     rises = throughput[1:] > throughput[:-1]
-    return len(rises) if bool(rises.all()) else int(rises.long().argmin())
+    return len(rises) if rises.all() else int(rises.argmin())
 
 
 def _checked(confidence: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,11 @@ class TokenCurve:
     seconds: Sequence[float]
     slope: float
 
-    def at(self, verify_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the seconds at B, `[n]` of `torch.double`, for B of shape `[n]`."""
-        knots, seconds = torch.tensor(list(self.tokens)), torch.tensor(list(self.seconds), dtype=torch.double)
-        upper = torch.searchsorted(knots, verify_tokens).clamp(max=len(knots) - 1)
-        lower = (upper - 1).clamp_min(0)
-        width = (knots[upper] - knots[lower]).clamp_min(1)
-        weight = ((verify_tokens - knots[lower]).double() / width).clamp(0.0, 1.0)
-        inside = seconds[lower] + weight * (seconds[upper] - seconds[lower])
-        return inside + self.slope * (verify_tokens - knots[-1]).clamp_min(0)
+    def at(self, verify_tokens: np.ndarray) -> np.ndarray:
+        """Return the seconds at B, `[n]`, for B of shape `[n]`."""
+        verify_tokens = np.asarray(verify_tokens)
+        inside = np.interp(verify_tokens, self.tokens, self.seconds)
+        return inside + self.slope * np.maximum(verify_tokens - self.tokens[-1], 0)
 
 
 @dataclass(frozen=True)
@@ -78,14 +74,14 @@ class CurveWindow:
     """A curve between two B.
 
     Args:
-        measured (`torch.DoubleTensor` of shape `[n]`): The curve.
-        hull (`torch.DoubleTensor` of shape `[n]`): Its lower convex hull from the first B onwards, as if the curve
+        measured (`np.ndarray` of shape `[n]`): The curve, seconds.
+        hull (`np.ndarray` of shape `[n]`): Its lower convex hull from the first B onwards, as if the curve
             went on for ever: the hull at a B does not depend on where the window ends.
         vertices (`list[int]`): Offsets in the window at which the hull bends; the last one may lie behind the window.
     """
 
-    measured: torch.Tensor
-    hull: torch.Tensor
+    measured: np.ndarray
+    hull: np.ndarray
     vertices: list[int]
 
     def next_vertex(self, offset: int) -> int:
@@ -135,14 +131,14 @@ class CostCurve:
         return self._windows[first, last]
 
     def _compute(self, first: int, last: int) -> CurveWindow:
-        measured = self._curve.at(torch.arange(first, last + 1))
-        hull, vertices = torch.empty_like(measured), []
+        measured = self._curve.at(np.arange(first, last + 1))
+        hull, vertices = np.empty_like(measured), []
         index = bisect.bisect_right(self._tokens, first)
         start, seconds = first, min([float(measured[0]), *self._lows[index : index + 1]])
         while start <= last:
             index, rise = self._bend(start, seconds, index)
             stop = self._tokens[index] if index < len(self._tokens) else last + 1
-            part = torch.arange(min(stop, last + 1) - start, dtype=torch.double)
+            part = np.arange(min(stop, last + 1) - start)
             hull[start - first : start - first + len(part)] = seconds + rise * part
             start, seconds = stop, seconds + rise * (stop - start)
             vertices.append(stop - first)
@@ -171,14 +167,14 @@ class StepCost(ABC):
         """`token_curve` with its hulls."""
         return CostCurve(self.token_curve)
 
-    def round_seconds(self, load: Load, num_drafts: int) -> torch.Tensor:
+    def round_seconds(self, load: Load, num_drafts: int) -> np.ndarray:
         """Return the seconds of a round that drafts and verifies 0..`num_drafts` draft tokens, `[num_drafts + 1]`."""
         first = load.base_tokens
         return self.curve.window(first, first + num_drafts).measured + self.request_seconds(load)
 
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafting: every request gets one token."""
-        return float(self.round_seconds(load, 0)) - self.draft_seconds(load)
+        return float(self.round_seconds(load, 0)[0]) - self.draft_seconds(load)
 
 
 @dataclass(frozen=True)
@@ -307,7 +303,7 @@ class AdditiveCost(StepCost):
 
     def request_seconds(self, load: Load) -> float:
         curve = TokenCurve(self.requests, self.request_extra, _last_slope(self.requests, self.request_extra))
-        return self.bias_seconds + float(curve.at(torch.tensor([load.num_requests])))
+        return self.bias_seconds + float(curve.at(load.num_requests))
 
     def draft_seconds(self, load: Load) -> float:
         return self.drafting
@@ -369,24 +365,17 @@ class ForwardCost:
         """
         if len(seconds) < 3:
             raise ValueError(f"three coefficients need at least three measurements, got {len(seconds)}")
-        times = torch.tensor(list(seconds), dtype=torch.double)
-        columns = torch.stack(
-            [
-                torch.tensor(list(context_tokens)).double(),
-                torch.tensor(list(batch_tokens)).double(),
-                torch.ones_like(times),
-            ],
-            dim=1,
-        )
+        times = np.asarray(seconds, dtype=float)
+        columns = np.stack([np.asarray(context_tokens), np.asarray(batch_tokens), np.ones(len(times))], axis=1)
         # Non-negative least squares over three columns: the best feasible fit over all supports is exact.
-        best, best_error = torch.zeros(3, dtype=torch.double), float(times.square().sum())
+        best, best_error = np.zeros(3), float(np.square(times).sum())
         for support in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
-            part = torch.linalg.lstsq(columns[:, support], times[:, None], driver="gelsd").solution[:, 0]
-            error = float((columns[:, support] @ part - times).square().sum())
-            if bool((part >= 0).all()) and error < best_error:
-                best, best_error = torch.zeros(3, dtype=torch.double), error
+            part = np.linalg.lstsq(columns[:, support], times, rcond=None)[0]
+            error = float(np.square(columns[:, support] @ part - times).sum())
+            if (part >= 0).all() and error < best_error:
+                best, best_error = np.zeros(3), error
                 best[support] = part
-        spread = float((times - times.mean()).square().sum())
+        spread = float(np.square(times - times.mean()).sum())
         return cls(*best.tolist()), 1.0 - best_error / spread if spread > 0 else 1.0
 
 
