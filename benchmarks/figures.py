@@ -170,7 +170,8 @@ def reliability(result: dict[str, Any], path: Path) -> None:
                 f"position {raw['position']}\nECE {100 * raw['ece']:.1f} → {100 * calibrated['ece']:.1f} %", fontsize=9
             )
         row[0].set_ylabel(f"{regime}\naccepted so far")
-    figure.supxlabel("predicted survival", fontsize=10)
+    for axis in axes[-1]:
+        axis.set_xlabel("predicted survival", fontsize=9)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle("How often the first k draft tokens survive, predicted and realised (bars: share of rounds)")
     _finish(figure, axes, path)
