@@ -6,9 +6,12 @@ python benchmarks/threshold_sweep.py
 import argparse
 
 import torch
-from pair import GREEDY, SAMPLING, held_out_prompts, load_pair, write_result
+from pair import GREEDY, RESULTS, SAMPLING, held_out_prompts, load_pair, write_result
 from provenance import provenance
+from simulator import load_rounds
 from tqdm import tqdm
+
+from hf_dspark import ConfidenceThreshold, Load
 
 REGIMES = {"greedy": GREEDY, "sampled": SAMPLING}
 
@@ -25,17 +28,31 @@ def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float],
             proposed += sum(draft.last_stats.proposed)
             accepted += sum(draft.last_stats.accepted)
             rounds += draft.last_stats.rounds
-        rows.append(
-            {
-                "threshold": threshold,
-                "rounds": rounds,
-                "tokens_per_round": 1 + accepted / rounds,
-                "acceptance_rate": accepted / proposed if proposed else None,
-                "proposed_per_round": proposed / rounds,
-                "rejected_per_round": (proposed - accepted) / rounds,
-            }
-        )
+        rows.append(row(threshold, rounds, proposed, accepted))
     return rows
+
+
+def replay(thresholds: list[float]) -> list[dict]:
+    """Return the same rows for recorded rounds of whole blocks, cut afterwards: every threshold sees the same rounds."""
+    recording = load_rounds(RESULTS / "pair_rounds.json")
+    limits = torch.full((len(recording.accepted),), recording.block_size)
+    rows = []
+    for threshold in thresholds:
+        lengths = ConfidenceThreshold(threshold).plan_verify(recording.confidence, limits, Load(range(len(limits))))
+        proposed, accepted = int(lengths.sum()), int(torch.minimum(lengths, recording.accepted).sum())
+        rows.append(row(threshold, len(limits), proposed, accepted))
+    return rows
+
+
+def row(threshold: float, rounds: int, proposed: int, accepted: int) -> dict:
+    return {
+        "threshold": threshold,
+        "rounds": rounds,
+        "tokens_per_round": 1 + accepted / rounds,
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "proposed_per_round": proposed / rounds,
+        "rejected_per_round": (proposed - accepted) / rounds,
+    }
 
 
 def main() -> None:
@@ -52,6 +69,7 @@ def main() -> None:
         )
         for name, sampling in REGIMES.items()
     }
+    regimes["sampled, recorded rounds cut afterwards"] = replay(options.thresholds)
     write_result("threshold_sweep.json", {"provenance": provenance(), "num_prompts": len(prompts), "regimes": regimes})
 
 

@@ -448,7 +448,7 @@ class AdaptiveDrafting(Policy):
 
     policy: Policy
     cost: StepCost
-    _confidence: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _confidence: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
 
     @property
@@ -476,10 +476,12 @@ class AdaptiveDrafting(Policy):
         known = [self._confidence[request] for request in load.request_ids if request in self._confidence]
         if not known:
             return True
-        mean = torch.stack(known).mean(dim=0)
-        predicted = torch.stack([self._confidence.get(request, mean) for request in load.request_ids])
-        ranking = Ranking.of(predicted, torch.full((len(predicted),), predicted.shape[1]))
-        return float(ranking.throughput(self.cost, load).max()) > load.base_tokens / self.cost.plain_seconds(load)
+        # Requests that are new are expected to be like the others. All verify the same length, as in AdaSpec: a lower
+        # bound of what a scheduler gets out of the same tokens.
+        survivals = np.cumprod(known, axis=1).mean(axis=0) * load.num_requests
+        kept = load.base_tokens + np.concatenate([[0.0], np.cumsum(survivals)])
+        seconds = self.cost.round_seconds(load, load.num_requests * len(survivals))[:: load.num_requests]
+        return float((kept / seconds).max()) > load.base_tokens / self.cost.plain_seconds(load)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         return self.policy.plan_verify(confidence, max_lengths, load)
@@ -488,7 +490,7 @@ class AdaptiveDrafting(Policy):
         self.policy.observe(outcome)
         if outcome.confidence is None:
             return
-        for request, confidence in zip(outcome.request_ids, outcome.confidence.double().cpu(), strict=True):
+        for request, confidence in zip(outcome.request_ids, outcome.confidence.numpy(), strict=True):
             self._confidence[request] = _smoothed(self._confidence.get(request), confidence)
 
 
@@ -518,6 +520,9 @@ class Ranking:
         """
         alive = survival(_checked(confidence).float()).numpy()
         alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
+        if len(alive) == 1:
+            count = int(np.count_nonzero(alive))
+            return cls(alive[0, :count], np.arange(count), 1)
         # One integer per token, survival above slot: the bits of non-negative floats sort like the floats, and slots
         # count down so that position-major order breaks ties. Integers sort several times faster than floats do
         # stably.
