@@ -33,7 +33,7 @@ def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float],
 
 
 def replay(thresholds: list[float]) -> list[dict]:
-    """Return the same rows for recorded rounds of whole blocks, cut afterwards: every threshold sees the same rounds."""
+    """Return the same rows for recorded whole blocks, cut afterwards: every threshold sees the same rounds."""
     recording = load_rounds(RESULTS / "pair_rounds.json")
     limits = torch.full((len(recording.accepted),), recording.block_size)
     rows = []
