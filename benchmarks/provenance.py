@@ -15,7 +15,7 @@ def provenance() -> dict[str, str | int]:
     git = ["git", "-C", str(root)]
     revision = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True).stdout.strip()
-    arguments = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    arguments = [word if _inside(root, word) else Path(word).name for word in sys.argv[1:]]
     return {
         "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(root)), *arguments]),
         "revision": (revision or "unknown") + ("+changes" if changed else ""),
@@ -25,6 +25,11 @@ def provenance() -> dict[str, str | int]:
         "device": device_name(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _inside(root: Path, word: str) -> bool:
+    """Tell whether a word is no path, or one within the repository."""
+    return "/" not in word or Path(word).resolve().is_relative_to(root.resolve())
 
 
 def device_name() -> str:
