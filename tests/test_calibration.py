@@ -53,7 +53,8 @@ def test_fit_prefers_no_change_among_equals():
 def test_fit_keeps_the_positions_before_fixed():
     """Left to right: the first temperature does not depend on what comes behind it."""
     rounds = drawn_rounds([2.0, 3.0, 0.5], count=2000)
-    first = CalibrationRounds(rounds.logits[:, :1], rounds.acceptance[:, :1], rounds.num_accepted, rounds.proposed)
+    lengths = (rounds.num_accepted.clamp_max(1), rounds.proposed.clamp_max(1))
+    first = CalibrationRounds(rounds.logits[:, :1], rounds.acceptance[:, :1], *lengths)
     assert fit_temperatures(rounds).temperatures[0] == fit_temperatures(first).temperatures[0]
 
 
@@ -230,6 +231,28 @@ def test_rounds_must_agree_in_shape():
 def test_logits_must_be_numbers():
     with pytest.raises(ValueError, match="finite"):
         CalibrationRounds(torch.full((1, 1), torch.nan), torch.zeros(1, 1), torch.zeros(1), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "accepted", "proposed", "message"),
+    [
+        (1.5, 1, 1, r"acceptance must lie in \[0, 1\]"),
+        (float("nan"), 1, 1, r"acceptance must lie in \[0, 1\]"),
+        (0.5, 2, 1, "num_accepted <= proposed"),
+        (0.5, 0, 3, "proposed <= γ = 2"),
+        (0.5, -1, 1, "0 <= num_accepted"),
+    ],
+)
+def test_impossible_rounds_are_refused(acceptance, accepted, proposed, message):
+    with pytest.raises(ValueError, match=message):
+        CalibrationRounds(
+            torch.zeros(1, 2), torch.full((1, 2), acceptance), torch.tensor([accepted]), torch.tensor([proposed])
+        )
+
+
+def test_shards_that_lack_a_table_are_refused():
+    with pytest.raises(ValueError, match=r"lacks \['prefix_mask'\]"):
+        CalibrationRounds.from_sglang({"logits": torch.zeros(1, 3)})
 
 
 def test_positions_nobody_verified_cannot_be_fitted():

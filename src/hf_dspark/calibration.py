@@ -41,7 +41,7 @@ class CalibrationRounds:
         proposed (`torch.LongTensor` of shape `[n]`): Draft tokens verified; slots behind them say nothing.
 
     Raises:
-        ValueError: If there is no round, shapes disagree, or a value is not a number.
+        ValueError: If there is no round, shapes disagree, or a value is impossible.
     """
 
     logits: torch.Tensor
@@ -64,6 +64,11 @@ class CalibrationRounds:
             )
         if not bool(torch.isfinite(self.logits).all()):
             raise ValueError("confidence logits must be finite numbers")
+        if not bool(((self.acceptance >= 0) & (self.acceptance <= 1)).all()):
+            raise ValueError("acceptance must lie in [0, 1]")
+        accepted, proposed = torch.as_tensor(self.num_accepted), torch.as_tensor(self.proposed)
+        if not bool(((accepted >= 0) & (accepted <= proposed) & (proposed <= self.block_size)).all()):
+            raise ValueError(f"rounds need 0 <= num_accepted <= proposed <= γ = {self.block_size}")
 
     @property
     def block_size(self) -> int:
@@ -115,6 +120,9 @@ class CalibrationRounds:
         Raises:
             ValueError: If a prefix mask is not a run of ones followed by zeros.
         """
+        missing = {"logits", "prefix_mask"} - shard.keys()
+        if missing:
+            raise ValueError(f"a collected shard holds logits and prefix_mask, this one lacks {sorted(missing)}")
         logits, mask = shard["logits"], shard["prefix_mask"]
         if not torch.equal(mask.cumprod(dim=-1), mask) or not bool(((mask == 0) | (mask == 1)).all()):
             raise ValueError("each row of prefix_mask must be a run of ones followed by zeros")
