@@ -12,6 +12,7 @@ PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 RESULTS = Path(__file__).parent / "results"
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 GREEDY = {"do_sample": False}
+REGIMES = {"greedy": GREEDY, "sampled": SAMPLING}
 
 
 def load_pair(

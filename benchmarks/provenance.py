@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from hf_dspark.profiling import device_name
+
 
 def provenance() -> dict[str, str | int]:
     """Return where and how a measurement was made; paths outside the repository are cut to their last part."""
@@ -22,7 +24,7 @@ def provenance() -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "device": device_name(),
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "threads": torch.get_num_threads(),
     }
 
@@ -30,14 +32,3 @@ def provenance() -> dict[str, str | int]:
 def _inside(root: Path, word: str) -> bool:
     """Tell whether a word is no path, or one within the repository."""
     return "/" not in word or Path(word).resolve().is_relative_to(root.resolve())
-
-
-def device_name() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    instructions = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
-    )
-    units = [name for name in ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if name in instructions.split()]
-    return f"{models[0].split(':')[1].strip()}, {len(models)} cores, {' '.join(units)}"

@@ -6,14 +6,12 @@ python benchmarks/threshold_sweep.py
 import argparse
 
 import torch
-from pair import GREEDY, RESULTS, SAMPLING, held_out_prompts, load_pair, write_result
+from pair import REGIMES, RESULTS, held_out_prompts, load_pair, write_result
 from provenance import provenance
 from simulator import load_rounds
 from tqdm import tqdm
 
 from hf_dspark import ConfidenceThreshold, Load
-
-REGIMES = {"greedy": GREEDY, "sampled": SAMPLING}
 
 
 def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float], **options) -> list[dict]:

@@ -6,7 +6,7 @@ Logits and labels in, temperatures and figures out; knows nothing of models. `co
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ class TemperatureScaling:
 
     def save(self, path: str | Path) -> None:
         """Write SGLang's STS calibration file."""
-        Path(path).write_text(json.dumps({name: _plain(value) for name, value in vars(self).items()}, indent=1) + "\n")
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, block_size: int | None = None) -> "TemperatureScaling":
@@ -296,7 +296,7 @@ def reliability_bins(
         predicted, labels (`torch.Tensor` of shape `[n]`): In [0, 1].
         num_bins (`int`): Bins over [0, 1].
     """
-    index = (predicted * num_bins).long().clamp_max(num_bins - 1)
+    index = _bins(predicted, num_bins)
     counts = index.bincount(minlength=num_bins)
     sums = [values.new_zeros(num_bins).index_add(0, index, values) for values in (predicted, labels)]
     return [
@@ -317,7 +317,7 @@ def expected_calibration_error(predicted: torch.Tensor, labels: torch.Tensor, nu
     """
     if len(predicted) == 0:
         return float("nan")
-    index = (predicted * num_bins).long().clamp_max(num_bins - 1)
+    index = _bins(predicted, num_bins)
     gaps = predicted.new_zeros(num_bins).index_add(0, index, predicted - labels)
     return float(gaps.abs().sum() / len(predicted))
 
@@ -338,5 +338,6 @@ def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (list, tuple)) else value
+def _bins(predicted: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """Return the equal-width bin of each prediction in [0, 1]; 1 belongs to the last one."""
+    return (predicted * num_bins).long().clamp_max(num_bins - 1)

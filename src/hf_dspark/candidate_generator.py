@@ -20,7 +20,7 @@ from .calibration import calibrated_confidence
 from .feature_capture import FeatureCapture
 from .modeling_dspark import DraftCache, DSparkDraftModel
 from .policies import Policy, RoundOutcome
-from .sampling import DraftBlock, greedy_sampler, scatter_to_vocabulary
+from .sampling import DraftBlock, draw, greedy_sampler, scatter_to_vocabulary
 from .throughput import Load
 
 
@@ -111,11 +111,10 @@ class ProcessedSampler:
             logits, candidate_ids = self._process(logits, candidate_ids, drafted_ids), None
         if not self._do_sample:
             return greedy_sampler(logits, candidate_ids, drafted_ids)
-        law = logits.log_softmax(dim=-1)
-        index = torch.multinomial(law.exp(), num_samples=1)
-        if candidate_ids is None:
-            return index[:, 0], law
-        return candidate_ids.gather(-1, index)[:, 0], scatter_to_vocabulary(law, candidate_ids, self._vocab_size)
+        token_ids, law = draw(logits, candidate_ids)
+        if candidate_ids is not None:
+            law = scatter_to_vocabulary(law, candidate_ids, self._vocab_size)
+        return token_ids, law
 
     def _process(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor

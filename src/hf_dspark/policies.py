@@ -314,12 +314,30 @@ class Patience:
         self.rounds = 0
 
 
+@dataclass(frozen=True)
+class PolicyOverPolicy(Policy):
+    """Leaves part of the decision to another policy, and is as causal as that one."""
+
+    policy: Policy
+    cost: StepCost
+
+    @property
+    def accept_bias(self) -> bool:
+        return self.policy.accept_bias
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return self.policy.is_causal(confidence_reads_tokens)
+
+    def fresh(self) -> "PolicyOverPolicy":
+        return dataclasses.replace(self, policy=self.policy.fresh())
+
+
 SLO_MODES = ("step", "expected", "running")
 _limits_warned_of: set[tuple[float, str]] = set()
 
 
 @dataclass(frozen=True)
-class SLOLimit(Policy):
+class SLOLimit(PolicyOverPolicy):
     """Keep the time per output token (TPOT) of every request under a limit, whatever another policy would verify.
 
     The limit becomes a cap on the verified tokens before anything is drafted, so a causal policy stays causal. When
@@ -344,8 +362,6 @@ class SLOLimit(Policy):
     AdaSpec Algorithm 3.
     """
 
-    policy: Policy
-    cost: StepCost
     tpot_seconds: float
     mode: str = "step"
     _spent: dict[int, tuple[float, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -361,16 +377,6 @@ class SLOLimit(Policy):
     @property
     def requires_confidence(self) -> bool:
         return self.policy.requires_confidence
-
-    @property
-    def accept_bias(self) -> bool:
-        return self.policy.accept_bias
-
-    def is_causal(self, confidence_reads_tokens: bool) -> bool:
-        return self.policy.is_causal(confidence_reads_tokens)
-
-    def fresh(self) -> "SLOLimit":
-        return dataclasses.replace(self, policy=self.policy.fresh())
 
     def allowed_seconds(self, load: Load) -> float:
         """Return how long the coming round may take."""
@@ -432,7 +438,7 @@ class SLOLimit(Policy):
 
 
 @dataclass(frozen=True)
-class AdaptiveDrafting(Policy):
+class AdaptiveDrafting(PolicyOverPolicy):
     """Draft only when it is predicted to pay; another policy decides how much of a drafted block is verified.
 
     Predicts the coming confidences of each request by an exponential mean of its past ones, and drafts if the best
@@ -446,24 +452,12 @@ class AdaptiveDrafting(Policy):
     AdaSpec Section 5.1 for a one-pass drafter; the difficulty-aware skip that DSpark Section 7 leaves open.
     """
 
-    policy: Policy
-    cost: StepCost
     _confidence: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
 
     @property
     def requires_confidence(self) -> bool:
         return True
-
-    @property
-    def accept_bias(self) -> bool:
-        return self.policy.accept_bias
-
-    def is_causal(self, confidence_reads_tokens: bool) -> bool:
-        return self.policy.is_causal(confidence_reads_tokens)
-
-    def fresh(self) -> "AdaptiveDrafting":
-        return dataclasses.replace(self, policy=self.policy.fresh())
 
     def plan_draft(self, load: Load) -> bool:
         _forget(self._confidence, load)

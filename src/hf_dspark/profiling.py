@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .modeling_dspark import DraftCache, DSparkDraftModel
+from .sampling import draw
 from .throughput import ForwardCost, LinearCost, ThroughputTable
 
 logger = logging.getLogger(__name__)
@@ -271,9 +272,7 @@ def _plain_sampler(
     logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
-    law = logits.log_softmax(dim=-1)
-    index = torch.multinomial(law.exp(), num_samples=1)
-    return (index if candidate_ids is None else candidate_ids.gather(-1, index))[:, 0], law
+    return draw(logits, candidate_ids)
 
 
 def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> float:

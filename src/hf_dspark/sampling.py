@@ -84,6 +84,21 @@ def greedy_sampler(
     return index, None
 
 
+def draw(logits: torch.Tensor, candidate_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from `softmax(logits)`.
+
+    Args:
+        logits (`torch.FloatTensor` of shape `[B, n]`): Scores of the candidates.
+        candidate_ids (`torch.LongTensor` of shape `[B, n]`, *optional*): Their token ids; `None` means n = V.
+
+    Returns:
+        Token ids `[B]`, and the log law over the candidates `[B, n]`.
+    """
+    law = logits.log_softmax(dim=-1)
+    index = torch.multinomial(law.exp(), num_samples=1)
+    return (index if candidate_ids is None else candidate_ids.gather(-1, index))[:, 0], law
+
+
 def acceptance_probability(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
