@@ -24,7 +24,7 @@ from hf_dspark import (
     generate_hook,
 )
 from hf_dspark.feature_capture import FeatureCapture
-from hf_dspark.modeling_dspark import DraftCache
+from hf_dspark.slot_cache import SlotCache
 from hf_dspark.sampling import greedy_sampler
 from hf_dspark.throughput import ForwardCost, LinearCost
 
@@ -131,8 +131,7 @@ def test_skipped_rounds_feed_the_drafts_context(pair, prompts):
             with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
-            cache = DraftCache(draft.config.num_hidden_layers)
-            block = draft.draft_block(prefix[:, -1], features, cache, greedy_sampler)
+            block = draft.draft_block(prefix[:, -1], features, SlotCache(), greedy_sampler)
             torch.testing.assert_close(outcome.block.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
             assert torch.equal(outcome.block.token_ids, block.token_ids)
         committed += int(outcome.num_accepted[0]) + 1

@@ -24,10 +24,11 @@ from hf_dspark import (
     SLOLimit,
     candidate_generator,
 )
-from hf_dspark.candidate_generator import ProcessedSampler
+from hf_dspark.candidate_generator import ProcessedSampler, Request
 from hf_dspark.feature_capture import FeatureCapture
-from hf_dspark.modeling_dspark import DraftCache
-from hf_dspark.sampling import DraftBlock, acceptance_probability, residual_distribution, verify_block
+from hf_dspark.processing import BlockProcessor
+from hf_dspark.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
+from hf_dspark.slot_cache import SlotCache
 from hf_dspark.throughput import Load, ThroughputTable
 
 VOCAB = 3
@@ -42,7 +43,9 @@ class EnumeratingSampler:
         self.tokens, self.processors = tokens, processors
 
     def __call__(self, logits, candidate_ids, drafted_ids):
-        sampler = ProcessedSampler(self.processors, True, PROMPT, VOCAB)
+        request = Request(0, torch.cat([PROMPT[0], torch.zeros(4).long()]), PROMPT.shape[1], 99, self.processors)
+        uniform = torch.zeros(1, len(self.tokens))
+        sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
         _, law = sampler(logits, candidate_ids, drafted_ids)
         return torch.tensor([self.tokens[drafted_ids.shape[1]]]), law
 
@@ -100,8 +103,8 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
     law, target_law = {}, TargetLaw(target, processors)
     for path in itertools.product(range(VOCAB), repeat=gamma):
         sampler = EnumeratingSampler(path, processors)
-        block = draft.draft_block(PROMPT[:, -1], features, DraftCache(draft.config.num_hidden_layers), sampler)
-        drawn_from = block.log_probs[0].exp().double()
+        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler)
+        drawn_from = block.law.dense(VOCAB).log_probs[0].exp().double()
         path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
         if path_probability == 0.0:
             continue
@@ -114,7 +117,8 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
             if slot == length:
                 next_law, stop = after_prefix, 1.0
             else:
-                accept = acceptance_probability(after_prefix, draft_probs[slot], torch.tensor(path[slot])).item()
+                token = path[slot]
+                accept = acceptance_probability(after_prefix[token], draft_probs[slot][token]).item()
                 next_law, stop = residual_distribution(after_prefix, draft_probs[slot]), 1.0 - accept
             for token in range(VOCAB):
                 sequence = (*path[:slot], token)
@@ -188,7 +192,7 @@ def test_threshold_really_cuts_in_the_enumerated_rounds(make_target):
         features = capture.take(draft.device, draft.dtype)
     for path in itertools.product(range(VOCAB), repeat=2):
         sampler = EnumeratingSampler(path, LogitsProcessorList())
-        block = draft.draft_block(PROMPT[:, -1], features, DraftCache(1), sampler)
+        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler)
         lengths.add(planned_length(ConfidenceThreshold(0.5), block))
     assert lengths == {1, 2}
 
@@ -245,7 +249,7 @@ def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is
         law = torch.zeros(2)
         for token in range(2):
             if admits(0.9 if token == 0 else 0.0):
-                accept = acceptance_probability(target, drafts, torch.tensor(token))
+                accept = acceptance_probability(target[token], drafts[token])
                 law[token] += drafts[token] * accept
                 law += drafts[token] * (1 - accept) * residual_distribution(target, drafts)
             else:
@@ -270,10 +274,10 @@ def test_verify_block_draws_from_the_target_law():
     target = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
     draft = torch.tensor([0.1, 0.4, 0.3, 0.2])
     token_ids = torch.multinomial(draft.expand(draws, -1), 1, generator=generator)
-    block = DraftBlock(token_ids, draft.log().expand(draws, 1, vocab), None)
+    block = DraftBlock(token_ids, TokenLaw(draft.log().expand(draws, 1, vocab)), None)
     verified = verify_block(
-        block, torch.ones(draws, dtype=torch.long), target.expand(draws, -1, -1),
-        torch.rand(draws, 1, generator=generator), generator,
+        block, torch.ones(draws, dtype=torch.long), TokenLaw(target.log().repeat(draws, 1)), 2 * torch.arange(draws),
+        torch.rand(draws, 1, generator=generator), torch.rand(draws, generator=generator),
     )  # fmt: skip
     first = torch.where(verified.num_accepted == 1, token_ids[:, 0], verified.next_token_ids)
     assert scipy.stats.chisquare(first.bincount(minlength=vocab), (target[0] * draws).numpy()).pvalue > 1e-3
@@ -350,7 +354,7 @@ def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monke
 
     def flattened(self, *arguments):
         token_ids, law = honest(self, *arguments)
-        return token_ids, torch.full_like(law, -torch.tensor(float(VOCAB)).log())
+        return token_ids, TokenLaw(torch.full_like(law.log_probs, -torch.tensor(float(VOCAB)).log()))
 
     monkeypatch.setattr(candidate_generator.ProcessedSampler, "__call__", flattened)
     counts = sampled_sequences(target, draft, num_draws=700)

@@ -26,8 +26,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.modeling_dspark import DraftCache, block_attention_mask
-from hf_dspark.sampling import greedy_sampler, scatter_to_vocabulary
+from hf_dspark.modeling_dspark import DraftPass, block_attention_mask
+from hf_dspark.sampling import TokenLaw, greedy_sampler
+from hf_dspark.slot_cache import SlotCache
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 HEADS = {
@@ -53,13 +54,22 @@ class ForcedSampler:
 
     def __call__(self, logits, candidate_ids, drafted_ids):
         self.scores.append(logits)
-        log_probs = logits.log_softmax(dim=-1)
-        if candidate_ids is not None:
-            log_probs = scatter_to_vocabulary(log_probs, candidate_ids, VOCAB)
-        return self.token_ids[:, drafted_ids.shape[1]], log_probs
+        law = TokenLaw(logits.log_softmax(dim=-1), candidate_ids)
+        return self.token_ids[:, drafted_ids.shape[1]], law
 
 
 VOCAB = 48  # of the tiny target
+
+
+def cached_backbone(draft, block_embeds, features, cache):
+    """Run the backbone as `draft_block` does, for one request."""
+    drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
+    cache.begin(drafting.layout)
+    hidden = draft.backbone(
+        block_embeds, features, drafting.layout.position_ids(draft.device), drafting=drafting
+    )
+    cache.lengths[0] += features.shape[1]
+    return hidden
 
 
 # ---- parity with DeepSpec
@@ -70,30 +80,31 @@ VOCAB = 48  # of the tiny target
 @torch.no_grad()
 def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name, attention):
     data = golden(name, attn_implementation=attention)
-    cache = DraftCache(data.draft.config.num_hidden_layers)
+    cache = SlotCache()
     for r in ("r1", "r2"):
         embeds = data.draft.embed(data.io[f"{r}.draft_input_ids"])
-        hidden = data.draft.backbone(embeds, data.io[f"{r}.context_hidden"], data.io[f"{r}.position_ids"], cache=cache)
+        hidden = cached_backbone(data.draft, embeds, data.io[f"{r}.context_hidden"], cache)
+        assert torch.equal(cache.layout.position_ids(data.draft.device), data.io[f"{r}.position_ids"])
         close(hidden, data.io[f"{r}.block_hidden"])
         close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
         if f"{r}.draft_cache_k_layer0" in data.io:
-            keys, values = cache.context(0)
-            close(keys, data.io[f"{r}.draft_cache_k_layer0"])
-            close(values, data.io[f"{r}.draft_cache_v_layer0"])
+            keys, values = cache.rows(0, 0)
+            close(keys[None], data.io[f"{r}.draft_cache_k_layer0"])
+            close(values[None], data.io[f"{r}.draft_cache_v_layer0"])
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
     data = golden(name)
-    cache = DraftCache(data.draft.config.num_hidden_layers)
+    cache = SlotCache()
     for r in ("r1", "r2"):
         expected = data.io[f"{r}.greedy_tokens"]
         anchor, features = data.io[f"{r}.draft_input_ids"][:, 0], data.io[f"{r}.context_hidden"]
-        length = cache.length
+        length = cache.lengths[0]
         block = data.draft.draft_block(anchor, features, cache, greedy_sampler)
         assert torch.equal(block.token_ids, expected)
-        assert block.log_probs is None
-        cache.length = length
+        assert block.law is None
+        cache.lengths[0] = length
         forced = ForcedSampler(expected)
         data.draft.draft_block(anchor, features, cache, forced)
         close(torch.stack(forced.scores, dim=1), data.io[f"{r}.corrected_logits"])
@@ -106,7 +117,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
 def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
     data = golden(name)
-    cache = DraftCache(data.draft.config.num_hidden_layers)
+    cache = SlotCache()
     for r in ("r1", "r2"):
         block = data.draft.draft_block(
             data.io[f"{r}.draft_input_ids"][:, 0],
@@ -115,7 +126,7 @@ def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
             ForcedSampler(data.io[f"{r}.t1_tokens"]),
         )
         assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
-        close(block.log_probs.exp(), data.io[f"{r}.t1_draft_probs"])
+        close(block.law.log_probs.exp(), data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
 
@@ -183,7 +194,7 @@ def test_unbound_draft_raises_and_names_the_cure(draft):
     for call in (
         lambda: unbound.embed(torch.tensor([[1]])),
         lambda: unbound.base_logits(torch.zeros(1, 1, 32)),
-        lambda: unbound.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), DraftCache(2), greedy_sampler),
+        lambda: unbound.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), greedy_sampler),
     ):
         with pytest.raises(ValueError, match=r"draft\.bind\(target\)"):
             call()
@@ -308,8 +319,7 @@ def test_backbone_matches_a_naive_reference(make_draft, target, overrides, atten
     block_ids = torch.tensor([7, 47, 47, 47])
     window = {0: 6, 1: 10**6} if overrides else {0: 10**6, 1: 10**6}
     expected = naive_backbone(draft, block_ids, features, context_rows, window.get)
-    positions = torch.arange(context_rows + 4)[None]
-    actual = draft.backbone(draft.embed(block_ids[None]), features[None], positions, cache=DraftCache(2))
+    actual = cached_backbone(draft, draft.embed(block_ids[None]), features[None], SlotCache())
     close(actual[0], expected)
 
 
@@ -317,16 +327,16 @@ def test_backbone_matches_a_naive_reference(make_draft, target, overrides, atten
 @torch.no_grad()
 def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target, overrides):
     draft = make_draft(target, **overrides)
-    features, cache, committed = torch.randn(2, 30, 64), DraftCache(2), 0
+    features, cache, committed = torch.randn(2, 30, 64), SlotCache(2), 0
     for new_rows in (11, 1, 3, 4, 1, 5):
         fresh = features[:, committed : committed + new_rows]
         committed += new_rows
         anchors = torch.randint(0, 47, (2,))
         forced = torch.randint(0, 47, (2, 4))
         stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
-        at_once = draft.draft_block(anchors, features[:, :committed], DraftCache(2), ForcedSampler(forced))
-        assert cache.length == committed
-        close(stepwise.log_probs, at_once.log_probs)
+        at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
+        assert cache.lengths == [committed, committed]
+        close(stepwise.law.log_probs, at_once.law.log_probs)
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
@@ -342,9 +352,9 @@ def test_training_forward_scores_the_law_that_inference_draws_from(make_draft, t
     output = draft(input_ids, features, anchors, torch.ones_like(anchors, dtype=torch.bool), labels)
     for index, anchor in enumerate(anchors[0].tolist()):
         block = draft.draft_block(
-            input_ids[:, anchor], features[:, :anchor], DraftCache(2), ForcedSampler(labels[:, index])
+            input_ids[:, anchor], features[:, :anchor], SlotCache(), ForcedSampler(labels[:, index])
         )
-        close(output.draft_logits[:, index].log_softmax(-1), block.log_probs, atol=1e-5)
+        close(output.draft_logits[:, index].log_softmax(-1), block.law.log_probs, atol=1e-5)
         if block.confidence_logits is not None:
             close(output.confidence_logits[:, index], block.confidence_logits, atol=1e-4)
 
@@ -382,20 +392,6 @@ def test_gradient_checkpointing_changes_no_gradient(make_draft, target):
     assert all(gradient is not None for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
         close(gradients[1][name], gradient, atol=1e-7)
-
-
-def test_draft_cache_keeps_its_content_while_it_grows():
-    cache, rows = DraftCache(1), torch.randn(2, 2, 400, 3)
-    capacities = set()
-    while cache.length < 390:
-        end = cache.length + 7
-        keys, values = cache.write(0, rows[:, :, cache.length : end], -rows[:, :, cache.length : end])
-        assert torch.equal(keys, rows[:, :, :end]) and torch.equal(values, -rows[:, :, :end])
-        cache.length += 5  # the last two rows are a block's own and are overwritten next time
-        capacities.add(cache._keys[0].shape[2])
-    keys, values = cache.context(0)
-    assert torch.equal(keys, rows[:, :, : cache.length]) and torch.equal(values, -rows[:, :, : cache.length])
-    assert 2 <= len(capacities) <= 6, "capacity must grow geometrically"
 
 
 # ---- rotary embedding
@@ -525,6 +521,7 @@ def test_draft_top_k_law_is_the_softmax_over_the_best_base_candidates(make_draft
     law = (
         make_draft(target, draft_top_k=5, **HEADS[head])
         .sample_block(hidden, base, anchors, ForcedSampler(tokens))
+        .law.dense(VOCAB)
         .log_probs.exp()
     )
     for row in range(2):
@@ -542,7 +539,7 @@ def test_draft_top_k_of_the_whole_vocabulary_changes_nothing(make_draft, target)
     plain, whole = make_draft(target), make_draft(target, draft_top_k=48)
     greedy = plain.sample_block(hidden, base, anchors, greedy_sampler)
     assert torch.equal(whole.sample_block(hidden, base, anchors, greedy_sampler).token_ids, greedy.token_ids)
-    laws = [m.sample_block(hidden, base, anchors, ForcedSampler(greedy.token_ids)).log_probs for m in (plain, whole)]
+    laws = [m.sample_block(hidden, base, anchors, ForcedSampler(greedy.token_ids)).law.dense(VOCAB).log_probs for m in (plain, whole)]
     close(laws[1], laws[0])
 
 
@@ -562,11 +559,11 @@ def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
         assert torch.equal(loaded.state_dict()[name], value), name
     block, again = (
         model.draft_block(
-            torch.tensor([3]), torch.ones(1, 6, 64), DraftCache(2), ForcedSampler(torch.ones(1, 4).long())
+            torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long())
         )
         for model in (draft, loaded)
     )
-    assert torch.equal(block.log_probs, again.log_probs)
+    assert torch.equal(block.law.log_probs, again.law.log_probs)
 
 
 def test_deepspec_checkpoint_saved_as_ours_loads_back_identical(golden, tmp_path):

@@ -7,6 +7,7 @@ from .calibration import TemperatureScaling, measure_calibration
 from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
 from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
+from .generate_hook import decode_with
 from .generate_hook import install as _install_generate_hook
 from .modeling_dspark import DSparkDraftModel
 from .policies import (
@@ -23,6 +24,7 @@ from .policies import (
     SLOLimit,
 )
 from .profiling import find_cost, profile_throughput
+from .slot_cache import SlotCache
 from .throughput import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
 
 __version__ = "0.1.0.dev0"
@@ -54,10 +56,12 @@ __all__ = [
     "RoundOutcome",
     "RoundStatistics",
     "SLOLimit",
+    "SlotCache",
     "TemperatureScaling",
     "ThroughputTable",
     "calibrate",
     "collect_rounds",
+    "decode_with",
     "find_cost",
     "load_cost",
     "measure_calibration",

@@ -1,12 +1,12 @@
-"""The drafting half of a decoding round: features in, a cut draft block out, through transformers'
-`CandidateGenerator`.
+"""The drafting half of a decoding round: features in, cut draft blocks out, for any number of requests.
 
-transformers' assisted loop verifies and commits; this module drafts, cuts and keeps the statistics. It knows nothing
-of how it is reached from `generate()`.
+Drafts, cuts and keeps the statistics; whoever calls verifies and commits: hf_dspark's own loop, or transformers' one
+through its `CandidateGenerator` interface. Knows nothing of how it is reached from `generate()`.
 """
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import TracebackType
@@ -18,9 +18,12 @@ from transformers.generation import CandidateGenerator
 
 from .calibration import calibrated_confidence
 from .feature_capture import FeatureCapture
-from .modeling_dspark import DraftCache, DSparkDraftModel
+from .modeling_dspark import DSparkDraftModel
+from .noise import BlockNoise, block_noise
 from .policies import Policy, RoundOutcome
-from .sampling import DraftBlock, draw, greedy_sampler, scatter_to_vocabulary
+from .processing import BlockProcessor, Prefix
+from .sampling import DraftBlock, TokenLaw, draw, greedy_sampler, scatter_to_vocabulary
+from .slot_cache import SlotCache
 from .throughput import Load
 
 
@@ -28,7 +31,8 @@ from .throughput import Load
 class RoundStatistics:
     """What happened in one `generate()` call, round by round.
 
-    The first new token comes out of the prefill and belongs to no round.
+    The first new token comes out of the prefill and belongs to no round. In a batch, each request of a round has its
+    own entry in the lists, and counts as a round of its own.
 
     Attributes:
         proposed (`list[int]`): Draft tokens sent to verification in each round.
@@ -52,7 +56,7 @@ class RoundStatistics:
 
     @property
     def rounds(self) -> int:
-        """Number of verification rounds."""
+        """Number of verification rounds, summed over the requests."""
         return len(self.accepted)
 
     @property
@@ -86,53 +90,108 @@ class RoundStatistics:
         return sum(length >= position for length in self.accepted)
 
 
+@dataclass
+class Request:
+    """One sequence that is being decoded.
+
+    Attributes:
+        id (`int`): Key of its noise, distinct among all requests of a call.
+        token_ids (`torch.LongTensor` of shape `[capacity]`): Prompt and committed tokens, then room for one block.
+        length (`int`): Committed tokens; the last one is the anchor.
+        max_length (`int`): Tokens at which it ends.
+        processors (`LogitsProcessorList`): As for this sequence alone.
+        hidden_prompt (`int`): Prompt positions that have no token id, being given as embeddings.
+        blocks (`int`): Blocks drawn so far: the counter of its noise.
+        features (`list[torch.Tensor]`): Tapped target layers of committed tokens that the draft has not seen,
+            `[n, m*d]` each; the anchor excluded.
+        ended (`bool`): Whether its last token is there.
+    """
+
+    id: int
+    token_ids: torch.Tensor
+    length: int
+    max_length: int
+    processors: LogitsProcessorList
+    hidden_prompt: int = 0
+    blocks: int = 0
+    features: list[torch.Tensor] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """x_0, `[1]`."""
+        return self.token_ids[self.length - 1 : self.length]
+
+    @property
+    def anchor_position(self) -> int:
+        """Position of the anchor, which is the number of committed slots in the target's cache."""
+        return self.hidden_prompt + self.length - 1
+
+    def prefix(self, drafted: int = 0) -> Prefix:
+        """Return what stands before a position behind `drafted` tokens of the block."""
+        return Prefix(self.token_ids[None, : self.length + drafted], self.processors)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What one round sends to verification.
+
+    Attributes:
+        lengths (`torch.LongTensor` of shape `[R]`): Draft tokens l of each request, on the CPU.
+        block ([`DraftBlock`], *optional*): The drafts; `None` when nothing was drafted.
+        confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): Calibrated.
+    """
+
+    lengths: torch.Tensor
+    block: DraftBlock | None = None
+    confidence: torch.Tensor | None = None
+
+
 class ProcessedSampler:
     """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
 
     Args:
-        logits_processor (`LogitsProcessorList`): The processors of the `generate()` call; stateless.
-        do_sample (`bool`): Draw from the law, or take its arg-max.
-        committed_ids (`torch.LongTensor` of shape `[B, S]`): The sequence up to the anchor.
+        processor ([`BlockProcessor`]): Of the call; stateless.
+        requests (`Sequence[Request]`): Who drafts. Drafted tokens are noted behind their committed ones.
+        uniform (`torch.DoubleTensor` of shape `[R, γ]`, *optional*): Noise of the draws; `None` draws the arg-max.
         vocab_size (`int`): V.
     """
 
     def __init__(
-        self, logits_processor: LogitsProcessorList, do_sample: bool, committed_ids: torch.Tensor, vocab_size: int
+        self, processor: BlockProcessor, requests: Sequence[Request], uniform: torch.Tensor | None, vocab_size: int
     ) -> None:
-        self._logits_processor = logits_processor
-        self._do_sample = do_sample
-        self._committed_ids = committed_ids
         self._vocab_size = vocab_size
+        self._processor = processor
+        self._requests = requests
+        self._uniform = uniform
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if len(self._logits_processor) > 0:
-            logits, candidate_ids = self._process(logits, candidate_ids, drafted_ids), None
-        if not self._do_sample:
-            return greedy_sampler(logits, candidate_ids, drafted_ids)
-        token_ids, law = draw(logits, candidate_ids)
-        if candidate_ids is not None:
-            law = scatter_to_vocabulary(law, candidate_ids, self._vocab_size)
-        return token_ids, law
+    ) -> tuple[torch.Tensor, TokenLaw | None]:
+        slot = drafted_ids.shape[1]
+        if self._processor.reads_prefixes and slot > 0:
+            for request, token in zip(self._requests, drafted_ids[:, -1], strict=True):
+                request.token_ids[request.length + slot - 1] = token
 
-    def _process(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """Return processed scores over the whole vocabulary, minus infinity outside the candidates."""
-        if candidate_ids is not None:
-            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
-        prefix = torch.cat([self._committed_ids, drafted_ids.to(self._committed_ids.device)], dim=1)
-        scores = self._logits_processor(prefix, logits.to(prefix.device))
-        # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
-        dead = scores.amax(dim=-1, keepdim=True) == -torch.inf
-        if bool(dead.any()):
-            scores = torch.where(dead, self._logits_processor(prefix, torch.zeros_like(scores)), scores)
-        return scores.to(drafted_ids.device)
+        def prefix_of(index: int) -> Prefix:
+            return self._requests[index].prefix(slot)
+
+        scores = self._processor(logits, candidate_ids, prefix_of)
+        if self._processor.may_forbid_all:
+            # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
+            dead = scores.values.amax(dim=-1, keepdim=True) == -torch.inf
+            if bool(dead.any()):
+                if candidate_ids is not None:
+                    logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
+                scores = self._processor(logits.masked_fill(dead, 0.0), None, prefix_of)
+        if self._uniform is None:
+            return greedy_sampler(scores.values, scores.candidate_ids, drafted_ids)
+        law = scores.law()
+        return draw(law, self._uniform[:, slot]), law
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
-    """Drafts for transformers' assisted loop. Enter it as a context manager: hooks live exactly as long.
+    """Drafts for a decoding loop. Enter it as a context manager: hooks live exactly as long.
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
@@ -141,6 +200,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor (`LogitsProcessorList`): Processors of the call; stateless.
         policy ([`Policy`]): Decides whether to draft and how much of each block is verified; gets a fresh state.
         max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
+        cache ([`SlotCache`], *optional*): The draft's context of the requests that will be decoded.
     """
 
     requires_model_outputs = True
@@ -154,26 +214,25 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
         policy: Policy,
         max_drafts: int | None = None,
+        cache: SlotCache | None = None,
     ) -> None:
         self.draft = draft.bind(target)
         self.policy = policy.fresh()
         self.statistics = RoundStatistics(policy=self.policy)
+        self.processor = BlockProcessor(logits_processor, draft.config.vocab_size)
+        self.cache = SlotCache() if cache is None else cache
+        self.do_sample = generation_config.do_sample
+        self.seed = int(torch.empty((), dtype=torch.int64).random_())  # the user's seed decides about all noise
         self._target = target
-        self._logits_processor = logits_processor
-        self._do_sample = generation_config.do_sample
+        self._processors = logits_processor
         self._max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self._eos_token_ids = None if eos is None else eos.cpu()
         self._max_drafts = min(draft.config.block_size, max_drafts or draft.config.block_size)
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
-        self._temperatures = draft.config.temperatures_for(draft.domain, self._do_sample)
-        self._cache = DraftCache(draft.config.num_hidden_layers)
-        self._prompt_seen = False
-        self._waiting_features: list[torch.Tensor] = []
-        self._block: DraftBlock | None = None
-        self._confidence: torch.Tensor | None = None
-        self._num_proposed = 0
-        self._committed_before = 0
+        self._temperatures = draft.config.temperatures_for(draft.domain, self.do_sample)
+        self._request: Request | None = None  # of transformers' loop
+        self._proposal = Proposal(torch.zeros(1, dtype=torch.long))
         self._forward_started = 0.0
         self._round_started = 0.0
         self._timers: list[torch.utils.hooks.RemovableHandle] = []
@@ -204,6 +263,129 @@ class DSparkCandidateGenerator(CandidateGenerator):
         else:
             self.statistics.verify_seconds += elapsed
 
+    def take_features(self) -> torch.Tensor:
+        """Return the tapped layers of the target's latest forward pass, `[B, S, m*d]`."""
+        return self._capture.take(self.draft.device, self.draft.dtype)
+
+    def start_round(self) -> None:
+        """Note that a round begins; until the first one, forward passes count as prefill."""
+        self._round_started = time.perf_counter()
+
+    def noise(self, requests: Sequence[Request]) -> BlockNoise | None:
+        """Return the noise of the coming block of each request; `None` when decoding is greedy."""
+        if not self.do_sample:
+            return None
+        blocks = [request.blocks for request in requests]
+        return block_noise(
+            self.seed, [request.id for request in requests], blocks, self.draft.config.block_size, self.draft.device
+        )
+
+    def propose(self, requests: Sequence[Request], noise: BlockNoise | None) -> Proposal:
+        """Draft one block per request and cut it. The requests share one verification budget.
+
+        Args:
+            requests (`Sequence[Request]`): In the order of the draft cache's rows.
+            noise ([`BlockNoise`], *optional*): Of their coming blocks; `None` drafts the arg-max.
+
+        DSpark Eq. 3-7, Algorithm 1.
+        """
+        started = time.perf_counter()
+        # One token of the round is the target's own, so a block may fill the length up to one before the end.
+        max_lengths = torch.tensor(
+            [max(0, min(self._max_drafts, request.max_length - request.length - 1)) for request in requests]
+        )
+        load = Load(
+            tuple(request.id for request in requests),
+            context_tokens=sum(request.anchor_position + 1 for request in requests),
+            other_tokens=self._other_tokens(),
+        )
+        if not bool(max_lengths.any()) or not self.policy.plan_draft(load):
+            return Proposal(torch.zeros_like(max_lengths))
+        block = self._draft_blocks(requests, noise)
+        confidence = None
+        if block.confidence_logits is not None:
+            confidence = calibrated_confidence(block.confidence_logits, self._temperatures)
+            confidence = confidence.cpu() if self.policy.requires_confidence else confidence
+        lengths = self._planned_lengths(confidence, max_lengths, load)
+        proposal = Proposal(self._cut_behind_eos(block.token_ids, lengths), block, confidence)
+        self.statistics.draft_seconds += time.perf_counter() - started
+        return proposal
+
+    def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None) -> DraftBlock:
+        """Draft; rounds that were not drafted left their features for this one."""
+        num_features = [sum(map(len, request.features)) for request in requests]
+        features = torch.cat([part for request in requests for part in request.features])
+        uniform = None if noise is None else noise.draft
+        sampler = ProcessedSampler(self.processor, requests, uniform, self.draft.config.vocab_size)
+        anchors = torch.cat([request.anchor for request in requests])
+        block = self.draft.draft_block(anchors, features, self.cache, sampler, num_features)
+        for request in requests:
+            request.features.clear()
+        return block
+
+    def _planned_lengths(
+        self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load
+    ) -> torch.Tensor:
+        lengths = self.policy.plan_verify(confidence, max_lengths, load)
+        if not bool(((lengths >= 0) & (lengths <= max_lengths)).all()):
+            raise ValueError(
+                f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths="
+                f"{max_lengths.tolist()}], got {lengths.tolist()}"
+            )
+        return lengths
+
+    def _other_tokens(self) -> int:
+        load = self.draft.load() if callable(self.draft.load) else self.draft.load
+        if not (isinstance(load, Real) and math.isfinite(load) and load >= 0):
+            raise ValueError(f"draft.load must be a number of tokens, 0 or more, got {load!r}")
+        return int(load)
+
+    def _cut_behind_eos(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return lengths up to and including the first end-of-sequence token.
+
+        The token itself must stay: dropping a token because of its value would bias the output.
+        """
+        if self._eos_token_ids is None:
+            return lengths
+        is_eos = torch.isin(token_ids.cpu(), self._eos_token_ids)
+        first = torch.where(is_eos.any(dim=-1), is_eos.long().argmax(dim=-1), token_ids.shape[1])
+        return torch.minimum(lengths, first + 1)
+
+    def learn(
+        self,
+        requests: Sequence[Request],
+        proposal: Proposal,
+        num_accepted: torch.Tensor,
+        num_committed: Sequence[int],
+        target_logits: torch.Tensor | None = None,
+    ) -> None:
+        """Record the outcome of a round, and let the policy learn from it.
+
+        Args:
+            requests (`Sequence[Request]`): As proposed.
+            proposal ([`Proposal`]): What was verified.
+            num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, on the CPU.
+            num_committed (`Sequence[int]`): Tokens that each request gained: less than accepted + 1 where it ended.
+            target_logits (`torch.FloatTensor` of shape `[R, 1+l, V]`, *optional*): The target's processed scores, for
+                an observer.
+        """
+        now = time.perf_counter()
+        seconds, self._round_started = now - self._round_started, now
+        self.statistics.total_seconds += seconds
+        self.statistics.proposed.extend(proposal.lengths.tolist())
+        self.statistics.accepted.extend(committed - 1 for committed in num_committed)
+        confidence = proposal.confidence
+        self.statistics.confidence.extend([None] * len(requests) if confidence is None else confidence)
+        outcome = RoundOutcome(
+            tuple(request.id for request in requests), confidence, proposal.lengths, num_accepted, seconds,
+            proposal.block is not None, proposal.block, target_logits,
+        )  # fmt: skip
+        self.policy.observe(outcome)
+        if self.draft.observer is not None:
+            self.draft.observer(outcome)
+
+    # What follows is the interface of transformers' assisted loop, for one sequence.
+
     def get_candidates(
         self,
         input_ids: torch.LongTensor,
@@ -226,112 +408,55 @@ class DSparkCandidateGenerator(CandidateGenerator):
             The committed tokens with l draft tokens behind them `[1, S+l]`, and the log draft law `[1, l, V]`:
             `None` when l = 0 or when drafts are arg-max.
         """
-        self._block, self._confidence, self._num_proposed = None, None, 0
-        self._committed_before = input_ids.shape[1]
+        self._proposal = Proposal(torch.zeros(1, dtype=torch.long))
         if is_first_iteration:
             return input_ids, None
-        started = time.perf_counter()
-        self._round_started = self._round_started or started
-        # One token of the round is the target's own, so a block may fill the length up to one before the end.
-        num_drafts = min(self._max_drafts, self._max_length - input_ids.shape[1] - 1)
-        if num_drafts <= 0:
-            return input_ids, None
-        self._waiting_features.append(self._committed_features(model_kwargs, int(n_last_matches)))
-        load = Load(context_tokens=input_ids.shape[1], other_tokens=self._other_tokens())
-        if not self.policy.plan_draft(load):
-            return input_ids, None
-        self._block = self._draft(input_ids)
-        if self._block.confidence_logits is not None:
-            self._confidence = calibrated_confidence(self._block.confidence_logits, self._temperatures).cpu()
-        length = self._planned_length(num_drafts, load)
-        self._num_proposed = self._cut_behind_eos(self._block.token_ids[0, :length])
-        self.statistics.draft_seconds += time.perf_counter() - started
-        return self._candidates(input_ids)
-
-    def _planned_length(self, num_drafts: int, load: Load) -> int:
-        length = int(self.policy.plan_verify(self._confidence, torch.tensor([num_drafts]), load)[0])
-        if not 0 <= length <= num_drafts:
-            raise ValueError(
-                f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths={num_drafts}], "
-                f"got {length}"
-            )
-        return length
-
-    def _draft(self, input_ids: torch.Tensor) -> DraftBlock:
-        """Draft one block; rounds that were not drafted left their features for this one."""
-        features = torch.cat(self._waiting_features, dim=1)
-        self._waiting_features.clear()
-        sampler = ProcessedSampler(self._logits_processor, self._do_sample, input_ids, self.draft.config.vocab_size)
-        return self.draft.draft_block(input_ids[:, -1], features, self._cache, sampler)
-
-    def _candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        length, block = self._num_proposed, self._block
+        self._round_started = self._round_started or time.perf_counter()
+        room = torch.zeros(self.draft.config.block_size, dtype=torch.long, device=input_ids.device)
+        if self._request is None:
+            self._request = Request(0, input_ids[0], 0, self._max_length, self._processors)
+            self._request.features.append(self._prompt_features(model_kwargs))
+        else:
+            # The last forward saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
+            self._request.features.append(self.take_features()[0, : int(n_last_matches) + 1])
+        self._request.token_ids = torch.cat([input_ids[0], room])
+        self._request.length = input_ids.shape[1]
+        self._proposal = self.propose([self._request], self.noise([self._request]))
+        self._request.blocks += 1
+        length, block = int(self._proposal.lengths[0]), self._proposal.block
         if length == 0:
             return input_ids, None
         candidate_ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids.device)], dim=1)
-        return candidate_ids, None if block.log_probs is None else block.log_probs[:, :length]
+        if block.law is None:
+            return candidate_ids, None
+        return candidate_ids, block.law[:, :length].dense(self.draft.config.vocab_size).log_probs
 
-    def _other_tokens(self) -> int:
-        load = self.draft.load() if callable(self.draft.load) else self.draft.load
-        if not (isinstance(load, Real) and math.isfinite(load) and load >= 0):
-            raise ValueError(f"draft.load must be a number of tokens, 0 or more, got {load!r}")
-        return int(load)
-
-    def _committed_features(self, model_kwargs: dict[str, Any] | None, num_accepted: int) -> torch.Tensor:
-        """Return features of the tokens committed since the last block, anchor excluded, `[1, C, m*d]`."""
-        features = self._capture.take(self.draft.device, self.draft.dtype)
-        if self._prompt_seen:
-            # The last forward saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
-            return features[:, : num_accepted + 1]
-        self._prompt_seen = True
+    def _prompt_features(self, model_kwargs: dict[str, Any] | None) -> torch.Tensor:
+        """Return the features of the prompt `[n, m*d]`: left padding is no context."""
+        features = self.take_features()
         mask = (model_kwargs or {}).get("attention_mask")
-        if mask is None:
-            return features
-        # Left padding is no context; the draft numbers the real prompt tokens from 0, as the target does.
-        return features[:, mask[0, : features.shape[1]].bool().to(features.device)]
-
-    def _cut_behind_eos(self, token_ids: torch.Tensor) -> int:
-        """Return the length up to and including the first end-of-sequence token.
-
-        The token itself must stay: dropping a token because of its value would bias the output.
-        """
-        if self._eos_token_ids is None:
-            return len(token_ids)
-        positions = torch.isin(token_ids.cpu(), self._eos_token_ids).nonzero()
-        return int(positions[0]) + 1 if len(positions) else len(token_ids)
+        return features[0] if mask is None else features[0, mask[0, : features.shape[1]].bool().to(features.device)]
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int | torch.Tensor
     ) -> None:
-        """Record the outcome of a round, and let the policy learn from it.
+        """Record the outcome of a round.
 
         Args:
             input_ids (`torch.LongTensor` of shape `[1, S]`): Committed tokens.
             scores (`torch.FloatTensor` of shape `[1, l+1, V]`): The target's processed scores of the round.
             num_matches (`int`): Draft tokens accepted.
         """
-        if self._round_started == 0.0:  # the prefill
-            return
-        now = time.perf_counter()
-        seconds, self._round_started = now - self._round_started, now
-        self.statistics.total_seconds += seconds
-        self.statistics.proposed.append(self._num_proposed)
-        self.statistics.accepted.append(int(num_matches))
-        self.statistics.confidence.append(None if self._confidence is None else self._confidence[0])
-        outcome = RoundOutcome(
-            (0,), self._confidence, torch.tensor([self._num_proposed]), self._accepted(input_ids, int(num_matches)),
-            seconds, self._block is not None, self._block, target_logits=scores,
-        )  # fmt: skip
-        self.policy.observe(outcome)
-        if self.draft.observer is not None:
-            self.draft.observer(outcome)
+        if self._request is not None:  # else it was the prefill
+            num_accepted = self._accepted(input_ids, int(num_matches))
+            self.learn([self._request], self._proposal, num_accepted, [int(num_matches) + 1], target_logits=scores)
 
     def _accepted(self, input_ids: torch.Tensor, num_matches: int) -> torch.Tensor:
         """Return the accepted drafts, `[1]`: transformers counts an accepted end-of-sequence draft as the bonus.
 
         A rejected token is never drawn again from the residual, so equality tells.
         """
-        if num_matches < self._num_proposed:
-            following = input_ids[0, self._committed_before + num_matches]
-            num_matches += int(following == self._block.token_ids[0, num_matches])
+        if num_matches < int(self._proposal.lengths[0]):
+            following = input_ids[0, self._request.length + num_matches]
+            num_matches += int(following == self._proposal.block.token_ids[0, num_matches])
         return torch.tensor([num_matches])

@@ -52,10 +52,11 @@ def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tenso
     Arg-max drafts have a one-hot law, and so has a target that decodes greedily.
     """
     target_logits = outcome.target_logits[:, :num_verified].float()
-    if outcome.block.log_probs is None:
+    if outcome.block.law is None:
         drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
         return (target_logits.argmax(dim=-1) == drafted).float().cpu()
-    draft_probs = outcome.block.log_probs[:, :num_verified].exp().to(target_logits.device)
+    draft_law = outcome.block.law[:, :num_verified].dense(target_logits.shape[-1])
+    draft_probs = draft_law.log_probs.exp().to(target_logits.device)
     return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
 
 

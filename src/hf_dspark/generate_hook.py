@@ -7,6 +7,7 @@ through.
 import copy
 import functools
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,9 +28,11 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
+from .generation import generate_together, needs_padding
 from .modeling_dspark import check_fits
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
+from .slot_cache import SlotCache
 
 # What each wrapped method must accept; a test checks it on every supported version.
 WRAPPED_PARAMETERS = {
@@ -108,6 +111,9 @@ def _wrap_validate(original):
             check_fits(draft.config, self)
             _check_options(generation_mode, generation_config, generation_mode_kwargs)
             _policy(draft, self, generation_config)
+            if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
+                generation_config = copy.copy(generation_config)
+                generation_config.num_return_sequences = 1
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate_generation_mode
@@ -125,7 +131,7 @@ def _wrap_get_generator(original):
 
 
 def _wrap_decoding(original):
-    """Run transformers' own assisted loop with our generator, hooks removed whatever happens."""
+    """Decode by our loop where the target allows it, else by transformers' own with our generator."""
 
     @functools.wraps(original)
     def assisted_decoding(
@@ -137,15 +143,16 @@ def _wrap_decoding(original):
         assistant_model: PreTrainedModel | None = None,
         **kwargs: Any,
     ):
-        arguments = dict(
-            logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, assistant_model=assistant_model, **kwargs,
+        prepared = dict(
+            logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
         )  # fmt: skip
         if not is_dspark(assistant_model):
-            return original(self, input_ids, **arguments)
-        _check_inputs(self, input_ids, kwargs)
+            return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
+        reason = _needs_transformers_loop(self, assistant_model, input_ids, generation_config, kwargs)
+        if reason is None:
+            return _decode_together(self, assistant_model, input_ids, **prepared, **kwargs)
+        _check_single(self, input_ids, stopping_criteria, kwargs, reason)
         _check_processors(logits_processor, input_ids, assistant_model.config.vocab_size)
-        _check_stopping_criteria(stopping_criteria)
         policy, max_drafts = _policy(assistant_model, self, generation_config)
         generator = DSparkCandidateGenerator(
             self, assistant_model, generation_config, logits_processor, policy, max_drafts
@@ -153,11 +160,115 @@ def _wrap_decoding(original):
         token = _active_generator.set(generator)
         try:
             with generator:
-                return original(self, input_ids, **arguments)
+                return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
         finally:
             _active_generator.reset(token)
 
     return assisted_decoding
+
+
+def decode_with(draft: PreTrainedModel) -> Callable:
+    """Return a decoding method for `target.generate(..., custom_generate=decode_with(draft))`.
+
+    The same as `assistant_model=draft`, through transformers' public door and none of the wraps. transformers keeps
+    streamers from custom methods.
+
+    Args:
+        draft ([`DSparkDraftModel`]): The target's draft.
+    """
+    if not is_dspark(draft):
+        raise TypeError(f"decode_with needs a DSparkDraftModel, got {type(draft).__name__}")
+
+    def decode(
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
+    ):
+        check_fits(draft.config, target)
+        mode = GenerationMode.BEAM_SEARCH if generation_config.num_beams != 1 else GenerationMode.ASSISTED_GENERATION
+        _check_options(mode, generation_config, {})
+        reason = _needs_transformers_loop(target, draft, input_ids, generation_config, kwargs)
+        if reason is not None:
+            raise ValueError(f"decode_with cannot decode this: {reason}. Use assistant_model=draft, one sequence at a time")
+        return _decode_together(
+            target, draft, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, **kwargs,
+        )  # fmt: skip
+
+    return decode
+
+
+# Arguments of the target's forward, or of the assisted loop, that our loop reads or has its own answer to.
+KNOWN_ARGUMENTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "use_cache",
+    "logits_to_keep",
+    "synced_gpus",
+    "streamer",
+    "inputs_tensor",
+    "tokenizer",
+    "assistant_tokenizer",
+}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def _needs_transformers_loop(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Return why our loop cannot decode this; `None` if it can."""
+    text = target.config.get_text_config(decoder=True)
+    name = type(target).__name__
+    rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope] + [value for value in rope.values() if isinstance(value, dict)]
+    unknown = sorted(key for key, value in kwargs.items() if key not in KNOWN_ARGUMENTS and value is not None)
+    position_ids = kwargs.get("position_ids")
+    if draft.use_transformers_loop:
+        return "draft.use_transformers_loop is set"
+    if not getattr(target, "_supports_attention_backend", False):
+        return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
+    if not set(getattr(text, "layer_types", None) or []) <= ATTENTION_LAYERS:
+        return f"{name} has layers that are not attention ({', '.join(sorted(set(text.layer_types) - ATTENTION_LAYERS))})"
+    if any("mrope_section" in part for part in ropes) or (position_ids is not None and position_ids.dim() > 2):
+        return f"{name} has positions of more than one dimension"
+    if unknown:
+        return f"the target gets arguments that belong to whole prompts ({', '.join(unknown)})"
+    if kwargs.get("synced_gpus"):
+        return "synced_gpus keeps ranks in step, which rounds of different lengths do not"
+    if generation_config.return_dict_in_generate and generation_config.output_attentions:
+        return "output_attentions asks for attention weights"
+    if len(input_ids) > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in ropes):
+        return f"the rotary frequencies of {name} depend on the longest row"
+    return None
+
+
+def _decode_together(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+):
+    _check_rows(target, input_ids, stopping_criteria, generation_config, kwargs)
+    _check_processors(logits_processor, input_ids, draft.config.vocab_size)
+    policy, max_drafts = _policy(draft, target, generation_config)
+    return generate_together(
+        target, draft, input_ids,
+        logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config,
+        policy=policy, max_drafts=max_drafts, **kwargs,
+    )  # fmt: skip
 
 
 def _policy(
@@ -233,17 +344,60 @@ def _check_options(
         raise ValueError(
             "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
         )
-    if generation_config.stop_strings is not None:
-        raise ValueError(_STOPPING_MESSAGE.format("stop_strings"))
 
 
-def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def _check_rows(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse prompts that cannot be decoded as they are."""
+    embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
+    columns = (input_ids if embeds is None else embeds).shape[1]
+    lengths = torch.full((len(input_ids),), columns) if mask is None else mask.sum(dim=-1)
+    empty = (lengths == 0).nonzero()[:, 0].tolist()
+    if columns == 0 or empty:
+        raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and int(lengths.max()) > longest:
+        raise ValueError(
+            f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"
+        )
+    if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
+        raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
+    if cache is not None and "Static" in type(cache).__name__:
+        raise ValueError(
+            f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none"
+        )
+    if len(input_ids) == 1:
+        return
+    if kwargs.get("streamer") is not None:
+        raise ValueError(f"a streamer takes one sequence, got {len(input_ids)} rows: stream one prompt at a time")
+    if getattr(generation_config, "_pad_token_tensor", None) is None and needs_padding(stopping_criteria):
+        raise ValueError(
+            "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
+            "eos_token_id"
+        )
+
+
+def _check_single(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    model_kwargs: dict[str, Any],
+    reason: str,
+) -> None:
+    """Refuse what transformers' own assisted loop gets wrong."""
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     batch_size = (input_ids if embeds is None else embeds).shape[0]
     if batch_size != 1:
         raise ValueError(
-            f"a DSpark draft assists one sequence at a time for now, got a batch of {batch_size}: call generate() "
-            "per prompt, or drop assistant_model"
+            f"these {batch_size} sequences cannot be decoded together: {reason}. Call generate() per prompt, or drop "
+            "assistant_model"
         )
     if target.device.type == "meta":
         raise ValueError(
@@ -257,36 +411,34 @@ def _check_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs
     if embeds is not None and parse(transformers.__version__) < INPUTS_EMBEDS_SINCE:
         raise ValueError(
             f"inputs_embeds are decoded wrongly by the assisted loop of transformers {transformers.__version__}: pass "
-            f"input_ids, or install transformers>={INPUTS_EMBEDS_SINCE}"
+            f"input_ids, or install transformers>={INPUTS_EMBEDS_SINCE} ({reason})"
         )
     if embeds is not None and mask is not None and not bool(mask.all()):
         raise ValueError(
             "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
-            "padding, or input_ids"
+            f"padding, or input_ids ({reason})"
         )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
             "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
-            "conversation as input_ids without past_key_values, or drop assistant_model"
+            f"conversation as input_ids without past_key_values, or drop assistant_model ({reason})"
         )
-    if cache is not None and "Static" in type(cache).__name__:
+    if cache is not None and ("Static" in type(cache).__name__ or isinstance(cache, SlotCache)):
         raise ValueError(
-            f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none"
+            f"a DSpark draft needs a dynamic cache here, got {type(cache).__name__}: pass a DynamicCache or none"
         )
+    for criterion in stopping_criteria:
+        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
+            raise ValueError(_STOPPING_MESSAGE.format(type(criterion).__name__, reason))
 
 
 _STOPPING_MESSAGE = (
-    "{} cannot be combined with a DSpark draft yet: transformers' assisted loop checks them once per block and "
-    "would return tokens beyond the stop. Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
+    "the stopping criterion {} cannot be combined with transformers' own assisted loop, which checks it once per block "
+    "and would return tokens beyond the stop ({}). Use eos_token_id, max_new_tokens or max_time, or drop "
+    "assistant_model."
 )
-
-
-def _check_stopping_criteria(stopping_criteria: StoppingCriteriaList) -> None:
-    for criterion in stopping_criteria:
-        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
-            raise ValueError(_STOPPING_MESSAGE.format(f"the stopping criterion {type(criterion).__name__}"))
 
 
 def _check_processors(logits_processor: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:

@@ -6,7 +6,8 @@ tree, so they are neither saved, nor trained, nor moved, nor kept twice. Knows n
 losses.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_dspark import DSparkConfig, require_decoder_only
 from .policies import Policy, RoundOutcome
-from .sampling import DraftBlock, Sampler
+from .sampling import DraftBlock, Sampler, TokenLaw
+from .slot_cache import SlotCache, SlotLayout, grouped_attention
 
 
 @dataclass(frozen=True)
@@ -39,47 +41,65 @@ class DSparkOutput:
     confidence_logits: torch.Tensor | None
 
 
-class DraftCache:
-    """Keys and values of the draft's context rows, preallocated, slot = logical position.
+@dataclass(frozen=True)
+class DraftPass:
+    """One cached pass of the draft: context tokens that are not in the cache yet, then a block, of each request.
 
-    A block's own keys and values are written behind the context and never counted, so rolling back is free. Capacity
-    grows geometrically; memory stays within twice the longest context plus one block.
+    Args:
+        cache ([`SlotCache`]): The requests' context. Blocks are written behind it and never counted.
+        num_features (`Sequence[int]`): New context tokens of each request.
+        block_size (`int`): γ.
+        device (`torch.device`): The draft's.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self.length = 0  # context rows already projected
-        self._keys: list[torch.Tensor | None] = [None] * num_layers
-        self._values: list[torch.Tensor | None] = [None] * num_layers
+    cache: SlotCache
+    num_features: Sequence[int]
+    block_size: int
+    device: torch.device
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write rows behind the context of a layer and return everything up to them.
+    @functools.cached_property
+    def layout(self) -> SlotLayout:
+        """Context and block of each request, request by request."""
+        starts = tuple(self.cache.lengths[: len(self.num_features)])
+        return SlotLayout(starts, tuple(count + self.block_size for count in self.num_features))
 
-        Args:
-            layer (`int`): Layer index.
-            keys, values (`torch.Tensor` of shape `[B, heads, rows, head_dim]`): New context rows, then the block.
+    @functools.cached_property
+    def blocks(self) -> SlotLayout:
+        """The blocks alone."""
+        starts = tuple(start + new for start, new in zip(self.layout.starts, self.num_features, strict=True))
+        return SlotLayout(starts, (self.block_size,) * len(starts))
 
-        Returns:
-            Keys and values `[B, heads, length + rows, head_dim]`: views, valid until the next write.
-        """
-        end = self.length + keys.shape[2]
-        self._keys[layer] = self._grown(self._keys[layer], keys, end)
-        self._values[layer] = self._grown(self._values[layer], values, end)
-        self._keys[layer][:, :, self.length : end] = keys
-        self._values[layer][:, :, self.length : end] = values
-        return self._keys[layer][:, :, :end], self._values[layer][:, :, :end]
+    @functools.cached_property
+    def order(self) -> torch.Tensor | None:
+        """Where each token of `layout` stands when the context of all requests precedes their blocks, `[T]`."""
+        if len(self.num_features) == 1:
+            return None
+        features, blocks = torch.arange(self.layout.num_tokens).split(
+            [sum(self.num_features), self.blocks.num_tokens]
+        )
+        parts = zip(features.split(list(self.num_features)), blocks.split(self.block_size), strict=True)
+        return torch.cat([part for request in parts for part in request]).to(self.device)
 
-    def context(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of the context rows of a layer, `[B, heads, length, head_dim]`."""
-        return self._keys[layer][:, :, : self.length], self._values[layer][:, :, : self.length]
+    def keys_from(self, window: int | None) -> int:
+        """Return the first slot that some block row sees."""
+        return 0 if window is None else max(0, min(self.blocks.starts) - window + 1)
 
-    def _grown(self, store: torch.Tensor | None, new: torch.Tensor, needed: int) -> torch.Tensor:
-        if store is not None and store.shape[2] >= needed:
-            return store
-        capacity = max(needed + 64, 2 * self.length)
-        grown = new.new_empty(*new.shape[:2], capacity, new.shape[3])
-        if store is not None:
-            grown[:, :, : self.length] = store[:, :, : self.length]
-        return grown
+    @functools.cached_property
+    def _masks(self) -> dict[int | None, torch.Tensor | None]:
+        return {}
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Return who sees which slot, `[R, 1, 1 or γ, slots]`, from `keys_from(window)` on; `None`: all see all."""
+        if window not in self._masks:
+            slots = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
+            ends = torch.tensor(self.blocks.starts, device=self.device) + self.block_size
+            mask = None if len(set(self.blocks.starts)) == 1 else (slots < ends[:, None])[:, None, None]
+            if window is not None and self.layout.end > window:
+                positions = self.blocks.row_positions(self.device)[:, None, :, None]
+                near = positions - slots < window
+                mask = near if mask is None else near & mask
+            self._masks[window] = None if mask is None else mask.expand(-1, -1, self.block_size, -1)
+        return self._masks[window]
 
 
 class DSparkRMSNorm(nn.Module):
@@ -189,7 +209,7 @@ class DSparkAttention(nn.Module):
         context: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: DraftCache | None,
+        drafting: DraftPass | None,
     ) -> torch.Tensor:
         """Attend from block rows `[B, Q, d]` to themselves, the new context rows `[B, C, d]` and the cached ones."""
         num_queries = hidden.shape[1]
@@ -201,35 +221,31 @@ class DSparkAttention(nn.Module):
         raw_key = self._heads(self.k_proj(key_input))
         raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(key_input))
         key, value = rotate(self.k_norm(raw_key), cos, sin), self.v_norm(raw_value)
-        if cache is not None:
-            key, value = cache.write(self.layer_idx, key, value)
-        if self.sliding_window is not None and attention_mask is None:
-            key, value, attention_mask = self._within_window(key, value, num_queries)
-
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        output, _ = attend(
-            self, query, key, value, attention_mask,
-            scaling=self.scaling, dropout=self.config.attention_dropout if self.training else 0.0,
-            sliding_window=self.sliding_window, is_causal=False,
-        )  # fmt: skip
+        if drafting is not None:
+            output = self._attend_to_slots(query, key, value, drafting)
+        else:
+            attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            output, _ = attend(
+                self, query, key, value, attention_mask,
+                scaling=self.scaling, dropout=self.config.attention_dropout if self.training else 0.0,
+                sliding_window=self.sliding_window, is_causal=False,
+            )  # fmt: skip
         return self.o_proj(output.reshape(*hidden.shape[:2], -1))
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
-    def _within_window(
-        self, key: torch.Tensor, value: torch.Tensor, num_queries: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Drop keys that no block row sees; mask those that only the first rows see (query - key < window)."""
-        num_keys = key.shape[2]
-        first_query = num_keys - num_queries
-        start = max(0, first_query - self.sliding_window + 1)
-        key, value = key[:, :, start:], value[:, :, start:]
-        if num_keys <= self.sliding_window or "flash" in self.config._attn_implementation:
-            return key, value, None
-        positions = torch.arange(num_keys, device=key.device)
-        mask = positions[first_query:, None] - positions[None, start:] < self.sliding_window
-        return key, value, mask[None, None]
+    def _attend_to_slots(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, drafting: DraftPass
+    ) -> torch.Tensor:
+        if drafting.order is not None:
+            key, value = key[:, :, drafting.order], value[:, :, drafting.order]
+        key, value = drafting.cache.update(key, value, self.layer_idx)
+        start = drafting.keys_from(self.sliding_window)
+        mask = drafting.mask(self.sliding_window)
+        rows = drafting.blocks.to_rows(query)
+        attended = grouped_attention(rows, key[:, :, start:], value[:, :, start:], mask, self.scaling)
+        return drafting.blocks.to_packed(attended)
 
 
 class DSparkMLP(nn.Module):
@@ -264,10 +280,10 @@ class DSparkLayer(GradientCheckpointingLayer):
         context: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: DraftCache | None,
+        drafting: DraftPass | None,
     ) -> torch.Tensor:
         # The context rows enter keys and values as they are: only block rows pass the input norm.
-        attended = self.self_attn(self.input_layernorm(hidden), context, rotary, attention_mask, cache)
+        attended = self.self_attn(self.input_layernorm(hidden), context, rotary, attention_mask, drafting)
         if self.sandwich_norms:
             hidden = hidden + self.post_attention_layernorm(attended)
             hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
@@ -388,6 +404,8 @@ class DSparkDraftModel(PreTrainedModel):
             a function that returns them.
         domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.
         observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
+        use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
+            a time; for comparison.
         last_stats ([`RoundStatistics`], *optional*): Of the last call.
 
     DSpark Section 3.1.
@@ -419,6 +437,7 @@ class DSparkDraftModel(PreTrainedModel):
         self.load: int | Callable[[], int] = 0
         self.domain: str | None = None
         self.observer: Callable[[RoundOutcome], None] | None = None
+        self.use_transformers_loop = False
         self.last_stats = None
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
         self._borrowed: tuple[_Borrowed, ...] = ()
@@ -498,7 +517,7 @@ class DSparkDraftModel(PreTrainedModel):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
         embedding = self._require_target().embedding
-        rows = embedding(token_ids.to(_input_device(embedding)))
+        rows = embedding(token_ids.to(input_device(embedding)))
         # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it.
         if self.config.embedding_scale != 1.0 and not hasattr(embedding, "embed_scale"):
             rows = rows * self.config.embedding_scale
@@ -507,7 +526,7 @@ class DSparkDraftModel(PreTrainedModel):
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k, the target's LM head on h_k, scaled and soft-capped; `[..., V]` in the draft's dtype."""
         borrowed = self._require_target()
-        hidden = block_hidden.to(device=_input_device(borrowed.lm_head), dtype=borrowed.dtype)
+        hidden = block_hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype)
         logits = borrowed.lm_head(hidden).to(block_hidden)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -520,18 +539,18 @@ class DSparkDraftModel(PreTrainedModel):
         features: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        cache: DraftCache | None = None,
+        drafting: DraftPass | None = None,
     ) -> torch.Tensor:
         """Run the parallel stage.
 
         Args:
             block_embeds (`torch.Tensor` of shape `[B, Q, d]`): Embedded anchor and mask tokens of one or more blocks.
-            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the context rows not yet in
-                `cache`.
+            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the context rows, of those alone
+                that are not yet cached when `drafting`.
             position_ids (`torch.LongTensor` of shape `[B, C+Q]`): Positions of those rows, then of the block rows.
             attention_mask (`torch.BoolTensor` of shape `[B, 1, Q, C+Q]`, *optional*): True where a row may attend;
                 `None` means everywhere (and, in sliding layers, within the window).
-            cache ([`DraftCache`], *optional*): Earlier context rows; the new ones are appended.
+            drafting ([`DraftPass`], *optional*): A cached pass: then B = 1, and the rows of all requests are packed.
 
         Returns:
             `torch.Tensor` of shape `[B, Q, d]`: h, after the final norm.
@@ -542,9 +561,7 @@ class DSparkDraftModel(PreTrainedModel):
         rotary = self.rotary(position_ids, block_embeds.dtype)
         hidden = block_embeds
         for layer in self.layers:
-            hidden = layer(hidden, context, rotary, self._layer_mask(layer, attention_mask, position_ids), cache)
-        if cache is not None:
-            cache.length += features.shape[1]
+            hidden = layer(hidden, context, rotary, self._layer_mask(layer, attention_mask, position_ids), drafting)
         return self.norm(hidden)
 
     def _layer_mask(
@@ -558,28 +575,44 @@ class DSparkDraftModel(PreTrainedModel):
 
     @torch.no_grad()
     def draft_block(
-        self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: DraftCache, sampler: Sampler
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        sampler: Sampler,
+        num_features: Sequence[int] | None = None,
     ) -> DraftBlock:
         """Draft one block per request: one parallel pass, then γ Markov draws.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
-            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the committed tokens not yet in
-                `cache`, the anchor excluded.
-            cache ([`DraftCache`]): The requests' context.
+            features (`torch.Tensor` of shape `[B, C, m*d]`, or `[T, m*d]` with `num_features`): Tapped target layers
+                of the committed tokens not yet in `cache`, the anchor excluded; packed, request by request.
+            cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
             sampler ([`Sampler`]): Draws each token; supplied by the caller.
+            num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
 
         Returns:
             [`DraftBlock`]
 
         DSpark Eq. 3-7.
         """
-        gamma = self.config.block_size
-        block_ids = torch.full((anchor_ids.shape[0], gamma), self.config.mask_token_id, device=anchor_ids.device)
+        requests, gamma = anchor_ids.shape[0], self.config.block_size
+        if num_features is None:
+            num_features = (features.shape[1],) * requests
+        drafting = DraftPass(cache, num_features, gamma, self.device)
+        cache.begin(drafting.layout)
+        block_ids = torch.full((requests, gamma), self.config.mask_token_id, device=anchor_ids.device)
         block_ids[:, 0] = anchor_ids
-        rows = features.shape[1] + gamma
-        position_ids = torch.arange(cache.length, cache.length + rows, device=self.device)[None]
-        hidden = self.backbone(self.embed(block_ids), features, position_ids, cache=cache)
+        context_positions = SlotLayout(drafting.layout.starts, tuple(num_features)).position_ids(self.device)
+        hidden = self.backbone(
+            self.embed(block_ids).flatten(0, 1)[None],
+            features.reshape(1, -1, features.shape[-1]),
+            torch.cat([context_positions, drafting.blocks.position_ids(self.device)], dim=1),
+            drafting=drafting,
+        ).view(requests, gamma, -1)
+        for row, count in enumerate(num_features):
+            cache.lengths[row] += count
         return self.sample_block(hidden, self.base_logits(hidden), anchor_ids.to(self.device), sampler)
 
     def sample_block(
@@ -598,14 +631,14 @@ class DSparkDraftModel(PreTrainedModel):
 
         DSpark Eq. 4.
         """
-        scores, candidate_ids = base_logits.float(), None
-        if self.config.draft_top_k is not None:
+        scores, candidate_ids = base_logits, None
+        if self.config.draft_top_k is not None:  # no full-vocabulary work behind this line
             scores, candidate_ids = scores.topk(self.config.draft_top_k, dim=-1)
         previous, state = anchor_ids, None
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
         for slot in range(base_logits.shape[1]):
-            slot_scores = scores[:, slot]
+            slot_scores = scores[:, slot].float()
             slot_candidates = None if candidate_ids is None else candidate_ids[:, slot]
             if self.markov_head is not None:
                 embedding = self.markov_head.markov_w1(previous)
@@ -615,12 +648,12 @@ class DSparkDraftModel(PreTrainedModel):
             previous, law = sampler(slot_scores, slot_candidates, tokens[:, :slot])
             tokens[:, slot] = previous
             laws.append(law)
-        log_probs = None if laws[0] is None else torch.stack(laws, dim=1)
+        law = None if laws[0] is None else TokenLaw.stack(laws)
         confidence_logits = None
         if self.confidence_head is not None:
             stacked = torch.stack(embeddings, dim=1) if embeddings else None
             confidence_logits = self.confidence_head(hidden, stacked).float()  # Eq. 7
-        return DraftBlock(tokens, log_probs, confidence_logits)
+        return DraftBlock(tokens, law, confidence_logits)
 
     def forward(
         self,
@@ -671,7 +704,7 @@ class DSparkDraftModel(PreTrainedModel):
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
-def _input_device(module: nn.Module) -> torch.device:
+def input_device(module: nn.Module) -> torch.device:
     """Return where a module wants its input; between calls, offloaded weights live on the meta device."""
     hook = getattr(module, "_hf_hook", None)
     for part in getattr(hook, "hooks", [hook]):  # accelerate chains several

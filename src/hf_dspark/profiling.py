@@ -25,8 +25,9 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from .modeling_dspark import DraftCache, DSparkDraftModel
-from .sampling import draw
+from .modeling_dspark import DSparkDraftModel
+from .sampling import TokenLaw, draw
+from .slot_cache import SlotCache
 from .throughput import ForwardCost, LinearCost, ThroughputTable
 
 logger = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ def _time_verify(
 def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, repetitions: int) -> float:
     """Return the median seconds of drafting one block per request, three tokens committed since the last one."""
     width = len(draft.config.target_layer_ids) * draft.config.hidden_size
-    cache = DraftCache(draft.config.num_hidden_layers)
+    cache = SlotCache(requests)
     anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
 
     def draft_blocks(num_features: int) -> None:
@@ -263,16 +264,17 @@ def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, rep
 
     def one_pass() -> None:
         draft_blocks(3)
-        cache.length = context_length
+        cache.lengths = [context_length] * requests
 
     return _median_seconds(one_pass, repetitions, draft.device)
 
 
 def _plain_sampler(
     logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, TokenLaw]:
     """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
-    return draw(logits, candidate_ids)
+    law = TokenLaw(logits.log_softmax(dim=-1), candidate_ids)
+    return draw(law, torch.rand(len(logits), device=logits.device)), law
 
 
 def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> float:

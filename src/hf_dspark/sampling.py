@@ -3,7 +3,7 @@
 Shape letters used in the whole package: B requests, S context positions, N anchors, γ draft tokens in a block
 (`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
 
-This module knows nothing of models, caches or transformers: probabilities in, tokens out.
+This module knows nothing of models, caches or transformers: laws and uniform noise in, tokens out.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,57 @@ import torch
 
 
 @dataclass(frozen=True)
+class TokenLaw:
+    """Laws over the vocabulary, one per row, dense or on a few candidates.
+
+    Attributes:
+        log_probs (`torch.FloatTensor` of shape `[..., n]`): Log-probabilities; minus infinity is impossible.
+        candidate_ids (`torch.LongTensor` of shape `[..., n]`, *optional*): Distinct token ids they belong to; all
+            other tokens are impossible. `None` means n = V.
+    """
+
+    log_probs: torch.Tensor
+    candidate_ids: torch.Tensor | None = None
+
+    @classmethod
+    def stack(cls, laws: "list[TokenLaw]") -> "TokenLaw":
+        """Return laws `[B, n]` as one `[B, len(laws), n]`."""
+        candidates = None if laws[0].candidate_ids is None else torch.stack([law.candidate_ids for law in laws], dim=1)
+        return cls(torch.stack([law.log_probs for law in laws], dim=1), candidates)
+
+    def __getitem__(self, index) -> "TokenLaw":
+        """Select rows by an index into the leading dimensions."""
+        return TokenLaw(self.log_probs[index], None if self.candidate_ids is None else self.candidate_ids[index])
+
+    def dense(self, vocab_size: int) -> "TokenLaw":
+        """Return the same laws over the whole vocabulary, `[..., V]`."""
+        if self.candidate_ids is None:
+            return self
+        return TokenLaw(scatter_to_vocabulary(self.log_probs, self.candidate_ids, vocab_size))
+
+    def probability(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of some tokens of each row, `[..., m]` for `[..., m]`."""
+        if self.candidate_ids is None:
+            return self.log_probs.gather(-1, token_ids).exp()
+        same = token_ids[..., :, None] == self.candidate_ids[..., None, :]
+        return (same * self.log_probs.exp()[..., None, :]).sum(dim=-1)
+
+
+@dataclass(frozen=True)
 class DraftBlock:
     """One drafted block per request, before any of it is verified.
 
     Attributes:
         token_ids (`torch.LongTensor` of shape `[B, γ]`): The drafted tokens x_1..x_γ.
-        log_probs (`torch.FloatTensor` of shape `[B, γ, V]`, *optional*): Log of the law each token was drawn from,
-            that is, after temperature, truncation and all processors. `None` when the tokens are arg-max: then the
-            law is one-hot, and any cut-off is lossless.
+        law ([`TokenLaw`] of shape `[B, γ]`, *optional*): The law each token was drawn from, that is, after
+            temperature, truncation and all processors. `None` when the tokens are arg-max: then the law is one-hot,
+            and any cut-off is lossless.
         confidence_logits (`torch.FloatTensor` of shape `[B, γ]`, *optional*): Raw logits of c_k, the predicted
             conditional acceptance of slot k, known before x_k was drawn. `None` without a confidence head.
     """
 
     token_ids: torch.Tensor
-    log_probs: torch.Tensor | None
+    law: TokenLaw | None
     confidence_logits: torch.Tensor | None
 
 
@@ -49,7 +86,7 @@ class Sampler(Protocol):
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, TokenLaw | None]:
         """Draw from `softmax(logits)`, processed.
 
         Args:
@@ -58,19 +95,19 @@ class Sampler(Protocol):
             drafted_ids (`torch.LongTensor` of shape `[B, k-1]`): The block's tokens so far, anchor excluded.
 
         Returns:
-            Token ids `[B]`, and the log law over the vocabulary `[B, V]` or `None` for an arg-max draw.
+            Token ids `[B]`, and the law they were drawn from, or `None` for an arg-max draw.
         """
 
 
 def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return `[B, V]` scores that are minus infinity outside the candidates.
+    """Return `[..., V]` scores that are minus infinity outside the candidates.
 
     Args:
-        scores (`torch.Tensor` of shape `[B, n]`): Scores of the candidates.
-        candidate_ids (`torch.LongTensor` of shape `[B, n]`): Distinct token ids.
+        scores (`torch.Tensor` of shape `[..., n]`): Scores of the candidates.
+        candidate_ids (`torch.LongTensor` of shape `[..., n]`): Distinct token ids.
         vocab_size (`int`): V.
     """
-    full = scores.new_full((scores.shape[0], vocab_size), -torch.inf)
+    full = scores.new_full((*scores.shape[:-1], vocab_size), -torch.inf)
     return full.scatter(-1, candidate_ids, scores)
 
 
@@ -84,39 +121,46 @@ def greedy_sampler(
     return index, None
 
 
-def draw(logits: torch.Tensor, candidate_ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from `softmax(logits)`.
+def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row by inverting the cumulative law.
 
     Args:
-        logits (`torch.FloatTensor` of shape `[B, n]`): Scores of the candidates.
-        candidate_ids (`torch.LongTensor` of shape `[B, n]`, *optional*): Their token ids; `None` means n = V.
+        law ([`TokenLaw`] of shape `[B]`): Where to draw from.
+        uniform (`torch.DoubleTensor` of shape `[B]`): Noise in [0, 1); one number per draw, so that what a row draws
+            depends on its own noise alone.
 
     Returns:
-        Token ids `[B]`, and the log law over the candidates `[B, n]`.
+        Token ids `[B]`.
     """
-    law = logits.log_softmax(dim=-1)
-    index = torch.multinomial(law.exp(), num_samples=1)
-    return (index if candidate_ids is None else candidate_ids.gather(-1, index))[:, 0], law
+    index = invert(law.log_probs.exp(), uniform)
+    return index if law.candidate_ids is None else law.candidate_ids.gather(-1, index[:, None])[:, 0]
 
 
-def acceptance_probability(
-    target_probs: torch.Tensor, draft_probs: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
-    """Return min(1, p_t(x) / p_d(x)) for drafted tokens.
+def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the first index whose cumulative probability exceeds the noise, `[B]`.
 
     Args:
-        target_probs, draft_probs (`torch.Tensor` of shape `[..., V]`): The two laws at each position.
-        token_ids (`torch.LongTensor` of shape `[...]`): The drafted tokens.
+        probs (`torch.Tensor` of shape `[B, n]`): Non-negative, not all zero; need not sum to one.
+        uniform (`torch.Tensor` of shape `[B]`): Noise in [0, 1).
+    """
+    # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float32 if probs.device.type == "mps" else torch.float64)
+    total = cumulative[:, -1:]
+    # Strictly below the total, else an impossible last token could be drawn when the product rounds up.
+    height = torch.minimum(uniform[:, None].to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, height, right=True)[:, 0]
 
-    Returns:
-        `torch.Tensor` of shape `[...]`.
+
+def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """Return min(1, p_t(x) / p_d(x)) of drafted tokens x.
+
+    Args:
+        target_probs, draft_probs (`torch.Tensor` of shape `[...]`): What the two laws give to the drafted tokens.
 
     DSpark Section 2.1.
     """
-    target = target_probs.gather(-1, token_ids[..., None])[..., 0]
-    draft = draft_probs.gather(-1, token_ids[..., None])[..., 0]
     # A drawn token has p_d > 0; the floor only keeps 0/0 out of slots that no token was drawn from.
-    return (target / draft.clamp_min(torch.finfo(draft.dtype).tiny)).clamp_max(1.0)
+    return (target_probs / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)).clamp_max(1.0)
 
 
 def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -126,55 +170,93 @@ def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor)
     stands in.
 
     Args:
-        target_probs, draft_probs (`torch.Tensor` of shape `[..., V]`): The two laws.
+        target_probs, draft_probs (`torch.Tensor` of shape `[..., n]`): The two laws, on every token that the target's
+            makes possible.
 
     Returns:
-        `torch.Tensor` of shape `[..., V]`.
+        `torch.Tensor` of shape `[..., n]`.
     """
     residual = (target_probs - draft_probs).clamp_min(0.0)
     mass = residual.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, residual / mass.clamp_min(torch.finfo(mass.dtype).tiny), target_probs)
 
 
+def verify_greedily(
+    block: DraftBlock, lengths: torch.Tensor, target_ids: torch.Tensor, first_rows: torch.Tensor
+) -> VerifiedBlock:
+    """Accept drafts as long as they are the target's arg-max; the token after them is the target's.
+
+    Args:
+        block ([`DraftBlock`]): Arg-max drafts.
+        lengths (`torch.LongTensor` of shape `[B]`): Scheduled draft tokens l, 0 <= l <= γ.
+        target_ids (`torch.LongTensor` of shape `[n]`): The target's arg-max after the anchor and after each scheduled
+            draft token, request by request: n = sum of 1 + l.
+        first_rows (`torch.LongTensor` of shape `[B]`): Where each request starts in `target_ids`.
+
+    Returns:
+        [`VerifiedBlock`]
+    """
+    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
+    after_prefix = target_ids[(first_rows[:, None] + slots).clamp_max(len(target_ids) - 1)]
+    matches = (after_prefix == block.token_ids) & (slots < lengths[:, None])
+    num_accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
+    return VerifiedBlock(num_accepted, target_ids[first_rows + num_accepted])
+
+
 def verify_block(
     block: DraftBlock,
     lengths: torch.Tensor,
-    target_probs: torch.Tensor,
+    target_law: TokenLaw,
+    first_rows: torch.Tensor,
+    coins: torch.Tensor,
     uniform: torch.Tensor,
-    generator: torch.Generator | None = None,
 ) -> VerifiedBlock:
-    """Accept a prefix of each scheduled draft and draw the token after it.
+    """Accept a prefix of each scheduled draft by the ratio test, and draw the token after it.
 
     Args:
-        block ([`DraftBlock`]): The drafts. Without `log_probs` they are arg-max and the law is one-hot.
+        block ([`DraftBlock`]): The drafts. Without a law they are arg-max and their law is one-hot.
         lengths (`torch.LongTensor` of shape `[B]`): Scheduled draft tokens l, 0 <= l <= γ.
-        target_probs (`torch.FloatTensor` of shape `[B, γ+1, V]`): The target's law after the anchor and after each
-            draft token, processed like the drafts. Rows after l are not read. For greedy decoding: one-hot.
-        uniform (`torch.FloatTensor` of shape `[B, γ]`): Acceptance coins in [0, 1), independent of the draft noise.
-        generator (`torch.Generator`, *optional*): Source of the draw of the token after the accepted prefix.
+        target_law ([`TokenLaw`] of shape `[n]`): The target's law after the anchor and after each scheduled draft
+            token, processed like the drafts, request by request: n = sum of 1 + l.
+        first_rows (`torch.LongTensor` of shape `[B]`): Where each request starts in `target_law`.
+        coins (`torch.Tensor` of shape `[B, γ]`): Acceptance coins in [0, 1), independent of the draft noise.
+        uniform (`torch.Tensor` of shape `[B]`): Noise in [0, 1) for the token after the accepted prefix.
 
     Returns:
         [`VerifiedBlock`]
 
-    Raises:
-        ValueError: If a length is outside [0, γ].
-
     DSpark Section 2.1; Leviathan et al. 2023, Algorithm 1.
     """
-    num_drafts = block.token_ids.shape[1]
-    if bool(((lengths < 0) | (lengths > num_drafts)).any()):
-        raise ValueError(f"verification lengths must lie in [0, {num_drafts}], got {lengths.tolist()}")
-    if block.log_probs is None:
-        draft_probs = torch.nn.functional.one_hot(block.token_ids, target_probs.shape[-1]).to(target_probs.dtype)
-    else:
-        draft_probs = block.log_probs.exp().to(target_probs.dtype)
-    accepted = uniform < acceptance_probability(target_probs[:, :-1], draft_probs, block.token_ids)
-    scheduled = torch.arange(num_drafts, device=lengths.device) < lengths[:, None]
-    num_accepted = (accepted & scheduled).long().cumprod(dim=-1).sum(dim=-1)
+    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
+    tokens = block.token_ids[..., None]
+    rows = (first_rows[:, None] + slots).clamp_max(target_law.log_probs.shape[0] - 1)  # not read behind l
+    target_probs = target_law[rows].probability(tokens)[..., 0]
+    draft_probs = torch.ones_like(target_probs) if block.law is None else block.law.probability(tokens)[..., 0]
+    accepted = (coins < acceptance_probability(target_probs, draft_probs)) & (slots < lengths[:, None])
+    num_accepted = accepted.long().cumprod(dim=-1).sum(dim=-1)
 
-    row = num_accepted[:, None, None].expand(-1, 1, target_probs.shape[-1])
-    target_next = target_probs.gather(1, row)[:, 0]
-    draft_next = draft_probs.gather(1, row.clamp_max(num_drafts - 1))[:, 0]
+    following = target_law[first_rows + num_accepted]
+    target_next = following.log_probs.exp()
+    draft_next = _draft_probabilities(block, num_accepted.clamp_max(len(slots) - 1), following, target_next)
     rejected = num_accepted < lengths  # else every scheduled token was accepted: a bonus token from the target's law
     law = torch.where(rejected[:, None], residual_distribution(target_next, draft_next), target_next)
-    return VerifiedBlock(num_accepted, torch.multinomial(law, 1, generator=generator)[:, 0])
+    index = invert(law, uniform)
+    if following.candidate_ids is not None:
+        index = following.candidate_ids.gather(-1, index[:, None])[:, 0]
+    return VerifiedBlock(num_accepted, index)
+
+
+def _draft_probabilities(
+    block: DraftBlock, slots: torch.Tensor, following: TokenLaw, target_next: torch.Tensor
+) -> torch.Tensor:
+    """Return p_d at one slot of each request, for the tokens on which the target's law stands, `[B, n]`."""
+    requests = torch.arange(len(slots), device=slots.device)
+    if block.law is None:
+        tokens = block.token_ids[requests, slots][:, None]
+        if following.candidate_ids is not None:
+            return (following.candidate_ids == tokens).to(target_next)
+        return torch.zeros_like(target_next).scatter(-1, tokens, 1.0)
+    law = block.law[requests, slots]
+    if following.candidate_ids is not None:
+        return law.probability(following.candidate_ids)
+    return law.dense(target_next.shape[-1]).log_probs.exp()

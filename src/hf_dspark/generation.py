@@ -1,0 +1,326 @@
+"""From the arguments of a `generate()` call to requests, and from ended requests to what the call returns.
+
+Rows lose their padding here and get it back at the end. Caches of an earlier turn are recognised and continued. Knows
+nothing of rounds.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import Cache
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from .candidate_generator import DSparkCandidateGenerator, Request
+from .decoding import DecodingLoop, Recording, StopRule
+from .modeling_dspark import DSparkDraftModel
+from .policies import Policy
+from .processing import processors_of_row
+from .slot_cache import SlotCache
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a call, without its padding.
+
+    Attributes:
+        left_padding (`int`): Columns before it.
+        token_ids (`torch.LongTensor` of shape `[S]`): Its ids; empty when it is given as embeddings.
+        fed (`torch.Tensor` of shape `[n]` or `[n, d]`): Ids or embeddings that the target has to see.
+        cached (`int`): Positions before `fed`, in the cache already.
+    """
+
+    left_padding: int
+    token_ids: torch.Tensor
+    fed: torch.Tensor
+    cached: int
+
+    @property
+    def hidden(self) -> int:
+        """Positions of the prompt that have no id in `token_ids`."""
+        return self.cached + len(self.fed) - len(self.token_ids)
+
+
+@torch.no_grad()
+def generate_together(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    input_ids: torch.LongTensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    policy: Policy,
+    max_drafts: int | None = None,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    """Decode all rows of a call together, from what `generate()` prepared.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DSparkDraftModel`]): Its draft.
+        input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts; empty when given as embeddings.
+        logits_processor (`LogitsProcessorList`): Stateless.
+        stopping_criteria (`StoppingCriteriaList`): All of them.
+        generation_config (`GenerationConfig`): Prepared.
+        policy ([`Policy`]): Decides how much is drafted and verified.
+        max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
+        streamer (`BaseStreamer`, *optional*): Gets the tokens as they are committed; for one row.
+        model_kwargs: Attention mask, cache and embeddings.
+
+    Returns:
+        What `generate()` returns: rows that ended early are padded on the right.
+    """
+    batch_size = len(input_ids)
+    max_length = min(
+        [generation_config.max_length]
+        + [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    )
+    given_cache = model_kwargs.get("past_key_values")
+    cache = _slot_cache(given_cache, batch_size)
+    prompts = [
+        _prompt(row, input_ids, model_kwargs, given_cache, generation_config, cache) for row in range(batch_size)
+    ]
+    requests = [
+        _request(row, prompt, logits_processor, max_length, draft.config.block_size)
+        for row, prompt in enumerate(prompts)
+    ]
+    cache.limit = max(request.hidden_prompt + request.max_length for request in requests)
+    _continue_drafting(cache, draft, requests)
+    returns_dict = generation_config.return_dict_in_generate
+    recording = Recording(
+        wants_scores=bool(returns_dict and generation_config.output_scores),
+        wants_logits=bool(returns_dict and generation_config.output_logits),
+        wants_hidden_states=bool(returns_dict and generation_config.output_hidden_states),
+    )
+    is_users_cache = getattr(given_cache, "_is_user_defined", False)
+    generator = DSparkCandidateGenerator(
+        target, draft, generation_config, logits_processor, policy, max_drafts, cache.draft
+    )
+
+    def stream(request: Request, new_tokens: list[int]) -> None:
+        if streamer is not None:
+            streamer.put(torch.tensor(new_tokens))
+
+    loop = DecodingLoop(
+        target, generator, cache, StopRule(stopping_criteria), recording,
+        keeps_rows=bool(returns_dict or is_users_cache),
+        keeps_some_logits="logits_to_keep" in model_kwargs, on_commit=stream,
+    )  # fmt: skip
+    with loop:
+        loop.admit(requests, [prompt.fed for prompt in prompts], generation_config.prefill_chunk_size)
+        while loop.requests:
+            loop.run_round()
+    if streamer is not None:
+        streamer.end()
+
+    sequences = _sequences(input_ids, requests, prompts, generation_config)
+    if not returns_dict and not is_users_cache:
+        return sequences
+    _arrange_rows(cache, loop, requests)
+    if is_users_cache and given_cache is not cache:
+        _give_back(given_cache, cache, [prompt.left_padding for prompt in prompts])
+    if not returns_dict:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        past_key_values=given_cache if is_users_cache else cache,
+        **_recorded(recording, requests, prompts),
+    )
+
+
+def _request(
+    row: int, prompt: Prompt, processors: LogitsProcessorList, max_length: int, block_size: int
+) -> Request:
+    own_max_length = max_length - prompt.left_padding
+    token_ids = prompt.token_ids.new_zeros(max(own_max_length, len(prompt.token_ids) + 1) + block_size)
+    token_ids[: len(prompt.token_ids)] = prompt.token_ids
+    return Request(
+        id=row,
+        token_ids=token_ids,
+        length=len(prompt.token_ids),
+        max_length=own_max_length,
+        processors=processors_of_row(processors, row, prompt.left_padding, prompt.token_ids[None]),
+        hidden_prompt=prompt.hidden,
+    )
+
+
+def _slot_cache(given: Cache | None, batch_size: int) -> SlotCache:
+    if isinstance(given, SlotCache):
+        if given.num_rows != batch_size:
+            raise ValueError(f"past_key_values holds {given.num_rows} sequences, the prompts are {batch_size}")
+        return given
+    return SlotCache(batch_size)
+
+
+def _prompt(
+    row: int,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    given_cache: Cache | None,
+    generation_config: GenerationConfig,
+    cache: SlotCache,
+) -> Prompt:
+    """Take one row out of its padding, and find out what of it is cached."""
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    mask_width = getattr(generation_config, "_mask_length", columns) if mask is None else mask.shape[1]
+    real = torch.ones(mask_width, dtype=torch.bool) if mask is None else mask[row].bool().cpu()
+    left_padding = int(real.long().argmax())
+    own = real[mask_width - columns :]
+    if embeds is not None:
+        return Prompt(left_padding, input_ids[row], embeds[row][own.to(embeds.device)], 0)
+    token_ids = input_ids[row][own.to(input_ids.device)]
+    past = 0 if given_cache is None else given_cache.get_seq_length()
+    if past == 0:
+        return Prompt(left_padding, token_ids, token_ids, 0)
+    if mask_width > columns:
+        cached = int(real[: mask_width - columns].sum())
+        if isinstance(given_cache, SlotCache):
+            _require_cached(row, cached, cache.lengths[row])
+        else:
+            _copy_row(given_cache, cache, row, real[: mask_width - columns])
+        return Prompt(left_padding, token_ids, token_ids, cached)
+    if isinstance(given_cache, SlotCache):
+        cached = _common_prefix(row, token_ids, cache)
+    else:
+        cached = _copy_row(given_cache, cache, row, real[:past])
+    if cached >= len(token_ids):
+        raise ValueError(
+            f"past_key_values holds {cached} tokens of sequence {row}, the prompt has {len(token_ids)}: pass the whole "
+            "conversation with something new behind it"
+        )
+    return Prompt(left_padding, token_ids, token_ids[cached:], cached)
+
+
+def _require_cached(row: int, claimed: int, cached: int) -> None:
+    if claimed != cached:
+        raise ValueError(
+            f"past_key_values holds {cached} tokens of sequence {row}, the attention mask says {claimed} before the "
+            "new ones: pass the whole conversation as input_ids instead"
+        )
+
+
+def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
+    """Return how much of a conversation is cached; what differs behind that is overwritten."""
+    known = cache.token_ids[row].to(token_ids.device)
+    shortest = min(len(known), len(token_ids))
+    same = int((known[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
+    if same < shortest and len(token_ids) < len(known):
+        raise ValueError(
+            f"past_key_values holds {len(known)} tokens of sequence {row}, and the {len(token_ids)} given differ from "
+            "them: pass the whole conversation as input_ids, or only what is new together with an attention_mask "
+            "over everything"
+        )
+    same = min(same, len(token_ids) - 1)  # at least one position has to give logits
+    cache.lengths[row] = same
+    return same
+
+
+def _copy_row(given: Cache, cache: SlotCache, row: int, real: torch.Tensor) -> int:
+    """Copy a row of one of transformers' caches; its features are unknown: the draft starts behind it."""
+    columns = real.nonzero()[:, 0]
+    for layer_idx in range(len(given.layers)):
+        if given.layers[layer_idx].is_initialized:
+            cache.take_from(given, layer_idx, row, row, columns)
+    cache.lengths[row] = len(columns)
+    return len(columns)
+
+
+def _continue_drafting(cache: SlotCache, draft: DSparkDraftModel, requests: Sequence[Request]) -> None:
+    """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
+    if cache.draft is None or cache.drafted_by is None or cache.drafted_by() is not draft:
+        cache.draft, cache.drafted_by = SlotCache(cache.num_rows), weakref.ref(draft)
+        cache.waiting_features, cache.unseen = [[] for _ in requests], list(cache.lengths)
+    cache.draft.limit = cache.limit + draft.config.block_size
+    for row, request in enumerate(requests):
+        known, context = cache.lengths[row] - cache.unseen[row], cache.draft.lengths[row]
+        cache.unseen[row] = min(cache.unseen[row], cache.lengths[row])
+        cache.draft.lengths[row] = max(0, min(known, context))
+        if known > context:
+            request.features.append(torch.cat(cache.waiting_features[row])[: known - context])
+    # Until the call has ended well, nobody knows which row holds what.
+    cache.token_ids = [request.token_ids[:0] for request in requests]
+
+
+def _arrange_rows(cache: SlotCache, loop: DecodingLoop, requests: Sequence[Request]) -> None:
+    """Bring the rows of both caches into the order of the prompts, and note what they hold."""
+    rows = [loop.ended_rows[request.id] for request in requests]
+    for place in range(len(rows)):
+        while rows[place] != place:
+            other = rows[place]
+            for each in (cache, cache.draft):
+                each.swap_rows(place, other)
+            holder = rows.index(place)
+            rows[place], rows[holder] = place, other
+    cache.token_ids = [request.token_ids[: request.length - 1].clone() for request in requests]
+    cache.waiting_features = [list(request.features) for request in requests]
+
+
+def _give_back(given: Cache, cache: SlotCache, left_padding: Sequence[int]) -> None:
+    """Fill the user's own cache with what was decoded, aligned as plain `generate()` would have left it."""
+    filled = cache.to_dynamic_cache(left_padding)
+    given.layers = filled.layers
+
+
+def _sequences(
+    input_ids: torch.Tensor, requests: Sequence[Request], prompts: Sequence[Prompt], config: GenerationConfig
+) -> torch.Tensor:
+    generated = [
+        request.token_ids[len(prompt.token_ids) : request.length]
+        for request, prompt in zip(requests, prompts, strict=True)
+    ]
+    pad = getattr(config, "_pad_token_tensor", None)
+    continuation = torch.nn.utils.rnn.pad_sequence(
+        generated, batch_first=True, padding_value=0 if pad is None else int(pad)
+    )
+    return torch.cat([input_ids, continuation.to(input_ids.device)], dim=1)
+
+
+def _recorded(recording: Recording, requests: Sequence[Request], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return scores, logits and hidden states by step, as plain `generate()` does; zeros behind a row's end."""
+    result: dict[str, Any] = {"scores": None, "logits": None, "hidden_states": None}
+    for name, wanted, kept in (
+        ("scores", recording.wants_scores, recording.scores),
+        ("logits", recording.wants_logits, recording.logits),
+    ):
+        if wanted:
+            rows = [torch.stack(kept[request.id]) for request in requests]
+            result[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).unbind(dim=1)
+    if recording.wants_hidden_states:
+        steps = [recording.hidden_states[request.id] for request in requests]
+        longest = max(map(len, steps))
+        result["hidden_states"] = tuple(_hidden_step(steps, step) for step in range(longest))
+    return result
+
+
+def _hidden_step(rows: Sequence[list[tuple[torch.Tensor, ...]]], step: int) -> tuple[torch.Tensor, ...]:
+    """Return one step's hidden states `[B, n, d]` of all layers, rows aligned on the right."""
+    width = max(len(row[step][0]) for row in rows if step < len(row))
+    layers = []
+    for layer in range(len(rows[0][0])):
+        like = rows[0][0][layer]
+        states = like.new_zeros(len(rows), width, like.shape[-1])
+        for index, row in enumerate(rows):
+            if step < len(row):
+                states[index, width - len(row[step][layer]) :] = row[step][layer]
+        layers.append(states)
+    return tuple(layers)
+
+
+def needs_padding(stopping_criteria: StoppingCriteriaList) -> bool:
+    """Tell whether rows may end at different lengths."""
+    return any(not isinstance(criterion, MaxLengthCriteria) for criterion in stopping_criteria)
+
+

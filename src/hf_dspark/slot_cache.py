@@ -1,0 +1,321 @@
+"""A preallocated key-value cache for rows of different lengths: slot = logical position.
+
+A rejected token needs no rollback: its slot lies behind the committed length and is written again before anybody
+reads it. Serves the target and the draft. Knows nothing of attention, models or decoding.
+"""
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, DynamicCache
+
+GROWTH = 1.25
+SLOT_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Where the tokens of one packed forward pass belong: row by row, each row's tokens in successive slots.
+
+    Packed means that the tokens of all rows stand in one sequence `[1, T, ...]` without padding, so that the layers
+    pay for no token that is not there. Only attention needs rows, `[R, ...]`, padded on the right.
+
+    Args:
+        starts (`tuple[int, ...]`): First slot of each row.
+        counts (`tuple[int, ...]`): Tokens of each row in this pass, at least one.
+        first_row (`int`): Cache row of the first row; the others follow it.
+    """
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    first_row: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.counts)
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """T, tokens of all rows."""
+        return sum(self.counts)
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Tokens of the longest row in this pass."""
+        return max(self.counts)
+
+    @functools.cached_property
+    def end(self) -> int:
+        """Slots that hold something after this pass, in the longest row."""
+        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+
+    @functools.cached_property
+    def first_tokens(self) -> tuple[int, ...]:
+        """Where each row starts in the packed sequence."""
+        return tuple(sum(self.counts[:row]) for row in range(self.num_rows))
+
+    @functools.cached_property
+    def is_regular(self) -> bool:
+        """Whether all rows have the same number of tokens: then packing is a reshape."""
+        return min(self.counts) == self.width
+
+    @functools.cached_property
+    def _indices(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        return {}
+
+    def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return row in this pass, column and slot of each token, `[T]` each; made once per device."""
+        if device not in self._indices:
+            counts, starts = torch.tensor(self.counts), torch.tensor(self.starts)
+            rows = torch.arange(self.num_rows).repeat_interleave(counts)
+            columns = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[rows]
+            index = (rows, columns, columns + starts[rows])
+            self._indices[device] = tuple(part.to(device, non_blocking=True) for part in index)
+        return self._indices[device]
+
+    def position_ids(self, device: torch.device) -> torch.Tensor:
+        """Return the positions of the packed tokens, `[1, T]`."""
+        return self._index(device)[2][None]
+
+    def row_positions(self, device: torch.device) -> torch.Tensor:
+        """Return positions `[R, width]`; columns that hold no token continue the count."""
+        starts = torch.tensor(self.starts, device=device)
+        return starts[:, None] + torch.arange(self.width, device=device)
+
+    def to_rows(self, states: torch.Tensor) -> torch.Tensor:
+        """Bring packed states `[1, heads, T, size]` into rows `[R, heads, width, size]`, zero where no token is."""
+        if self.num_rows == 1:
+            return states
+        if self.is_regular:
+            return states[0].unflatten(1, (self.num_rows, self.width)).transpose(0, 1)
+        rows, columns, _ = self._index(states.device)
+        padded = states.new_zeros(self.num_rows, states.shape[1], self.width, states.shape[3])
+        padded[rows, :, columns] = states[0].transpose(0, 1)
+        return padded
+
+    def to_packed(self, states: torch.Tensor) -> torch.Tensor:
+        """Bring states in rows, `[R, heads, width, size]`, back into the packed sequence `[1, T, heads, size]`."""
+        by_token = states.transpose(1, 2)
+        if self.is_regular:
+            return by_token.flatten(0, 1)[None]
+        rows, columns, _ = self._index(states.device)
+        return by_token[rows, columns][None]
+
+
+class CacheMemoryError(MemoryError):
+    """The cache does not fit; says how many rows would."""
+
+
+class SlotCache(Cache):
+    """Keys and values of several rows, written at per-row slots.
+
+    A forward pass that uses it runs between `begin(layout)` and the next one. Memory is rows x capacity, the
+    capacity growing geometrically with the longest row up to `limit`.
+
+    Args:
+        num_rows (`int`): Rows at most.
+        limit (`int`, *optional*): Slots that no row will exceed; keeps growth from overshooting.
+
+    Attributes:
+        lengths (`list[int]`): Committed slots of each row; what lies behind is stale.
+        token_ids (`list[torch.Tensor]`, *optional*): The tokens in the committed slots of each row, where they are
+            known: a later turn of the same conversation is recognised by them.
+        draft (`SlotCache`, *optional*): The draft's context of the same rows.
+        drafted_by (`weakref.ref`, *optional*): The draft model whose context that is.
+        waiting_features (`list[list[torch.Tensor]]`): Tapped target layers of committed tokens of each row that are
+            not in the draft's context yet.
+        unseen (`list[int]`): Committed slots of each row that the draft never saw, at its beginning.
+    """
+
+    def __init__(self, num_rows: int = 1, limit: int | None = None) -> None:
+        super().__init__(layers=[])
+        self.num_rows = num_rows
+        self.limit = limit
+        self.lengths = [0] * num_rows
+        self.token_ids: list[torch.Tensor] | None = None
+        self.draft: SlotCache | None = None
+        self.drafted_by: weakref.ref | None = None
+        self.waiting_features: list[list[torch.Tensor]] = []
+        self.unseen: list[int] = []
+        self._layout: SlotLayout | None = None
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def layout(self) -> SlotLayout:
+        """The layout of the forward pass that is running."""
+        if self._layout is None:
+            raise ValueError(
+                "a SlotCache is written by hf_dspark's decoding loop only: to go on without a draft, pass "
+                "cache.to_dynamic_cache()"
+            )
+        return self._layout
+
+    def begin(self, layout: SlotLayout) -> None:
+        """Say where the tokens of the coming forward pass belong."""
+        self._layout = layout
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write packed keys and values of a layer, and return those of the rows of this pass.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `[1, heads, T, size]`): By the layout.
+            layer_idx (`int`): The layer.
+
+        Returns:
+            Keys and values `[R, heads, end, size]`: views, valid until the next write.
+        """
+        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
+
+    def _write(self, stores: dict[int, torch.Tensor], layer_idx: int, states: torch.Tensor) -> torch.Tensor:
+        layout, store = self.layout, stores.get(layer_idx)
+        if store is None or store.shape[2] < layout.end:
+            store = stores[layer_idx] = self._grown(store, states, layout.end)
+        first = layout.first_row
+        if layout.num_rows == 1:
+            start = layout.starts[0]
+            store[first, :, start : start + layout.counts[0]] = states[0]
+        else:
+            rows, _, slots = layout._index(states.device)
+            store[first + rows, :, slots] = states[0].transpose(0, 1)
+        return store[first : first + layout.num_rows, :, : layout.end]
+
+    def _grown(self, store: torch.Tensor | None, states: torch.Tensor, needed: int) -> torch.Tensor:
+        capacity = needed if store is None else max(needed, int(store.shape[2] * GROWTH))
+        capacity = -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        if self.limit is not None:
+            capacity = max(needed, min(capacity, self.limit))
+        shape = (self.num_rows, states.shape[1], capacity, states.shape[3])
+        try:
+            grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
+        except RuntimeError as error:  # torch raises its own OutOfMemoryError, a RuntimeError, on every device
+            raise CacheMemoryError(self._memory_message(needed)) from error
+        if store is not None:
+            grown[:, :, : store.shape[2]] = store
+        return grown
+
+    def _memory_message(self, needed: int) -> str:
+        held = sum(store.nbytes / store.shape[2] for store in (*self._keys.values(), *self._values.values()))
+        fits = max(1, self.num_rows // 2)
+        return (
+            f"no memory for the keys and values of {self.num_rows} sequences of {needed} tokens"
+            f"{f' ({held * needed / 2**30:.2f} GiB in the layers so far)' if held else ''}: a batch of {fits} has "
+            "room by the same measure"
+        )
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Overwrite a row by another one, which is free afterwards."""
+        length = self.lengths[source]
+        for store in (*self._keys.values(), *self._values.values()):
+            store[destination, :, :length] = store[source, :, :length]
+        self.lengths[destination] = length
+        self.lengths[source] = 0
+
+    def swap_rows(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+        if first == second:
+            return
+        length = max(self.lengths[first], self.lengths[second])
+        for store in (*self._keys.values(), *self._values.values()):
+            kept = store[first, :, :length].clone()
+            store[first, :, :length] = store[second, :, :length]
+            store[second, :, :length] = kept
+        self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
+
+    def free_row(self, row: int) -> None:
+        """Make room for another sequence in a row."""
+        self.lengths[row] = 0
+
+    def rows(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the committed keys and values of a row in a layer, `[heads, length, size]`; views."""
+        length = self.lengths[row]
+        return self._keys[layer_idx][row, :, :length], self._values[layer_idx][row, :, :length]
+
+    def take_from(self, other: Cache, layer_idx: int, row: int, source_row: int, columns: torch.Tensor) -> None:
+        """Copy columns of a row of one of transformers' caches into the first slots of a row.
+
+        A sliding layer has forgotten its older columns: their slots stay empty, no window reaches them.
+
+        Args:
+            other (`Cache`): A dynamic cache.
+            layer_idx (`int`): The layer.
+            row, source_row (`int`): Here and there.
+            columns (`torch.LongTensor` of shape `[n]`): Columns of the whole sequence that hold the row's tokens.
+        """
+        layer = other.layers[layer_idx]
+        forgotten = layer.get_seq_length() - layer.keys.shape[2]
+        kept = columns[columns >= forgotten] - forgotten
+        first = len(columns) - len(kept)
+        for stores, states in ((self._keys, layer.keys), (self._values, layer.values)):
+            store = stores.get(layer_idx)
+            if store is None or store.shape[2] < len(columns):
+                store = stores[layer_idx] = self._grown(store, states, len(columns))
+            store[row, :, first : len(columns)] = states[source_row][:, kept.to(states.device)]
+
+    def to_dynamic_cache(self, left_padding: Sequence[int] | None = None) -> DynamicCache:
+        """Return a copy as transformers' `DynamicCache`, the rows aligned as in a left-padded batch.
+
+        Args:
+            left_padding (`Sequence[int]`, *optional*): Empty columns before each row; without it, rows end together.
+        """
+        longest = max(self.lengths)
+        padding = [longest - length for length in self.lengths] if left_padding is None else left_padding
+        cache = DynamicCache()
+        for layer_idx in sorted(self._keys):
+            columns = []
+            for stores in (self._keys, self._values):
+                store = stores[layer_idx]
+                width = max(pad + length for pad, length in zip(padding, self.lengths, strict=True))
+                copied = store.new_zeros(store.shape[0], store.shape[1], width, store.shape[3])
+                for row, (pad, length) in enumerate(zip(padding, self.lengths, strict=True)):
+                    copied[row, :, pad : pad + length] = store[row, :, :length]
+                columns.append(copied)
+            cache.update(*columns, layer_idx)
+        return cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the committed slots of the longest row."""
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return how many slots a pass sees, and the first of them."""
+        return self.layout.end, 0
+
+
+def grouped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Attention with fewer key than query heads, the group folded into the query rows instead of repeating keys.
+
+    Args:
+        query (`torch.Tensor` of shape `[R, heads, width, size]`): Queries.
+        key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): What they attend to.
+        mask (`torch.BoolTensor` of shape `[R or 1, 1, width, slots]`, *optional*): True where a query may attend.
+        scaling (`float`, *optional*): Of the scores.
+        is_causal (`bool`): Instead of a mask: query i sees slots 0..i.
+
+    Returns:
+        `torch.Tensor` of shape `[R, heads, width, value_size]`.
+    """
+    group, width = query.shape[1] // key.shape[1], query.shape[2]
+    if is_causal:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1
+        )
+    if group > 1:
+        query = query.unflatten(1, (-1, group)).flatten(2, 3)
+        mask = None if mask is None else mask.repeat(1, 1, group, 1)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return output.unflatten(2, (group, width)).flatten(1, 2) if group > 1 else output
