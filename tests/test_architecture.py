@@ -13,10 +13,25 @@ import hf_dspark
 PACKAGE = Path(hf_dspark.__file__).parent
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 
-MATHS = {"sampling", "throughput", "policies", "calibration", "losses"}
-MODELS = {"configuration_dspark", "modeling_dspark", "configuration_eagle3", "modeling_eagle3"}
+MATHS = {"sampling", "noise", "throughput", "policies", "calibration", "losses"}
+MODELS = {
+    "configuration_dspark",
+    "modeling_dspark",
+    "configuration_eagle3",
+    "modeling_eagle3",
+    "slot_attention",
+    "slot_cache",
+}
 SHARED = {"feature_capture", "profiling", "collection"}
-DECODING = {"candidate_generator", "slot_cache", "decoding", "generate_hook"}
+DECODING = {
+    "candidate_generator",
+    "decoding",
+    "generate_hook",
+    "generate_many",
+    "generation",
+    "processing",
+    "request",
+}
 TRAINING = {"data", "trainer"}
 GROUPS = {"maths": MATHS, "models": MODELS, "shared": SHARED, "decoding": DECODING, "training": TRAINING}
 MAY_IMPORT = {

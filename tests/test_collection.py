@@ -47,7 +47,7 @@ def test_sampled_acceptance_is_the_overlap_of_both_laws(target, draft, monkeypat
     for outcome, row in zip(seen, rounds.acceptance, strict=True):
         for slot in range(int(outcome.lengths[0])):
             target_law = outcome.target_logits[0, slot].softmax(-1)
-            draft_law = outcome.block.law[0, slot].dense(outcome.target_logits.shape[-1]).log_probs.exp()
+            draft_law = outcome.block.law[0, slot].dense(outcome.target_logits.shape[-1]).probs
             assert row[slot].item() == pytest.approx(torch.minimum(target_law, draft_law).sum().item(), abs=1e-6)
     assert 0.0 < rounds.acceptance[rounds.acceptance > 0].mean() < 1.0
 

@@ -24,8 +24,8 @@ from hf_dspark import (
     generate_hook,
 )
 from hf_dspark.feature_capture import FeatureCapture
-from hf_dspark.slot_cache import SlotCache
 from hf_dspark.sampling import greedy_sampler
+from hf_dspark.slot_cache import SlotCache
 from hf_dspark.throughput import ForwardCost, LinearCost
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
@@ -283,7 +283,7 @@ def test_impossible_lengths_of_a_policy_are_refused(pair, prompts, length):
 
     target, draft = pair
     draft.policy = Odd()
-    with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got {length}"):
+    with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got \[{length}\]"):
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
 
 

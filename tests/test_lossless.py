@@ -9,7 +9,13 @@ import itertools
 import pytest
 import scipy.stats
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_dspark import (
     AdaptiveDrafting,
@@ -24,9 +30,10 @@ from hf_dspark import (
     SLOLimit,
     candidate_generator,
 )
-from hf_dspark.candidate_generator import ProcessedSampler, Request
+from hf_dspark.candidate_generator import ProcessedSampler
 from hf_dspark.feature_capture import FeatureCapture
 from hf_dspark.processing import BlockProcessor
+from hf_dspark.request import Request, StopRule
 from hf_dspark.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
 from hf_dspark.slot_cache import SlotCache
 from hf_dspark.throughput import Load, ThroughputTable
@@ -43,7 +50,8 @@ class EnumeratingSampler:
         self.tokens, self.processors = tokens, processors
 
     def __call__(self, logits, candidate_ids, drafted_ids):
-        request = Request(0, torch.cat([PROMPT[0], torch.zeros(4).long()]), PROMPT.shape[1], 99, self.processors)
+        ids, rule = torch.cat([PROMPT[0], torch.zeros(4).long()]), StopRule(StoppingCriteriaList())
+        request = Request(0, ids, PROMPT.shape[1], 99, self.processors, rule)
         uniform = torch.zeros(1, len(self.tokens))
         sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
         _, law = sampler(logits, candidate_ids, drafted_ids)
@@ -104,7 +112,7 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
     for path in itertools.product(range(VOCAB), repeat=gamma):
         sampler = EnumeratingSampler(path, processors)
         block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler)
-        drawn_from = block.law.dense(VOCAB).log_probs[0].exp().double()
+        drawn_from = block.law.dense(VOCAB).probs[0].double()
         path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
         if path_probability == 0.0:
             continue
@@ -274,9 +282,9 @@ def test_verify_block_draws_from_the_target_law():
     target = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
     draft = torch.tensor([0.1, 0.4, 0.3, 0.2])
     token_ids = torch.multinomial(draft.expand(draws, -1), 1, generator=generator)
-    block = DraftBlock(token_ids, TokenLaw(draft.log().expand(draws, 1, vocab)), None)
+    block = DraftBlock(token_ids, TokenLaw(draft.expand(draws, 1, vocab)), None)
     verified = verify_block(
-        block, torch.ones(draws, dtype=torch.long), TokenLaw(target.log().repeat(draws, 1)), 2 * torch.arange(draws),
+        block, torch.ones(draws, dtype=torch.long), TokenLaw(target.repeat(draws, 1)), 2 * torch.arange(draws),
         torch.rand(draws, 1, generator=generator), torch.rand(draws, generator=generator),
     )  # fmt: skip
     first = torch.where(verified.num_accepted == 1, token_ids[:, 0], verified.next_token_ids)
@@ -354,7 +362,7 @@ def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monke
 
     def flattened(self, *arguments):
         token_ids, law = honest(self, *arguments)
-        return token_ids, TokenLaw(torch.full_like(law.log_probs, -torch.tensor(float(VOCAB)).log()))
+        return token_ids, TokenLaw(torch.full_like(law.probs, 1 / VOCAB))
 
     monkeypatch.setattr(candidate_generator.ProcessedSampler, "__call__", flattened)
     counts = sampled_sequences(target, draft, num_draws=700)

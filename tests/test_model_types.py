@@ -1,7 +1,7 @@
 """Many kinds of targets, decoded in ragged batches: every row as if it were alone.
 
-The targets are random, so a draft would hardly ever be right: the tests put the true continuation into most blocks, and
-an error into some, so that rows accept different numbers of tokens and roll back.
+The targets are random, so a draft would hardly ever be right: the tests put the true continuation into most blocks,
+and an error into some, so that rows accept different numbers of tokens and roll back.
 """
 
 import pytest

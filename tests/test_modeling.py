@@ -54,7 +54,7 @@ class ForcedSampler:
 
     def __call__(self, logits, candidate_ids, drafted_ids):
         self.scores.append(logits)
-        law = TokenLaw(logits.log_softmax(dim=-1), candidate_ids)
+        law = TokenLaw(logits.softmax(dim=-1), candidate_ids)
         return self.token_ids[:, drafted_ids.shape[1]], law
 
 
@@ -65,9 +65,7 @@ def cached_backbone(draft, block_embeds, features, cache):
     """Run the backbone as `draft_block` does, for one request."""
     drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
     cache.begin(drafting.layout)
-    hidden = draft.backbone(
-        block_embeds, features, drafting.layout.position_ids(draft.device), drafting=drafting
-    )
+    hidden = draft.backbone(block_embeds, features, drafting.layout.position_ids(draft.device), drafting=drafting)
     cache.lengths[0] += features.shape[1]
     return hidden
 
@@ -126,7 +124,7 @@ def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
             ForcedSampler(data.io[f"{r}.t1_tokens"]),
         )
         assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
-        close(block.law.log_probs.exp(), data.io[f"{r}.t1_draft_probs"])
+        close(block.law.probs, data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
 
@@ -336,7 +334,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
         at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
         assert cache.lengths == [committed, committed]
-        close(stepwise.law.log_probs, at_once.law.log_probs)
+        close(stepwise.law.probs.log(), at_once.law.probs.log())
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
@@ -354,7 +352,7 @@ def test_training_forward_scores_the_law_that_inference_draws_from(make_draft, t
         block = draft.draft_block(
             input_ids[:, anchor], features[:, :anchor], SlotCache(), ForcedSampler(labels[:, index])
         )
-        close(output.draft_logits[:, index].log_softmax(-1), block.law.log_probs, atol=1e-5)
+        close(output.draft_logits[:, index].log_softmax(-1), block.law.probs.log(), atol=1e-5)
         if block.confidence_logits is not None:
             close(output.confidence_logits[:, index], block.confidence_logits, atol=1e-4)
 
@@ -522,7 +520,7 @@ def test_draft_top_k_law_is_the_softmax_over_the_best_base_candidates(make_draft
         make_draft(target, draft_top_k=5, **HEADS[head])
         .sample_block(hidden, base, anchors, ForcedSampler(tokens))
         .law.dense(VOCAB)
-        .log_probs.exp()
+        .probs
     )
     for row in range(2):
         for slot in range(4):
@@ -539,7 +537,10 @@ def test_draft_top_k_of_the_whole_vocabulary_changes_nothing(make_draft, target)
     plain, whole = make_draft(target), make_draft(target, draft_top_k=48)
     greedy = plain.sample_block(hidden, base, anchors, greedy_sampler)
     assert torch.equal(whole.sample_block(hidden, base, anchors, greedy_sampler).token_ids, greedy.token_ids)
-    laws = [m.sample_block(hidden, base, anchors, ForcedSampler(greedy.token_ids)).law.dense(VOCAB).log_probs for m in (plain, whole)]
+    laws = [
+        m.sample_block(hidden, base, anchors, ForcedSampler(greedy.token_ids)).law.dense(VOCAB).probs.log()
+        for m in (plain, whole)
+    ]
     close(laws[1], laws[0])
 
 
@@ -558,12 +559,10 @@ def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
     for name, value in draft.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     block, again = (
-        model.draft_block(
-            torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long())
-        )
+        model.draft_block(torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long()))
         for model in (draft, loaded)
     )
-    assert torch.equal(block.law.log_probs, again.law.log_probs)
+    assert torch.equal(block.law.probs, again.law.probs)
 
 
 def test_deepspec_checkpoint_saved_as_ours_loads_back_identical(golden, tmp_path):

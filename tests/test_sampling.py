@@ -32,7 +32,7 @@ def verify(block, lengths, target_probs, coins, uniform=None):
     """Verify blocks whose target laws `[B, γ+1, V]` stand one behind the other, as after a packed pass."""
     width = target_probs.shape[1]
     return verify_block(
-        block, lengths, TokenLaw(target_probs.flatten(0, 1).log()), torch.arange(len(lengths)) * width, coins,
+        block, lengths, TokenLaw(target_probs.flatten(0, 1)), torch.arange(len(lengths)) * width, coins,
         torch.rand(len(lengths)) if uniform is None else uniform,
     )  # fmt: skip
 
@@ -91,10 +91,8 @@ def test_residual_distribution_never_proposes_what_the_target_forbids():
 def test_verify_block_matches_deepspec_for_given_coins(golden, drawn_laws, name, case):
     data = golden(name)
     expected = data.info[case]
-    block = DraftBlock(data.io["r1.greedy_tokens"], TokenLaw(data.io["verify.draft_probs"].log()), None)
-    verified = verify(
-        block, torch.tensor([5]), data.io["verify.target_probs"], torch.tensor([expected["uniform"]])
-    )
+    block = DraftBlock(data.io["r1.greedy_tokens"], TokenLaw(data.io["verify.draft_probs"]), None)
+    verified = verify(block, torch.tensor([5]), data.io["verify.target_probs"], torch.tensor([expected["uniform"]]))
     assert verified.num_accepted.tolist() == [expected["accepted_draft_tokens"]]
     torch.testing.assert_close(drawn_laws[-1], data.io[f"{case}.next_token_probs"][:, 0], atol=2e-6, rtol=1e-4)
 
@@ -119,7 +117,7 @@ def test_verify_block_matches_deepspec_for_greedy_decoding(golden, name):
 
 def test_verify_block_draws_from_the_targets_law_when_the_length_is_zero(drawn_laws):
     target_probs = laws_of(1, 4, 5)
-    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5).log()), None)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
     for coins in (torch.zeros(1, 3), torch.full((1, 3), 0.9999)):
         assert verify(block, torch.tensor([0]), target_probs, coins).num_accepted.tolist() == [0]
         assert torch.equal(drawn_laws[-1], target_probs[:, 0])
@@ -127,7 +125,7 @@ def test_verify_block_draws_from_the_targets_law_when_the_length_is_zero(drawn_l
 
 def test_verify_block_draws_a_bonus_token_after_a_shortened_block(drawn_laws):
     target_probs = laws_of(1, 4, 5)
-    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5).log()), None)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
     verified = verify(block, torch.tensor([2]), target_probs, torch.zeros(1, 3))
     assert verified.num_accepted.tolist() == [2]
     assert torch.equal(drawn_laws[-1], target_probs[:, 2])
@@ -135,20 +133,18 @@ def test_verify_block_draws_a_bonus_token_after_a_shortened_block(drawn_laws):
 
 def test_verify_block_does_not_read_rows_behind_the_length():
     target_probs = laws_of(1, 4, 5)
-    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5).log()), None)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
     coins = torch.tensor([[0.0, 0.9999, 0.0]])
     changed = target_probs.clone()
     changed[:, 3] = torch.nan
-    results = [
-        verify(block, torch.tensor([2]), law, coins, torch.tensor([0.3])) for law in (target_probs, changed)
-    ]
+    results = [verify(block, torch.tensor([2]), law, coins, torch.tensor([0.3])) for law in (target_probs, changed)]
     assert results[0].num_accepted.tolist() == results[1].num_accepted.tolist()
     assert results[0].next_token_ids.tolist() == results[1].next_token_ids.tolist()
 
 
 def test_verify_block_rejects_every_token_behind_the_first_rejection():
     law = laws_of(1, 1, 5).expand(1, 4, 5)
-    block = DraftBlock(torch.tensor([[1, 2, 3]]), TokenLaw(law[:, :3].log()), None)
+    block = DraftBlock(torch.tensor([[1, 2, 3]]), TokenLaw(law[:, :3]), None)
     target_probs = law.clone()
     target_probs[0, 1] = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0])  # forbids the second draft token
     verified = verify(block, torch.tensor([3]), target_probs, torch.full((1, 3), 0.5))
@@ -160,11 +156,14 @@ def test_verify_block_treats_rows_independently():
     target_probs, draft_probs = laws_of(6, 4, 5), laws_of(6, 3, 5)
     token_ids, coins = torch.randint(0, 5, (6, 3)), torch.rand(6, 3)
     lengths = torch.tensor([0, 1, 2, 3, 3, 2])
-    together = verify(DraftBlock(token_ids, TokenLaw(draft_probs.log()), None), lengths, target_probs, coins)
+    together = verify(DraftBlock(token_ids, TokenLaw(draft_probs), None), lengths, target_probs, coins)
     for row in range(6):
         pick = slice(row, row + 1)
         alone = verify(
-            DraftBlock(token_ids[pick], TokenLaw(draft_probs[pick].log()), None), lengths[pick], target_probs[pick], coins[pick]
+            DraftBlock(token_ids[pick], TokenLaw(draft_probs[pick]), None),
+            lengths[pick],
+            target_probs[pick],
+            coins[pick],
         )
         assert alone.num_accepted.item() == together.num_accepted[row].item()
 
@@ -189,10 +188,8 @@ def test_verify_block_recovers_the_targets_law(length):
     token_ids = torch.stack(
         [torch.multinomial(draft_probs[0, slot], count, replacement=True) for slot in range(2)], dim=1
     )
-    block = DraftBlock(token_ids, TokenLaw(draft_probs.log().expand(count, -1, -1)), None)
-    verified = verify(
-        block, torch.full((count,), length), target_probs.expand(count, -1, -1), torch.rand(count, 2)
-    )
+    block = DraftBlock(token_ids, TokenLaw(draft_probs.expand(count, -1, -1)), None)
+    verified = verify(block, torch.full((count,), length), target_probs.expand(count, -1, -1), torch.rand(count, 2))
     first = torch.where(verified.num_accepted > 0, token_ids[:, 0], verified.next_token_ids)
     # Four standard deviations over 100000 draws are at most 0.0064.
     torch.testing.assert_close(frequencies(first, vocab_size), target_probs[0, 0], atol=0.0065, rtol=0)
@@ -211,7 +208,7 @@ def test_verify_block_recovers_the_targets_law(length):
 
 
 def test_verify_block_is_decided_by_its_noise():
-    target_probs, law = laws_of(64, 3, 9), TokenLaw(laws_of(64, 2, 9).log())
+    target_probs, law = laws_of(64, 3, 9), TokenLaw(laws_of(64, 2, 9))
     block = DraftBlock(torch.randint(0, 9, (64, 2)), law, None)
     coins, lengths, noise = torch.rand(64, 2), torch.full((64,), 2), torch.rand(2, 64)
     draws = [

@@ -9,6 +9,7 @@ from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
 from .generate_hook import decode_with
 from .generate_hook import install as _install_generate_hook
+from .generate_many import Completion, generate_many
 from .modeling_dspark import DSparkDraftModel
 from .policies import (
     AdaptiveDrafting,
@@ -37,6 +38,7 @@ _install_generate_hook()
 __all__ = [
     "AdaptiveDrafting",
     "AdditiveCost",
+    "Completion",
     "ConfidenceThreshold",
     "DSparkCandidateGenerator",
     "DSparkConfig",
@@ -63,6 +65,7 @@ __all__ = [
     "collect_rounds",
     "decode_with",
     "find_cost",
+    "generate_many",
     "load_cost",
     "measure_calibration",
     "profile_throughput",

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
 from .calibration import calibrated_confidence
@@ -22,6 +22,7 @@ from .modeling_dspark import DSparkDraftModel
 from .noise import BlockNoise, block_noise
 from .policies import Policy, RoundOutcome
 from .processing import BlockProcessor, Prefix
+from .request import Request, StopRule
 from .sampling import DraftBlock, TokenLaw, draw, greedy_sampler, scatter_to_vocabulary
 from .slot_cache import SlotCache
 from .throughput import Load
@@ -88,48 +89,6 @@ class RoundStatistics:
     def accepted_at(self, position: int) -> int:
         """Rounds that accepted the token at a draft position (1..γ)."""
         return sum(length >= position for length in self.accepted)
-
-
-@dataclass
-class Request:
-    """One sequence that is being decoded.
-
-    Attributes:
-        id (`int`): Key of its noise, distinct among all requests of a call.
-        token_ids (`torch.LongTensor` of shape `[capacity]`): Prompt and committed tokens, then room for one block.
-        length (`int`): Committed tokens; the last one is the anchor.
-        max_length (`int`): Tokens at which it ends.
-        processors (`LogitsProcessorList`): As for this sequence alone.
-        hidden_prompt (`int`): Prompt positions that have no token id, being given as embeddings.
-        blocks (`int`): Blocks drawn so far: the counter of its noise.
-        features (`list[torch.Tensor]`): Tapped target layers of committed tokens that the draft has not seen,
-            `[n, m*d]` each; the anchor excluded.
-        ended (`bool`): Whether its last token is there.
-    """
-
-    id: int
-    token_ids: torch.Tensor
-    length: int
-    max_length: int
-    processors: LogitsProcessorList
-    hidden_prompt: int = 0
-    blocks: int = 0
-    features: list[torch.Tensor] = field(default_factory=list)
-    ended: bool = False
-
-    @property
-    def anchor(self) -> torch.Tensor:
-        """x_0, `[1]`."""
-        return self.token_ids[self.length - 1 : self.length]
-
-    @property
-    def anchor_position(self) -> int:
-        """Position of the anchor, which is the number of committed slots in the target's cache."""
-        return self.hidden_prompt + self.length - 1
-
-    def prefix(self, drafted: int = 0) -> Prefix:
-        """Return what stands before a position behind `drafted` tokens of the block."""
-        return Prefix(self.token_ids[None, : self.length + drafted], self.processors)
 
 
 @dataclass(frozen=True)
@@ -220,6 +179,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.policy = policy.fresh()
         self.statistics = RoundStatistics(policy=self.policy)
         self.processor = BlockProcessor(logits_processor, draft.config.vocab_size)
+        self._draft_processor = BlockProcessor(logits_processor, draft.config.vocab_size, tie_margin=0)
         self.cache = SlotCache() if cache is None else cache
         self.do_sample = generation_config.do_sample
         self.seed = int(torch.empty((), dtype=torch.int64).random_())  # the user's seed decides about all noise
@@ -316,16 +276,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         num_features = [sum(map(len, request.features)) for request in requests]
         features = torch.cat([part for request in requests for part in request.features])
         uniform = None if noise is None else noise.draft
-        sampler = ProcessedSampler(self.processor, requests, uniform, self.draft.config.vocab_size)
+        sampler = ProcessedSampler(self._draft_processor, requests, uniform, self.draft.config.vocab_size)
         anchors = torch.cat([request.anchor for request in requests])
-        block = self.draft.draft_block(anchors, features, self.cache, sampler, num_features)
-        for request in requests:
-            request.features.clear()
-        return block
+        before = self.cache.lengths[: len(requests)]
+        try:
+            return self.draft.draft_block(anchors, features, self.cache, sampler, num_features)
+        finally:
+            for request, length, known in zip(requests, self.cache.lengths, before, strict=False):
+                if length > known:  # in the cache now, even if a processor failed afterwards
+                    request.features.clear()
 
-    def _planned_lengths(
-        self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load
-    ) -> torch.Tensor:
+    def _planned_lengths(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
         if not bool(((lengths >= 0) & (lengths <= max_lengths)).all()):
             raise ValueError(
@@ -414,7 +375,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._round_started = self._round_started or time.perf_counter()
         room = torch.zeros(self.draft.config.block_size, dtype=torch.long, device=input_ids.device)
         if self._request is None:
-            self._request = Request(0, input_ids[0], 0, self._max_length, self._processors)
+            # transformers' loop stops by its own rules.
+            rule = StopRule(StoppingCriteriaList())
+            self._request = Request(0, input_ids[0], 0, self._max_length, self._processors, rule)
             self._request.features.append(self._prompt_features(model_kwargs))
         else:
             # The last forward saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
@@ -429,7 +392,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         candidate_ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids.device)], dim=1)
         if block.law is None:
             return candidate_ids, None
-        return candidate_ids, block.law[:, :length].dense(self.draft.config.vocab_size).log_probs
+        return candidate_ids, block.law[:, :length].dense(self.draft.config.vocab_size).probs.log()
 
     def _prompt_features(self, model_kwargs: dict[str, Any] | None) -> torch.Tensor:
         """Return the features of the prompt `[n, m*d]`: left padding is no context."""

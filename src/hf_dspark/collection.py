@@ -56,7 +56,7 @@ def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tenso
         drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
         return (target_logits.argmax(dim=-1) == drafted).float().cpu()
     draft_law = outcome.block.law[:, :num_verified].dense(target_logits.shape[-1])
-    draft_probs = draft_law.log_probs.exp().to(target_logits.device)
+    draft_probs = draft_law.probs.to(target_logits.device)
     return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
 
 

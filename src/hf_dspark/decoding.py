@@ -9,62 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel
 
-from .candidate_generator import DSparkCandidateGenerator, Proposal, Request
+from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .modeling_dspark import input_device
 from .noise import BlockNoise
 from .processing import Prefix, Scores
+from .request import Request
 from .sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from .slot_attention import attending_by_slots, packed_pass
 from .slot_cache import SlotCache, SlotLayout
-
-
-class StopRule:
-    """Tells at which token a request ends.
-
-    Lengths and end-of-sequence ids are looked up; the time is asked for once a round; any other criterion is called
-    behind every committed token in turn, as plain decoding would, and never on a token behind the end.
-
-    Args:
-        criteria (`StoppingCriteriaList`): Of the call.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
-        eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-        self._eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
-        self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
-        known = (EosTokenCriteria, MaxTimeCriteria, MaxLengthCriteria)
-        self._others = [criterion for criterion in criteria if not isinstance(criterion, known)]
-
-    def cut(self, request: Request, new_tokens: Sequence[int], scores: Sequence[torch.Tensor]) -> tuple[int, bool]:
-        """Return how many of the tokens just noted behind a request stay, and whether it ends there.
-
-        Args:
-            request ([`Request`]): Its `length` does not count the new tokens yet.
-            new_tokens (`Sequence[int]`): In `request.token_ids` already.
-            scores (`Sequence[torch.Tensor]`): Processed scores `[V]` of all its tokens, if they are kept.
-        """
-        for count, token in enumerate(new_tokens, start=1):
-            length = request.length + count
-            if token in self._eos_token_ids or length >= request.max_length:
-                return count, True
-            if self._others and self._any_other(request, length, scores[: len(scores) - len(new_tokens) + count]):
-                return count, True
-        prefix = request.token_ids[None, : request.length + len(new_tokens)]
-        return len(new_tokens), any(bool(torch.as_tensor(time(prefix, None)).all()) for time in self._times)
-
-    def _any_other(self, request: Request, length: int, scores: Sequence[torch.Tensor]) -> bool:
-        prefix = request.token_ids[None, :length]
-        kept = tuple(score[None] for score in scores) if scores else None
-        # Each is called, as transformers does: a criterion may count its calls.
-        return any([bool(torch.as_tensor(criterion(prefix, kept)).all()) for criterion in self._others])
 
 
 @dataclass
@@ -110,7 +64,6 @@ class DecodingLoop:
         target (`PreTrainedModel`): The model that decodes.
         generator ([`DSparkCandidateGenerator`]): Drafts; has the draft's cache.
         cache ([`SlotCache`]): The target's; row i belongs to `requests[i]`.
-        stop_rule ([`StopRule`]): When a request ends.
         recording ([`Recording`], *optional*): Keeps scores and hidden states.
         keeps_rows (`bool`): Whether caches of requests that ended are needed afterwards.
         keeps_some_logits (`bool`): Whether the target's `forward` takes `logits_to_keep`.
@@ -126,7 +79,6 @@ class DecodingLoop:
         target: PreTrainedModel,
         generator: DSparkCandidateGenerator,
         cache: SlotCache,
-        stop_rule: StopRule,
         recording: Recording | None = None,
         keeps_rows: bool = False,
         keeps_some_logits: bool = True,
@@ -138,7 +90,6 @@ class DecodingLoop:
         self.cache = cache
         self.recording = recording or Recording()
         self._target = target
-        self._stop_rule = stop_rule
         self._keeps_rows = keeps_rows
         self._keeps_some_logits = keeps_some_logits
         self._on_commit = on_commit
@@ -166,7 +117,7 @@ class DecodingLoop:
         verified = self._verify(proposal, scores, verified_pass.layout, noise)
         num_committed = self._commit(requests, proposal, verified, verified_pass, scores)
         self._learn(requests, proposal, verified, scores, num_committed)
-        self._release_ended()
+        self.release_ended()
 
     def _block_layout(self, requests: Sequence[Request], proposal: Proposal) -> SlotLayout:
         counts = tuple(1 + length for length in proposal.lengths.tolist())
@@ -181,9 +132,7 @@ class DecodingLoop:
         sent = torch.arange(columns.shape[1]) <= proposal.lengths[:, None]
         return columns[sent.to(self._device)]
 
-    def _forward(
-        self, token_ids: torch.Tensor, layout: SlotLayout, wanted: torch.Tensor | None = None
-    ) -> Pass:
+    def _forward(self, token_ids: torch.Tensor, layout: SlotLayout, wanted: torch.Tensor | None = None) -> Pass:
         """Run packed tokens `[T]`, or embeddings `[T, d]`, through the target; logits at the `wanted` ones, or all."""
         packed = token_ids.to(self._input_device)[None]
         inputs = {"input_ids": packed} if token_ids.dim() == 1 else {"inputs_embeds": packed}
@@ -241,12 +190,14 @@ class DecodingLoop:
         drafts = [] if proposal.block is None else [proposal.block.token_ids]
         columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None], *drafts]
         num_committed = []
-        for row, (accepted, following, *drafted) in enumerate(torch.cat(columns, dim=1).tolist()):  # one synchronisation
+        for row, (accepted, following, *drafted) in enumerate(
+            torch.cat(columns, dim=1).tolist()
+        ):  # one synchronisation
             request, first = requests[row], done.layout.first_tokens[row]
             new_tokens = [*drafted[:accepted], following]
             request.token_ids[request.length : request.length + len(new_tokens)] = torch.tensor(new_tokens)
             self._record(request, scores, done, slice(first, first + len(new_tokens)))
-            kept, ends = self._stop_rule.cut(request, new_tokens, self.recording.scores.get(request.id, ()))
+            kept, ends = request.stop_rule.cut(request, new_tokens, self.recording.scores.get(request.id, ()))
             self._forget(request, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
             request.features.append(done.features[first : first + kept])
@@ -293,7 +244,7 @@ class DecodingLoop:
             logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         self.generator.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, logits)
 
-    def _release_ended(self) -> None:
+    def release_ended(self) -> None:
         """Take ended requests out of the batch; the last rows fill their places in the caches."""
         for row in reversed(range(len(self.requests))):
             if self.requests[row].ended:
@@ -308,6 +259,11 @@ class DecodingLoop:
                 self.ended_rows[self.requests[row].id] = last
                 self.requests[row] = self.requests[last]
                 self.requests.pop()
+
+    def shrink(self, num_rows: int) -> None:
+        """Give the memory of rows back that are not in use."""
+        for cache in (self.cache, self.generator.cache):
+            cache.shrink(num_rows)
 
     @torch.no_grad()
     def admit(
@@ -341,12 +297,12 @@ class DecodingLoop:
         prefilled = Pass(
             SlotLayout((0,) * len(requests), (1,) * len(requests)), torch.stack(logits), done.features[:0], None
         )
-        self.requests.extend(requests)
         nothing = Proposal(torch.zeros(len(requests), dtype=torch.long))
         scores = self._process(requests, nothing, prefilled)
         verified = self._verify(nothing, scores, prefilled.layout, noise)
+        self.requests.extend(requests)
         self._commit_first(requests, first_row, verified, prefilled, scores)
-        self._release_ended()
+        self.release_ended()
 
     def _take_prompt(
         self, requests: Sequence[Request], parts: Sequence[torch.Tensor], done: Pass, logits: list[torch.Tensor | None]
@@ -374,7 +330,7 @@ class DecodingLoop:
             request = requests[row]
             request.token_ids[request.length] = token
             self._record(request, scores, done, slice(row, row + 1))
-            _, ends = self._stop_rule.cut(request, [token], self.recording.scores.get(request.id, ()))
+            _, ends = request.stop_rule.cut(request, [token], self.recording.scores.get(request.id, ()))
             request.length += 1
             request.blocks += 1
             self.cache.lengths[first_row + row] = request.anchor_position

@@ -28,10 +28,11 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
-from .generation import generate_together, needs_padding
+from .generation import Call, generate_together, needs_padding
 from .modeling_dspark import check_fits
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
+from .slot_attention import rope_parameters, why_not_by_slots
 from .slot_cache import SlotCache
 
 # What each wrapped method must accept; a test checks it on every supported version.
@@ -143,14 +144,17 @@ def _wrap_decoding(original):
         assistant_model: PreTrainedModel | None = None,
         **kwargs: Any,
     ):
-        prepared = dict(
-            logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config
-        )  # fmt: skip
+        prepared = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "generation_config": generation_config,
+        }
         if not is_dspark(assistant_model):
             return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
         reason = _needs_transformers_loop(self, assistant_model, input_ids, generation_config, kwargs)
         if reason is None:
-            return _decode_together(self, assistant_model, input_ids, **prepared, **kwargs)
+            call = _checked_call(self, assistant_model, input_ids, **prepared, **kwargs)
+            return generate_together(self, assistant_model, call)
         _check_single(self, input_ids, stopping_criteria, kwargs, reason)
         _check_processors(logits_processor, input_ids, assistant_model.config.vocab_size)
         policy, max_drafts = _policy(assistant_model, self, generation_config)
@@ -176,29 +180,32 @@ def decode_with(draft: PreTrainedModel) -> Callable:
     Args:
         draft ([`DSparkDraftModel`]): The target's draft.
     """
-    if not is_dspark(draft):
-        raise TypeError(f"decode_with needs a DSparkDraftModel, got {type(draft).__name__}")
 
-    def decode(
-        target: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ):
+    def decode(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any):
+        return generate_together(target, draft, prepare_with(draft)(target, input_ids, **prepared))
+
+    return decode
+
+
+def prepare_with(draft: PreTrainedModel) -> Callable[..., Call]:
+    """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`]."""
+    if not is_dspark(draft):
+        raise TypeError(f"a DSparkDraftModel is needed, got {type(draft).__name__}")
+
+    def prepare(
+        target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, **prepared: Any
+    ) -> Call:
         check_fits(draft.config, target)
         mode = GenerationMode.BEAM_SEARCH if generation_config.num_beams != 1 else GenerationMode.ASSISTED_GENERATION
         _check_options(mode, generation_config, {})
-        reason = _needs_transformers_loop(target, draft, input_ids, generation_config, kwargs)
+        lists = ("logits_processor", "stopping_criteria")
+        others = {name: value for name, value in prepared.items() if name not in lists}
+        reason = _needs_transformers_loop(target, draft, input_ids, generation_config, others)
         if reason is not None:
-            raise ValueError(f"decode_with cannot decode this: {reason}. Use assistant_model=draft, one sequence at a time")
-        return _decode_together(
-            target, draft, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
-            generation_config=generation_config, **kwargs,
-        )  # fmt: skip
+            raise ValueError(f"{reason}: use generate(assistant_model=draft), one sequence at a time")
+        return _checked_call(target, draft, input_ids, generation_config=generation_config, **prepared)
 
-    return decode
+    return prepare
 
 
 # Arguments of the target's forward, or of the assisted loop, that our loop reads or has its own answer to.
@@ -215,7 +222,6 @@ KNOWN_ARGUMENTS = {
     "tokenizer",
     "assistant_tokenizer",
 }
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -227,32 +233,27 @@ def _needs_transformers_loop(
     kwargs: dict[str, Any],
 ) -> str | None:
     """Return why our loop cannot decode this; `None` if it can."""
-    text = target.config.get_text_config(decoder=True)
-    name = type(target).__name__
-    rope = getattr(text, "rope_parameters", None) or {}
-    ropes = [rope] + [value for value in rope.values() if isinstance(value, dict)]
     unknown = sorted(key for key, value in kwargs.items() if key not in KNOWN_ARGUMENTS and value is not None)
     position_ids = kwargs.get("position_ids")
     if draft.use_transformers_loop:
         return "draft.use_transformers_loop is set"
-    if not getattr(target, "_supports_attention_backend", False):
-        return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
-    if not set(getattr(text, "layer_types", None) or []) <= ATTENTION_LAYERS:
-        return f"{name} has layers that are not attention ({', '.join(sorted(set(text.layer_types) - ATTENTION_LAYERS))})"
-    if any("mrope_section" in part for part in ropes) or (position_ids is not None and position_ids.dim() > 2):
-        return f"{name} has positions of more than one dimension"
+    reason = why_not_by_slots(target)
+    if reason is not None:
+        return reason
+    if position_ids is not None and position_ids.dim() > 2:
+        return "position_ids have more than one dimension per token"
     if unknown:
         return f"the target gets arguments that belong to whole prompts ({', '.join(unknown)})"
     if kwargs.get("synced_gpus"):
         return "synced_gpus keeps ranks in step, which rounds of different lengths do not"
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
         return "output_attentions asks for attention weights"
-    if len(input_ids) > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in ropes):
-        return f"the rotary frequencies of {name} depend on the longest row"
+    if len(input_ids) > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in rope_parameters(target)):
+        return f"the rotary frequencies of {type(target).__name__} depend on the longest row"
     return None
 
 
-def _decode_together(
+def _checked_call(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     input_ids: torch.LongTensor,
@@ -260,15 +261,14 @@ def _decode_together(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     **kwargs: Any,
-):
+) -> Call:
     _check_rows(target, input_ids, stopping_criteria, generation_config, kwargs)
     _check_processors(logits_processor, input_ids, draft.config.vocab_size)
     policy, max_drafts = _policy(draft, target, generation_config)
-    return generate_together(
-        target, draft, input_ids,
-        logits_processor=logits_processor, stopping_criteria=stopping_criteria, generation_config=generation_config,
-        policy=policy, max_drafts=max_drafts, **kwargs,
-    )  # fmt: skip
+    streamer = kwargs.pop("streamer", None)
+    return Call(
+        input_ids, logits_processor, stopping_criteria, generation_config, kwargs, policy, max_drafts, streamer
+    )
 
 
 def _policy(
@@ -435,8 +435,8 @@ def _check_single(
 
 
 _STOPPING_MESSAGE = (
-    "the stopping criterion {} cannot be combined with transformers' own assisted loop, which checks it once per block "
-    "and would return tokens beyond the stop ({}). Use eos_token_id, max_new_tokens or max_time, or drop "
+    "the stopping criterion {} cannot be combined with transformers' own assisted loop, which checks it once per "
+    "block and would return tokens beyond the stop ({}). Use eos_token_id, max_new_tokens or max_time, or drop "
     "assistant_model."
 )
 

@@ -4,6 +4,7 @@ Rows lose their padding here and get it back at the end. Caches of an earlier tu
 nothing of rounds.
 """
 
+import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,11 +22,12 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from .candidate_generator import DSparkCandidateGenerator, Request
-from .decoding import DecodingLoop, Recording, StopRule
+from .candidate_generator import DSparkCandidateGenerator
+from .decoding import DecodingLoop, Recording
 from .modeling_dspark import DSparkDraftModel
 from .policies import Policy
 from .processing import processors_of_row
+from .request import Request, StopRule
 from .slot_cache import SlotCache
 
 
@@ -51,81 +53,78 @@ class Prompt:
         return self.cached + len(self.fed) - len(self.token_ids)
 
 
-@torch.no_grad()
-def generate_together(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel,
-    input_ids: torch.LongTensor,
-    *,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    policy: Policy,
-    max_drafts: int | None = None,
-    streamer: BaseStreamer | None = None,
-    **model_kwargs: Any,
-) -> torch.LongTensor | GenerateDecoderOnlyOutput:
-    """Decode all rows of a call together, from what `generate()` prepared.
+@dataclass(frozen=True)
+class Call:
+    """A `generate()` call, prepared by transformers and found feasible.
 
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DSparkDraftModel`]): Its draft.
+    Attributes:
         input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts; empty when given as embeddings.
         logits_processor (`LogitsProcessorList`): Stateless.
         stopping_criteria (`StoppingCriteriaList`): All of them.
         generation_config (`GenerationConfig`): Prepared.
+        model_kwargs (`dict`): Attention mask, cache, embeddings.
         policy ([`Policy`]): Decides how much is drafted and verified.
         max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
         streamer (`BaseStreamer`, *optional*): Gets the tokens as they are committed; for one row.
-        model_kwargs: Attention mask, cache and embeddings.
+    """
+
+    input_ids: torch.Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    policy: Policy
+    max_drafts: int | None = None
+    streamer: BaseStreamer | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Columns at which every row ends."""
+        limits = [rule.max_length for rule in self.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
+        return min([self.generation_config.max_length, *limits])
+
+    @property
+    def keeps_some_logits(self) -> bool:
+        """Whether the target's `forward` takes `logits_to_keep`: then transformers has set it."""
+        return "logits_to_keep" in self.model_kwargs
+
+
+@torch.no_grad()
+def generate_together(
+    target: PreTrainedModel, draft: DSparkDraftModel, call: Call
+) -> torch.LongTensor | GenerateDecoderOnlyOutput:
+    """Decode all rows of a call together.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DSparkDraftModel`]): Its draft.
+        call ([`Call`]): What to decode.
 
     Returns:
         What `generate()` returns: rows that ended early are padded on the right.
     """
-    batch_size = len(input_ids)
-    max_length = min(
-        [generation_config.max_length]
-        + [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
-    )
-    given_cache = model_kwargs.get("past_key_values")
-    cache = _slot_cache(given_cache, batch_size)
-    prompts = [
-        _prompt(row, input_ids, model_kwargs, given_cache, generation_config, cache) for row in range(batch_size)
-    ]
-    requests = [
-        _request(row, prompt, logits_processor, max_length, draft.config.block_size)
-        for row, prompt in enumerate(prompts)
-    ]
+    config, given_cache = call.generation_config, call.model_kwargs.get("past_key_values")
+    cache = _slot_cache(given_cache, len(call.input_ids), num_layers(target))
+    prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
+    requests = [make_request(call, row, row, prompt, draft.config.block_size) for row, prompt in enumerate(prompts)]
     cache.limit = max(request.hidden_prompt + request.max_length for request in requests)
     _continue_drafting(cache, draft, requests)
-    returns_dict = generation_config.return_dict_in_generate
+    returns_dict = config.return_dict_in_generate
     recording = Recording(
-        wants_scores=bool(returns_dict and generation_config.output_scores),
-        wants_logits=bool(returns_dict and generation_config.output_logits),
-        wants_hidden_states=bool(returns_dict and generation_config.output_hidden_states),
+        wants_scores=bool(returns_dict and config.output_scores),
+        wants_logits=bool(returns_dict and config.output_logits),
+        wants_hidden_states=bool(returns_dict and config.output_hidden_states),
     )
     is_users_cache = getattr(given_cache, "_is_user_defined", False)
-    generator = DSparkCandidateGenerator(
-        target, draft, generation_config, logits_processor, policy, max_drafts, cache.draft
-    )
-
-    def stream(request: Request, new_tokens: list[int]) -> None:
-        if streamer is not None:
-            streamer.put(torch.tensor(new_tokens))
-
-    loop = DecodingLoop(
-        target, generator, cache, StopRule(stopping_criteria), recording,
-        keeps_rows=bool(returns_dict or is_users_cache),
-        keeps_some_logits="logits_to_keep" in model_kwargs, on_commit=stream,
-    )  # fmt: skip
+    loop = make_loop(target, draft, call, cache, recording, keeps_rows=bool(returns_dict or is_users_cache))
     with loop:
-        loop.admit(requests, [prompt.fed for prompt in prompts], generation_config.prefill_chunk_size)
+        loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
         while loop.requests:
             loop.run_round()
-    if streamer is not None:
-        streamer.end()
+    if call.streamer is not None:
+        call.streamer.end()
 
-    sequences = _sequences(input_ids, requests, prompts, generation_config)
+    sequences = _sequences(call, requests, prompts)
     if not returns_dict and not is_users_cache:
         return sequences
     _arrange_rows(cache, loop, requests)
@@ -136,44 +135,90 @@ def generate_together(
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
         past_key_values=given_cache if is_users_cache else cache,
-        **_recorded(recording, requests, prompts),
+        **_recorded(recording, requests),
     )
 
 
-def _request(
-    row: int, prompt: Prompt, processors: LogitsProcessorList, max_length: int, block_size: int
-) -> Request:
-    own_max_length = max_length - prompt.left_padding
+def make_loop(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    call: Call,
+    cache: SlotCache,
+    recording: Recording | None = None,
+    keeps_rows: bool = False,
+) -> DecodingLoop:
+    """Return the loop that decodes a call, or several that differ in their prompts only.
+
+    Args:
+        target, draft: The pair.
+        call ([`Call`]): Whose options hold.
+        cache ([`SlotCache`]): The target's; `cache.draft` is the draft's.
+        recording ([`Recording`], *optional*): Keeps scores and hidden states.
+        keeps_rows (`bool`): Whether caches of requests that ended are needed afterwards.
+    """
+    generator = DSparkCandidateGenerator(
+        target, draft, call.generation_config, call.logits_processor, call.policy, call.max_drafts, cache.draft
+    )
+
+    def stream(request: Request, new_tokens: list[int]) -> None:
+        if call.streamer is not None:
+            call.streamer.put(torch.tensor(new_tokens))
+
+    return DecodingLoop(target, generator, cache, recording, keeps_rows, call.keeps_some_logits, on_commit=stream)
+
+
+def make_request(call: Call, row: int, request_id: int, prompt: "Prompt", block_size: int) -> Request:
+    """Return the request that decodes a row of a call.
+
+    Args:
+        call ([`Call`]): The call.
+        row (`int`): Its row.
+        request_id (`int`): Key of its noise.
+        prompt ([`Prompt`]): The row's.
+        block_size (`int`): γ.
+    """
+    own_max_length = call.max_length - prompt.left_padding
     token_ids = prompt.token_ids.new_zeros(max(own_max_length, len(prompt.token_ids) + 1) + block_size)
     token_ids[: len(prompt.token_ids)] = prompt.token_ids
+    processors = processors_of_row(call.logits_processor, row, prompt.left_padding, prompt.token_ids[None])
     return Request(
-        id=row,
+        id=request_id,
         token_ids=token_ids,
         length=len(prompt.token_ids),
         max_length=own_max_length,
-        processors=processors_of_row(processors, row, prompt.left_padding, prompt.token_ids[None]),
+        processors=processors,
+        stop_rule=StopRule(call.stopping_criteria if len(call.input_ids) == 1 else _own_criteria(call, row)),
         hidden_prompt=prompt.hidden,
     )
 
 
-def _slot_cache(given: Cache | None, batch_size: int) -> SlotCache:
+def _own_criteria(call: Call, row: int) -> StoppingCriteriaList:
+    """Return the criteria of one row: a custom one may count its calls, and each row has its own."""
+    return StoppingCriteriaList(
+        criterion if type(criterion).__module__.startswith("transformers.") or row == 0 else copy.deepcopy(criterion)
+        for criterion in call.stopping_criteria
+    )
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    """Return the decoder layers of a model."""
+    return model.config.get_text_config(decoder=True).num_hidden_layers
+
+
+def _slot_cache(given: Cache | None, batch_size: int, layers: int) -> SlotCache:
     if isinstance(given, SlotCache):
         if given.num_rows != batch_size:
             raise ValueError(f"past_key_values holds {given.num_rows} sequences, the prompts are {batch_size}")
         return given
-    return SlotCache(batch_size)
+    return SlotCache(batch_size, num_layers=layers)
 
 
-def _prompt(
-    row: int,
-    input_ids: torch.Tensor,
-    model_kwargs: dict[str, Any],
-    given_cache: Cache | None,
-    generation_config: GenerationConfig,
-    cache: SlotCache,
-) -> Prompt:
+def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
     """Take one row out of its padding, and find out what of it is cached."""
-    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    input_ids, generation_config = call.input_ids, call.generation_config
+    embeds, mask, given_cache = (
+        call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
+    )
     columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
     mask_width = getattr(generation_config, "_mask_length", columns) if mask is None else mask.shape[1]
     real = torch.ones(mask_width, dtype=torch.bool) if mask is None else mask[row].bool().cpu()
@@ -198,8 +243,8 @@ def _prompt(
         cached = _copy_row(given_cache, cache, row, real[:past])
     if cached >= len(token_ids):
         raise ValueError(
-            f"past_key_values holds {cached} tokens of sequence {row}, the prompt has {len(token_ids)}: pass the whole "
-            "conversation with something new behind it"
+            f"past_key_values holds {cached} tokens of sequence {row}, the prompt has {len(token_ids)}: pass the "
+            "whole conversation with something new behind it"
         )
     return Prompt(left_padding, token_ids, token_ids[cached:], cached)
 
@@ -241,7 +286,8 @@ def _copy_row(given: Cache, cache: SlotCache, row: int, real: torch.Tensor) -> i
 def _continue_drafting(cache: SlotCache, draft: DSparkDraftModel, requests: Sequence[Request]) -> None:
     """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
     if cache.draft is None or cache.drafted_by is None or cache.drafted_by() is not draft:
-        cache.draft, cache.drafted_by = SlotCache(cache.num_rows), weakref.ref(draft)
+        cache.draft = SlotCache(cache.num_rows, num_layers=draft.config.num_hidden_layers)
+        cache.drafted_by = weakref.ref(draft)
         cache.waiting_features, cache.unseen = [[] for _ in requests], list(cache.lengths)
     cache.draft.limit = cache.limit + draft.config.block_size
     for row, request in enumerate(requests):
@@ -274,21 +320,19 @@ def _give_back(given: Cache, cache: SlotCache, left_padding: Sequence[int]) -> N
     given.layers = filled.layers
 
 
-def _sequences(
-    input_ids: torch.Tensor, requests: Sequence[Request], prompts: Sequence[Prompt], config: GenerationConfig
-) -> torch.Tensor:
+def _sequences(call: Call, requests: Sequence[Request], prompts: Sequence[Prompt]) -> torch.Tensor:
     generated = [
         request.token_ids[len(prompt.token_ids) : request.length]
         for request, prompt in zip(requests, prompts, strict=True)
     ]
-    pad = getattr(config, "_pad_token_tensor", None)
+    pad = getattr(call.generation_config, "_pad_token_tensor", None)
     continuation = torch.nn.utils.rnn.pad_sequence(
         generated, batch_first=True, padding_value=0 if pad is None else int(pad)
     )
-    return torch.cat([input_ids, continuation.to(input_ids.device)], dim=1)
+    return torch.cat([call.input_ids, continuation.to(call.input_ids.device)], dim=1)
 
 
-def _recorded(recording: Recording, requests: Sequence[Request], prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _recorded(recording: Recording, requests: Sequence[Request]) -> dict[str, Any]:
     """Return scores, logits and hidden states by step, as plain `generate()` does; zeros behind a row's end."""
     result: dict[str, Any] = {"scores": None, "logits": None, "hidden_states": None}
     for name, wanted, kept in (
@@ -322,5 +366,3 @@ def _hidden_step(rows: Sequence[list[tuple[torch.Tensor, ...]]], step: int) -> t
 def needs_padding(stopping_criteria: StoppingCriteriaList) -> bool:
     """Tell whether rows may end at different lengths."""
     return any(not isinstance(criterion, MaxLengthCriteria) for criterion in stopping_criteria)
-
-

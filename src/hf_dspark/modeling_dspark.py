@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .configuration_dspark import DSparkConfig, require_decoder_only
 from .policies import Policy, RoundOutcome
 from .sampling import DraftBlock, Sampler, TokenLaw
-from .slot_cache import SlotCache, SlotLayout, grouped_attention
+from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,17 @@ class DraftPass:
         """Where each token of `layout` stands when the context of all requests precedes their blocks, `[T]`."""
         if len(self.num_features) == 1:
             return None
-        features, blocks = torch.arange(self.layout.num_tokens).split(
-            [sum(self.num_features), self.blocks.num_tokens]
-        )
+        features, blocks = torch.arange(self.layout.num_tokens).split([sum(self.num_features), self.blocks.num_tokens])
         parts = zip(features.split(list(self.num_features)), blocks.split(self.block_size), strict=True)
         return torch.cat([part for request in parts for part in request]).to(self.device)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Positions of all contexts, then of all blocks, `[1, T]`."""
+        if self.order is None:
+            return self.layout.position_ids(self.device)
+        contexts = SlotLayout(self.layout.starts, tuple(self.num_features))
+        return torch.cat([part.position_ids(self.device) for part in (contexts, self.blocks)], dim=1)
 
     def keys_from(self, window: int | None) -> int:
         """Return the first slot that some block row sees."""
@@ -88,18 +94,23 @@ class DraftPass:
     def _masks(self) -> dict[int | None, torch.Tensor | None]:
         return {}
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """Return who sees which slot, `[R, 1, 1 or γ, slots]`, from `keys_from(window)` on; `None`: all see all."""
+    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return who sees which slot from `keys_from(window)` on, folded as [`grouped_attention`] wants it.
+
+        `None`: all see all.
+        """
         if window not in self._masks:
-            slots = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
-            ends = torch.tensor(self.blocks.starts, device=self.device) + self.block_size
-            mask = None if len(set(self.blocks.starts)) == 1 else (slots < ends[:, None])[:, None, None]
-            if window is not None and self.layout.end > window:
-                positions = self.blocks.row_positions(self.device)[:, None, :, None]
-                near = positions - slots < window
-                mask = near if mask is None else near & mask
-            self._masks[window] = None if mask is None else mask.expand(-1, -1, self.block_size, -1)
+            self._masks[window] = fold_mask(self._visible(window), group, dtype)
         return self._masks[window]
+
+    def _visible(self, window: int | None) -> torch.Tensor | None:
+        slots = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
+        ends = torch.tensor(self.blocks.starts, device=self.device) + self.block_size
+        visible = None if len(set(self.blocks.starts)) == 1 else (slots < ends[:, None])[:, None, None]
+        if window is not None and self.layout.end > window:
+            near = self.blocks.row_positions(self.device)[:, None, :, None] - slots < window
+            visible = near if visible is None else near & visible
+        return None if visible is None else visible.expand(-1, -1, self.block_size, -1)
 
 
 class DSparkRMSNorm(nn.Module):
@@ -242,7 +253,7 @@ class DSparkAttention(nn.Module):
             key, value = key[:, :, drafting.order], value[:, :, drafting.order]
         key, value = drafting.cache.update(key, value, self.layer_idx)
         start = drafting.keys_from(self.sliding_window)
-        mask = drafting.mask(self.sliding_window)
+        mask = drafting.mask(self.sliding_window, self.num_key_value_groups, query.dtype)
         rows = drafting.blocks.to_rows(query)
         attended = grouped_attention(rows, key[:, :, start:], value[:, :, start:], mask, self.scaling)
         return drafting.blocks.to_packed(attended)
@@ -604,11 +615,10 @@ class DSparkDraftModel(PreTrainedModel):
         cache.begin(drafting.layout)
         block_ids = torch.full((requests, gamma), self.config.mask_token_id, device=anchor_ids.device)
         block_ids[:, 0] = anchor_ids
-        context_positions = SlotLayout(drafting.layout.starts, tuple(num_features)).position_ids(self.device)
         hidden = self.backbone(
             self.embed(block_ids).flatten(0, 1)[None],
             features.reshape(1, -1, features.shape[-1]),
-            torch.cat([context_positions, drafting.blocks.position_ids(self.device)], dim=1),
+            drafting.position_ids,
             drafting=drafting,
         ).view(requests, gamma, -1)
         for row, count in enumerate(num_features):

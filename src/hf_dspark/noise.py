@@ -38,10 +38,12 @@ def block_noise(
         block_size (`int`): γ.
         device (`torch.device`): Where the numbers go.
     """
+    dtype, largest = (torch.float32, 1 - 2**-22) if device.type == "mps" else (torch.float64, 1 - 2**-50)
     numbers = np.empty((len(request_ids), 2 * block_size + 1))
     for row, (request, block) in enumerate(zip(request_ids, blocks, strict=True)):
         # The generator counts upwards from the lowest word; the block has the next one, so no two blocks overlap.
         philox = np.random.Philox(key=[seed, request], counter=[0, block, 0, 0])
         numbers[row] = np.random.Generator(philox).random(2 * block_size + 1)
-    on_device = torch.from_numpy(numbers).to(device, torch.float32 if device.type == "mps" else torch.float64)
+    # Products with a sum must round below the sum: see `sampling.invert`.
+    on_device = torch.from_numpy(numbers.clip(max=largest)).to(device, dtype)
     return BlockNoise(on_device[:, :block_size], on_device[:, block_size:-1], on_device[:, -1])

@@ -51,7 +51,8 @@ class Scores:
     """Processed scores of some positions.
 
     Attributes:
-        values (`torch.FloatTensor` of shape `[n, V]` or `[n, candidates]`): Unnormalised; minus infinity is impossible.
+        values (`torch.FloatTensor` of shape `[n, V]` or `[n, candidates]`): Not normalised; minus infinity is
+            impossible.
         candidate_ids (`torch.LongTensor` of shape `[n, candidates]`, *optional*): The tokens; `None` means all.
     """
 
@@ -60,7 +61,7 @@ class Scores:
 
     def law(self) -> TokenLaw:
         """Return the law that the scores define."""
-        return TokenLaw(self.values.float().log_softmax(dim=-1), self.candidate_ids)
+        return TokenLaw(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
 
     def best(self) -> torch.Tensor:
         """Return the arg-max token of each position, `[n]`."""
@@ -93,16 +94,18 @@ class BlockProcessor:
         processors (`LogitsProcessorList`): Of the call; stateless. Their kinds decide what is done position by
             position and what at once.
         vocab_size (`int`): V.
+        tie_margin (`int`): Candidates that are looked at behind the k-th, in case they tie with it. The target's law
+            needs them; drafts may come from any law, and save the work.
     """
 
-    def __init__(self, processors: LogitsProcessorList, vocab_size: int) -> None:
+    def __init__(self, processors: LogitsProcessorList, vocab_size: int, tie_margin: int = TIE_MARGIN) -> None:
         self._processors = processors
         self._vocab_size = vocab_size
         fused = len(processors)
         while fused > 0 and _can_fuse(processors[fused - 1]):
             fused -= 1
         self._fused_from = fused
-        self._truncation = Truncation.of(processors[fused:])
+        self._truncation = Truncation.of(processors[fused:], tie_margin)
 
     @property
     def reads_prefixes(self) -> bool:
@@ -149,7 +152,9 @@ class BlockProcessor:
             logits = logits.to(torch.float32, copy=True)
             return Scores(self._at_once(logits, self._fused_from, len(self._processors)), candidate_ids)
         if truncated.candidate_ids is None or candidate_ids is None:
-            return Scores(truncated.values, candidate_ids if truncated.candidate_ids is None else truncated.candidate_ids)
+            return Scores(
+                truncated.values, candidate_ids if truncated.candidate_ids is None else truncated.candidate_ids
+            )
         return Scores(truncated.values, candidate_ids.gather(-1, truncated.candidate_ids))
 
     def _at_once(self, scores: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -186,15 +191,17 @@ class Truncation:
         top_k (`int`, *optional*): Keep the k best, and those tied with the last of them.
         top_p (`float`, *optional*): Keep the best tokens until their mass reaches p.
         min_p (`float`, *optional*): Keep tokens at least this fraction as likely as the best one.
+        tie_margin (`int`): Candidates looked at behind the k-th; without any, ties are broken.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    tie_margin: int = TIE_MARGIN
 
     @classmethod
-    def of(cls, warpers: Sequence[LogitsProcessor]) -> "Truncation | None":
+    def of(cls, warpers: Sequence[LogitsProcessor], tie_margin: int) -> "Truncation | None":
         """Return the truncation that a chain of warpers makes, `None` if there is none, or in another order."""
         kinds = [type(warper) for warper in warpers]
         if not kinds or kinds != [kind for kind in FUSED if kind in kinds]:
@@ -205,7 +212,7 @@ class Truncation:
             for kind, name in zip(FUSED, ("temperature", "top_k", "top_p", "min_p"), strict=True)
             if kind in found
         }
-        return cls(**values)
+        return cls(**values, tie_margin=tie_margin)
 
     def __call__(self, logits: torch.Tensor) -> Scores | None:
         """Truncate scores `[n, V]`, in any float type; `None` if the survivors may not be among the candidates."""
@@ -213,8 +220,8 @@ class Truncation:
             scores = logits.float() / self.temperature
             return Scores(scores if self.min_p is None else self._above_min_p(scores))
         size = logits.shape[-1]
-        wanted = TOP_P_CANDIDATES if self.top_k is None else self.top_k
-        best, candidate_ids = logits.topk(min(size, wanted + TIE_MARGIN), dim=-1)
+        wanted = TOP_P_CANDIDATES if self.top_k is None else self.top_k + self.tie_margin
+        best, candidate_ids = logits.topk(min(size, wanted), dim=-1)
         scores = best.float() / self.temperature
         is_whole = scores.shape[-1] == size
         if self.top_k is not None and self.top_k < scores.shape[-1]:
@@ -223,17 +230,14 @@ class Truncation:
                 return None
             scores = scores.masked_fill(scores < last_kept, -torch.inf)
         if self.top_p is not None:
+            probs = scores.softmax(dim=-1)
             if self.top_k is None and not is_whole:
-                total = (logits.float() / self.temperature).logsumexp(dim=-1, keepdim=True)
-            else:
-                total = scores.logsumexp(dim=-1, keepdim=True)
-            better = (scores - total).exp().cumsum(dim=-1).roll(1, dims=-1)  # mass of the tokens before each one
-            better[:, 0] = 0.0
-            removed = better >= self.top_p
-            removed[:, 0] = False
-            if not is_whole and self.top_k is None and not bool(removed[:, -1].all()):
+                probs = (scores - (logits.float() / self.temperature).logsumexp(dim=-1, keepdim=True)).exp()
+            removed = probs.cumsum(dim=-1) - probs >= self.top_p  # the better tokens have the mass already
+            if self.top_k is None and not is_whole and not bool(removed[:, -1].all()):
                 return None
-            scores = scores.masked_fill(removed, -torch.inf)
+            removed[:, 0] = False
+            scores = scores.masked_fill_(removed, -torch.inf)
         return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
 
     def _above_min_p(self, scores: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
@@ -27,7 +28,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .modeling_dspark import DSparkDraftModel
 from .sampling import TokenLaw, draw
-from .slot_cache import SlotCache
+from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
+from .slot_cache import SlotCache, SlotLayout
 from .throughput import ForwardCost, LinearCost, ThroughputTable
 
 logger = logging.getLogger(__name__)
@@ -233,21 +235,48 @@ def _time_verify(
 ) -> Iterator[tuple[int, float]]:
     """Yield each draft length with the median seconds of a pass over 1 + length tokens per request."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    start_pass = _passes_by_slots if why_not_by_slots(target) is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
+    with start_pass(target, prompt, requests) as run:
+        for length in lengths:
+            tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
+            yield length, _median_seconds(lambda tokens=tokens: run(tokens), repetitions, target.device)
+
+
+@contextmanager
+def _passes_by_slots(
+    target: PreTrainedModel, prompt: torch.Tensor, requests: int
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` behind the prompt."""
+    cache = SlotCache(requests)
+
+    def run(tokens: torch.Tensor, start: int = prompt.shape[1], **options: Any) -> None:
+        layout = SlotLayout((start,) * requests, (tokens.shape[1],) * requests)
+        position_ids = layout.position_ids(tokens.device)
+        with packed_pass(cache, layout):
+            target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
+
+    with attending_by_slots(target):
+        run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
+        yield run
+
+
+@contextmanager
+def _passes_by_columns(
+    target: PreTrainedModel, prompt: torch.Tensor, requests: int
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """The same as transformers' assisted loop does it."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(requests)
     if hasattr(cache, "activate_past_recording"):  # else sliding layers forget what cropping brings back
         cache.activate_past_recording()
 
-    for length in lengths:
-        tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
+    def run(tokens: torch.Tensor) -> None:
+        target(tokens, past_key_values=cache, use_cache=True)
+        cache.crop(-tokens.shape[1])
 
-        def one_pass(tokens: torch.Tensor = tokens) -> None:
-            target(tokens, past_key_values=cache, use_cache=True)
-            cache.crop(-tokens.shape[1])
-
-        yield length, _median_seconds(one_pass, repetitions, target.device)
+    yield run
 
 
 def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, repetitions: int) -> float:
@@ -273,7 +302,7 @@ def _plain_sampler(
     logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
 ) -> tuple[torch.Tensor, TokenLaw]:
     """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
-    law = TokenLaw(logits.log_softmax(dim=-1), candidate_ids)
+    law = TokenLaw(logits.softmax(dim=-1), candidate_ids)
     return draw(law, torch.rand(len(logits), device=logits.device)), law
 
 

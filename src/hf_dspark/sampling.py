@@ -17,36 +17,37 @@ class TokenLaw:
     """Laws over the vocabulary, one per row, dense or on a few candidates.
 
     Attributes:
-        log_probs (`torch.FloatTensor` of shape `[..., n]`): Log-probabilities; minus infinity is impossible.
+        probs (`torch.FloatTensor` of shape `[..., n]`): Probabilities.
         candidate_ids (`torch.LongTensor` of shape `[..., n]`, *optional*): Distinct token ids they belong to; all
             other tokens are impossible. `None` means n = V.
     """
 
-    log_probs: torch.Tensor
+    probs: torch.Tensor
     candidate_ids: torch.Tensor | None = None
 
     @classmethod
     def stack(cls, laws: "list[TokenLaw]") -> "TokenLaw":
         """Return laws `[B, n]` as one `[B, len(laws), n]`."""
         candidates = None if laws[0].candidate_ids is None else torch.stack([law.candidate_ids for law in laws], dim=1)
-        return cls(torch.stack([law.log_probs for law in laws], dim=1), candidates)
+        return cls(torch.stack([law.probs for law in laws], dim=1), candidates)
 
     def __getitem__(self, index) -> "TokenLaw":
         """Select rows by an index into the leading dimensions."""
-        return TokenLaw(self.log_probs[index], None if self.candidate_ids is None else self.candidate_ids[index])
+        return TokenLaw(self.probs[index], None if self.candidate_ids is None else self.candidate_ids[index])
 
     def dense(self, vocab_size: int) -> "TokenLaw":
         """Return the same laws over the whole vocabulary, `[..., V]`."""
         if self.candidate_ids is None:
             return self
-        return TokenLaw(scatter_to_vocabulary(self.log_probs, self.candidate_ids, vocab_size))
+        full = self.probs.new_zeros(*self.probs.shape[:-1], vocab_size)
+        return TokenLaw(full.scatter(-1, self.candidate_ids, self.probs))
 
     def probability(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the probabilities of some tokens of each row, `[..., m]` for `[..., m]`."""
         if self.candidate_ids is None:
-            return self.log_probs.gather(-1, token_ids).exp()
+            return self.probs.gather(-1, token_ids)
         same = token_ids[..., :, None] == self.candidate_ids[..., None, :]
-        return (same * self.log_probs.exp()[..., None, :]).sum(dim=-1)
+        return (same * self.probs[..., None, :]).sum(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         Token ids `[B]`.
     """
-    index = invert(law.log_probs.exp(), uniform)
+    index = invert(law.probs, uniform)
     return index if law.candidate_ids is None else law.candidate_ids.gather(-1, index[:, None])[:, 0]
 
 
@@ -141,14 +142,13 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     Args:
         probs (`torch.Tensor` of shape `[B, n]`): Non-negative, not all zero; need not sum to one.
-        uniform (`torch.Tensor` of shape `[B]`): Noise in [0, 1).
+        uniform (`torch.Tensor` of shape `[B]`): Noise in [0, 1), in double precision where there is any. Must stay so
+            far below 1 that its product with the total rounds below the total: else a last, impossible token could be
+            drawn.
     """
     # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
-    cumulative = probs.cumsum(dim=-1, dtype=torch.float32 if probs.device.type == "mps" else torch.float64)
-    total = cumulative[:, -1:]
-    # Strictly below the total, else an impossible last token could be drawn when the product rounds up.
-    height = torch.minimum(uniform[:, None].to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, height, right=True)[:, 0]
+    cumulative = probs.cumsum(dim=-1, dtype=uniform.dtype)
+    return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
 
 
 def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -229,14 +229,14 @@ def verify_block(
     """
     slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
     tokens = block.token_ids[..., None]
-    rows = (first_rows[:, None] + slots).clamp_max(target_law.log_probs.shape[0] - 1)  # not read behind l
+    rows = (first_rows[:, None] + slots).clamp_max(len(target_law.probs) - 1)  # not read behind l
     target_probs = target_law[rows].probability(tokens)[..., 0]
     draft_probs = torch.ones_like(target_probs) if block.law is None else block.law.probability(tokens)[..., 0]
     accepted = (coins < acceptance_probability(target_probs, draft_probs)) & (slots < lengths[:, None])
     num_accepted = accepted.long().cumprod(dim=-1).sum(dim=-1)
 
     following = target_law[first_rows + num_accepted]
-    target_next = following.log_probs.exp()
+    target_next = following.probs
     draft_next = _draft_probabilities(block, num_accepted.clamp_max(len(slots) - 1), following, target_next)
     rejected = num_accepted < lengths  # else every scheduled token was accepted: a bonus token from the target's law
     law = torch.where(rejected[:, None], residual_distribution(target_next, draft_next), target_next)
@@ -259,4 +259,4 @@ def _draft_probabilities(
     law = block.law[requests, slots]
     if following.candidate_ids is not None:
         return law.probability(following.candidate_ids)
-    return law.dense(target_next.shape[-1]).log_probs.exp()
+    return law.dense(target_next.shape[-1]).probs

@@ -7,6 +7,7 @@ sliding, chunked), asked about slots and positions instead of columns. Knows not
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,11 +15,29 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from .slot_cache import SlotCache, SlotLayout, grouped_attention
+from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 NAME = "hf_dspark_slots"
 
-_running: ContextVar[SlotLayout] = ContextVar("hf_dspark_layout")
+
+@dataclass(frozen=True)
+class _Pass:
+    """The forward pass that is running, and the masks its layers share."""
+
+    layout: SlotLayout
+    # By id; the masks themselves are kept, lest an id be given to another one.
+    folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def fold(self, mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Fold each mask once per pass."""
+        if mask is None:
+            return None
+        if (id(mask), group) not in self.folded:
+            self.folded[id(mask), group] = (mask, fold_mask(mask, group, dtype))
+        return self.folded[id(mask), group][1]
+
+
+_running: ContextVar[_Pass] = ContextVar("hf_dspark_pass")
 
 
 def slot_attention(
@@ -48,11 +67,13 @@ def slot_attention(
     """
     if position_bias is not None:
         raise ValueError("position biases are not supported by hf_dspark's decoding loop")
-    layout = _running.get()
+    running = _running.get()
+    layout = running.layout
     rows = layout.to_rows(query)
     causal = attention_mask is None and layout.width > 1
     if softcap is None and s_aux is None:
-        attended = grouped_attention(rows, key, value, attention_mask, scaling, is_causal=causal)
+        mask = running.fold(attention_mask, query.shape[1] // key.shape[1], query.dtype)
+        attended = grouped_attention(rows, key, value, mask, scaling, is_causal=causal)
     else:
         if causal:
             attention_mask = torch.ones(layout.width, key.shape[2], dtype=torch.bool, device=key.device).tril()
@@ -94,7 +115,7 @@ def slot_mask(
 
     `None` where plain causality from the first slot on says it all: then no mask has to be built or read.
     """
-    layout = _running.get()
+    layout = _running.get().layout
     if mask_function is causal_mask_function:
         starts_empty = not any(layout.starts) and layout.width > 1
         sees_all = layout.width == 1 and layout.num_rows == 1
@@ -129,8 +150,31 @@ def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
 def packed_pass(cache: SlotCache, layout: SlotLayout) -> Iterator[None]:
     """Announce one packed forward pass to the cache and the attention."""
     cache.begin(layout)
-    token = _running.set(layout)
+    token = _running.set(_Pass(layout))
     try:
         yield
     finally:
         _running.reset(token)
+
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
+
+
+def why_not_by_slots(target: PreTrainedModel) -> str | None:
+    """Return why a target cannot attend to a slot cache; `None` if it can."""
+    text = target.config.get_text_config(decoder=True)
+    name = type(target).__name__
+    others = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
+    if not getattr(target, "_supports_attention_backend", False):
+        return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
+    if others:
+        return f"{name} has layers that are not attention ({', '.join(others)})"
+    if any("mrope_section" in part for part in rope_parameters(target)):
+        return f"{name} has positions of more than one dimension"
+    return None
+
+
+def rope_parameters(target: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the rotary parameters of a target: one set, or one per layer type."""
+    found = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [found, *(value for value in found.values() if isinstance(value, dict))]

@@ -80,6 +80,8 @@ class SlotLayout:
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the packed tokens, `[1, T]`."""
+        if self.num_rows == 1:
+            return torch.arange(self.starts[0], self.end, device=device)[None]
         return self._index(device)[2][None]
 
     def row_positions(self, device: torch.device) -> torch.Tensor:
@@ -120,6 +122,7 @@ class SlotCache(Cache):
     Args:
         num_rows (`int`): Rows at most.
         limit (`int`, *optional*): Slots that no row will exceed; keeps growth from overshooting.
+        num_layers (`int`, *optional*): Layers that will write to it; for estimates.
 
     Attributes:
         lengths (`list[int]`): Committed slots of each row; what lies behind is stale.
@@ -132,10 +135,11 @@ class SlotCache(Cache):
         unseen (`list[int]`): Committed slots of each row that the draft never saw, at its beginning.
     """
 
-    def __init__(self, num_rows: int = 1, limit: int | None = None) -> None:
+    def __init__(self, num_rows: int = 1, limit: int | None = None, num_layers: int | None = None) -> None:
         super().__init__(layers=[])
         self.num_rows = num_rows
         self.limit = limit
+        self.num_layers = num_layers
         self.lengths = [0] * num_rows
         self.token_ids: list[torch.Tensor] | None = None
         self.draft: SlotCache | None = None
@@ -196,19 +200,19 @@ class SlotCache(Cache):
         try:
             grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
         except RuntimeError as error:  # torch raises its own OutOfMemoryError, a RuntimeError, on every device
-            raise CacheMemoryError(self._memory_message(needed)) from error
+            raise CacheMemoryError(self._memory_message(states, needed)) from error
         if store is not None:
             grown[:, :, : store.shape[2]] = store
         return grown
 
-    def _memory_message(self, needed: int) -> str:
-        held = sum(store.nbytes / store.shape[2] for store in (*self._keys.values(), *self._values.values()))
-        fits = max(1, self.num_rows // 2)
-        return (
-            f"no memory for the keys and values of {self.num_rows} sequences of {needed} tokens"
-            f"{f' ({held * needed / 2**30:.2f} GiB in the layers so far)' if held else ''}: a batch of {fits} has "
-            "room by the same measure"
-        )
+    def _memory_message(self, states: torch.Tensor, needed: int) -> str:
+        held = sum(store.nbytes for store in (*self._keys.values(), *self._values.values()))
+        row_bytes = 2 * (self.num_layers or len(self._keys)) * states[0, :, 0].nbytes * needed
+        what = f"no memory for keys and values of {needed} tokens, {row_bytes / 2**30:.2f} GiB a sequence"
+        if self.num_rows == 1:
+            return f"{what}: shorten the prompt or lower max_new_tokens"
+        fits = min(self.num_rows - 1, max(1, held // row_bytes))
+        return f"{what}, for {self.num_rows} sequences: a batch of {fits} fits by what could be had so far"
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
@@ -232,6 +236,13 @@ class SlotCache(Cache):
     def free_row(self, row: int) -> None:
         """Make room for another sequence in a row."""
         self.lengths[row] = 0
+
+    def shrink(self, num_rows: int) -> None:
+        """Keep the first rows alone."""
+        for stores in (self._keys, self._values):
+            for layer_idx in stores:
+                stores[layer_idx] = stores[layer_idx][:num_rows].clone()
+        self.num_rows, self.lengths = num_rows, self.lengths[:num_rows]
 
     def rows(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the committed keys and values of a row in a layer, `[heads, length, size]`; views."""
@@ -302,7 +313,7 @@ def grouped_attention(
     Args:
         query (`torch.Tensor` of shape `[R, heads, width, size]`): Queries.
         key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): What they attend to.
-        mask (`torch.BoolTensor` of shape `[R or 1, 1, width, slots]`, *optional*): True where a query may attend.
+        mask (`torch.Tensor` of shape `[R, 1, group * width, slots]`, *optional*): From [`fold_mask`].
         scaling (`float`, *optional*): Of the scores.
         is_causal (`bool`): Instead of a mask: query i sees slots 0..i.
 
@@ -311,11 +322,23 @@ def grouped_attention(
     """
     group, width = query.shape[1] // key.shape[1], query.shape[2]
     if is_causal:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1
-        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1)
     if group > 1:
         query = query.unflatten(1, (-1, group)).flatten(2, 3)
-        mask = None if mask is None else mask.repeat(1, 1, group, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return output.unflatten(2, (group, width)).flatten(1, 2) if group > 1 else output
+
+
+def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a mask for [`grouped_attention`]: repeated for the group, and added to the scores.
+
+    Args:
+        mask (`torch.BoolTensor` of shape `[R, 1, width, slots]`, *optional*): True where a query may attend.
+        group (`int`): Query heads per key head.
+        dtype (`torch.dtype`): Of the queries.
+    """
+    if mask is None:
+        return None
+    # The kernels take additive masks, and would convert a boolean one in every layer.
+    additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return additive.repeat(1, 1, group, 1)

@@ -1,0 +1,246 @@
+"""More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
+
+A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue with what they
+have. Knows nothing of rounds.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+
+from .decoding import DecodingLoop
+from .generate_hook import prepare_with
+from .generation import Call, make_loop, make_request, num_layers, read_prompt
+from .modeling_dspark import DSparkDraftModel
+from .request import Request
+from .slot_cache import SlotCache
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+        index (`int`): Of the prompt.
+        prompt (`str` or `Sequence[int]`): The prompt.
+        token_ids (`torch.LongTensor` of shape `[n]`): What was generated, up to and including its end. If the prompt
+            failed, what it had got so far.
+        text (`str`, *optional*): The same decoded without special tokens; with a tokenizer.
+        error (`Exception`, *optional*): Why it failed.
+    """
+
+    index: int
+    prompt: str | Sequence[int]
+    token_ids: torch.Tensor
+    text: str | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class _Job:
+    """A prompt on its way; its request once it is prepared."""
+
+    index: int
+    prompt: str | Sequence[int]
+    request: Request | None = None
+    prompt_length: int = 0
+    error: Exception | None = None
+    call: Call | None = field(default=None, repr=False)
+
+
+def generate_many(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    prompts: Iterable[str | Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+    **generate_kwargs: Any,
+) -> Iterator[Completion]:
+    """Decode any number of prompts, `batch_size` at a time, and yield each as it finishes.
+
+    A row that ends is filled from the queue at once. Each prompt is prepared by `target.generate()` itself, so all its
+    options hold, and decodes as if it were alone.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DSparkDraftModel`]): Its draft.
+        prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for strings and stop strings.
+        batch_size (`int`): Sequences decoded together at most.
+        progress (`bool`): Whether to show a progress bar.
+        generate_kwargs: Options of `generate()`.
+
+    Returns:
+        An iterator over [`Completion`], in the order of finishing.
+
+    Raises:
+        ValueError: If `batch_size` is not positive, or an option does not fit many prompts.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer"):
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
+    for name in ("return_dict_in_generate", "num_return_sequences"):
+        if int(generate_kwargs.get(name) or 0) > (name == "num_return_sequences"):
+            raise ValueError(f"generate_many yields tokens, one sequence per prompt: drop {name}")
+    return _run(_Queue(target, draft, prompts, tokenizer, generate_kwargs), batch_size, progress)
+
+
+class _Queue:
+    """Prepares prompts one by one; what could not go on comes first."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DSparkDraftModel,
+        prompts: Iterable[str | Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase | None,
+        generate_kwargs: dict[str, Any],
+    ) -> None:
+        self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.total = len(prompts) if isinstance(prompts, Sized) else None
+        self._prompts = enumerate(prompts)
+        self._returned: deque[_Job] = deque()
+        self._generate_kwargs = generate_kwargs
+
+    def put_back(self, jobs: Sequence[_Job]) -> None:
+        self._returned.extendleft(reversed(jobs))
+
+    def take(self) -> _Job | None:
+        """Return the next prompt, prepared or with its error; `None` when there is none."""
+        if self._returned:
+            return self._returned.popleft()
+        index, prompt = next(self._prompts, (None, None))
+        if index is None:
+            return None
+        job = _Job(index, prompt)
+        try:
+            self._prepare(job)
+        except Exception as error:  # whatever is wrong with a prompt, the others go on
+            job.error = error
+        return job
+
+    def _prepare(self, job: _Job) -> None:
+        ids = self._token_ids(job.prompt)
+        options = dict(self._generate_kwargs)
+        if options.get("stop_strings") is not None:
+            options["tokenizer"] = self.tokenizer
+        job.call = call = self.target.generate(
+            ids, attention_mask=torch.ones_like(ids), custom_generate=prepare_with(self.draft), **options
+        )
+        prompt = read_prompt(call, 0, SlotCache())
+        job.prompt_length = len(prompt.token_ids)
+        job.request = make_request(call, 0, job.index, prompt, self.draft.config.block_size)
+        job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
+        job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> torch.Tensor:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt is a string: pass a tokenizer, or token ids")
+            prompt = self.tokenizer(prompt)["input_ids"]
+        return torch.as_tensor(prompt, dtype=torch.long, device=self.target.get_input_embeddings().weight.device)[None]
+
+
+class _Guarded:
+    """Calls a user's processor or criterion, and notes whose it was when it fails."""
+
+    def __init__(self, inner: Callable, job: _Job) -> None:
+        self._inner = inner
+        self._job = job
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._inner(*args, **kwargs)
+        except Exception as error:
+            self._job.error = error
+            raise
+
+
+def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]:
+    running: list[_Job] = []
+    loop: DecodingLoop | None = None
+    with ExitStack() as stack, tqdm(total=queue.total, disable=not progress, unit="prompt") as bar:
+        while True:
+            new: list[_Job] = []
+            while len(running) + len(new) < batch_size and (job := queue.take()) is not None:
+                if job.error is not None:
+                    bar.update()
+                    yield _completion(job, queue.tokenizer)
+                    continue
+                new.append(job)
+            if not running and not new:
+                return
+            if loop is None:
+                cache = SlotCache(batch_size, num_layers=num_layers(queue.target))
+                cache.draft = SlotCache(batch_size, num_layers=num_layers(queue.draft))
+                loop = stack.enter_context(make_loop(queue.target, queue.draft, new[0].call, cache))
+            running += new
+            try:
+                if new:
+                    chunk_size = new[0].call.generation_config.prefill_chunk_size
+                    fed = [job.request.token_ids[: job.request.length] for job in new]
+                    loop.admit([job.request for job in new], fed, chunk_size)
+                else:
+                    loop.run_round()
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                batch_size = _make_room(queue, loop, running, error)
+            except Exception:
+                if not any(job.error for job in running):
+                    raise
+                for job in running:
+                    job.request.ended = job.request.ended or job.error is not None
+                _return_unadmitted(queue, loop, running)
+                loop.release_ended()
+            for job in [job for job in running if job.request.ended]:
+                running.remove(job)
+                bar.update()
+                yield _completion(job, queue.tokenizer)
+
+
+def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> None:
+    """Put jobs that were not admitted, because another one failed with them, back to the queue."""
+    inside = {request.id for request in loop.requests}
+    waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
+    for job in waiting:
+        running.remove(job)
+        job.request.features.clear()
+    queue.put_back(waiting)
+
+
+def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], error: BaseException) -> int:
+    """Send the younger half back to the queue; return how many sequences run from now on."""
+    keep = len(running) // 2
+    if keep == 0:
+        running[0].error = MemoryError(f"prompt {running[0].index} does not fit into memory alone: {error}")
+        running[0].request.ended = True
+        keep = 1
+    leaving = running[keep:]
+    for job in (*leaving, *(job for job in running if job.error)):
+        job.request.ended = True
+    loop.release_ended()
+    for job in leaving:
+        job.request.ended = False
+        job.request.features.clear()
+    del running[keep:]
+    queue.put_back(leaving)
+    loop.shrink(keep)
+    warnings.warn(f"out of memory: {keep} sequences are decoded together from now on ({error})", stacklevel=2)
+    return keep
+
+
+def _completion(job: _Job, tokenizer: PreTrainedTokenizerBase | None) -> Completion:
+    if job.request is None:
+        return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long), error=job.error)
+    token_ids = job.request.token_ids[job.prompt_length : job.request.length].clone()
+    text = None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Completion(job.index, job.prompt, token_ids, text, job.error)
