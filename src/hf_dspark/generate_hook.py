@@ -180,9 +180,10 @@ def decode_with(draft: PreTrainedModel) -> Callable:
     Args:
         draft ([`DSparkDraftModel`]): The target's draft.
     """
+    prepare = prepare_with(draft)
 
     def decode(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any):
-        return generate_together(target, draft, prepare_with(draft)(target, input_ids, **prepared))
+        return generate_together(target, draft, prepare(target, input_ids, **prepared))
 
     return decode
 
@@ -216,6 +217,8 @@ KNOWN_ARGUMENTS = {
     "inputs_embeds",
     "use_cache",
     "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
     "synced_gpus",
     "streamer",
     "inputs_tensor",

@@ -37,12 +37,14 @@ class Prompt:
 
     Attributes:
         left_padding (`int`): Columns before it.
+        id_padding (`int`): Columns of `input_ids` before it; none when it is given as embeddings alone.
         token_ids (`torch.LongTensor` of shape `[S]`): Its ids; empty when it is given as embeddings.
         fed (`torch.Tensor` of shape `[n]` or `[n, d]`): Ids or embeddings that the target has to see.
         cached (`int`): Positions before `fed`, in the cache already.
     """
 
     left_padding: int
+    id_padding: int
     token_ids: torch.Tensor
     fed: torch.Tensor
     cached: int
@@ -177,10 +179,10 @@ def make_request(call: Call, row: int, request_id: int, prompt: "Prompt", block_
         prompt ([`Prompt`]): The row's.
         block_size (`int`): γ.
     """
-    own_max_length = call.max_length - prompt.left_padding
+    own_max_length = call.max_length - prompt.id_padding
     token_ids = prompt.token_ids.new_zeros(max(own_max_length, len(prompt.token_ids) + 1) + block_size)
     token_ids[: len(prompt.token_ids)] = prompt.token_ids
-    processors = processors_of_row(call.logits_processor, row, prompt.left_padding, prompt.token_ids[None])
+    processors = processors_of_row(call.logits_processor, row, prompt.id_padding, prompt.token_ids[None])
     return Request(
         id=request_id,
         token_ids=token_ids,
@@ -225,18 +227,21 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
     left_padding = int(real.long().argmax())
     own = real[mask_width - columns :]
     if embeds is not None:
-        return Prompt(left_padding, input_ids[row], embeds[row][own.to(embeds.device)], 0)
+        has_ids = input_ids.shape[1] == columns
+        token_ids = input_ids[row][own.to(input_ids.device)] if has_ids else input_ids[row]
+        fed = embeds[row][own.to(embeds.device)]
+        return Prompt(left_padding, left_padding if has_ids else 0, token_ids, fed, 0)
     token_ids = input_ids[row][own.to(input_ids.device)]
     past = 0 if given_cache is None else given_cache.get_seq_length()
     if past == 0:
-        return Prompt(left_padding, token_ids, token_ids, 0)
+        return Prompt(left_padding, left_padding, token_ids, token_ids, 0)
     if mask_width > columns:
         cached = int(real[: mask_width - columns].sum())
         if isinstance(given_cache, SlotCache):
             _require_cached(row, cached, cache.lengths[row])
         else:
             _copy_row(given_cache, cache, row, real[: mask_width - columns])
-        return Prompt(left_padding, token_ids, token_ids, cached)
+        return Prompt(left_padding, int(own.long().argmax()), token_ids, token_ids, cached)
     if isinstance(given_cache, SlotCache):
         cached = _common_prefix(row, token_ids, cache)
     else:
@@ -246,7 +251,7 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
             f"past_key_values holds {cached} tokens of sequence {row}, the prompt has {len(token_ids)}: pass the "
             "whole conversation with something new behind it"
         )
-    return Prompt(left_padding, token_ids, token_ids[cached:], cached)
+    return Prompt(left_padding, left_padding, token_ids, token_ids[cached:], cached)
 
 
 def _require_cached(row: int, claimed: int, cached: int) -> None:

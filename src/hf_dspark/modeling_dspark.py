@@ -612,15 +612,13 @@ class DSparkDraftModel(PreTrainedModel):
         if num_features is None:
             num_features = (features.shape[1],) * requests
         drafting = DraftPass(cache, num_features, gamma, self.device)
-        cache.begin(drafting.layout)
         block_ids = torch.full((requests, gamma), self.config.mask_token_id, device=anchor_ids.device)
         block_ids[:, 0] = anchor_ids
-        hidden = self.backbone(
-            self.embed(block_ids).flatten(0, 1)[None],
-            features.reshape(1, -1, features.shape[-1]),
-            drafting.position_ids,
-            drafting=drafting,
-        ).view(requests, gamma, -1)
+        block_embeds = self.embed(block_ids).flatten(0, 1)[None]
+        with cache.writing(drafting.layout):
+            hidden = self.backbone(
+                block_embeds, features.reshape(1, -1, features.shape[-1]), drafting.position_ids, drafting=drafting
+            ).view(requests, gamma, -1)
         for row, count in enumerate(num_features):
             cache.lengths[row] += count
         return self.sample_block(hidden, self.base_logits(hidden), anchor_ids.to(self.device), sampler)

@@ -46,9 +46,10 @@ class StopRule:
         """
         for count, token in enumerate(new_tokens, start=1):
             length = request.length + count
-            if token in self._eos_token_ids or length >= request.max_length:
-                return count, True
-            if self._others and self._any_other(request, length, scores[: len(scores) - len(new_tokens) + count]):
+            ends = token in self._eos_token_ids or length >= request.max_length
+            if self._others:
+                ends |= self._any_other(request, length, scores[: len(scores) - len(new_tokens) + count])
+            if ends:
                 return count, True
         prefix = request.token_ids[None, : request.length + len(new_tokens)]
         return len(new_tokens), any(bool(torch.as_tensor(time(prefix, None)).all()) for time in self._times)

@@ -149,10 +149,10 @@ def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def packed_pass(cache: SlotCache, layout: SlotLayout) -> Iterator[None]:
     """Announce one packed forward pass to the cache and the attention."""
-    cache.begin(layout)
     token = _running.set(_Pass(layout))
     try:
-        yield
+        with cache.writing(layout):
+            yield
     finally:
         _running.reset(token)
 

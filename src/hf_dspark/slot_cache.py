@@ -6,7 +6,8 @@ reads it. Serves the target and the draft. Knows nothing of attention, models or
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +117,7 @@ class CacheMemoryError(MemoryError):
 class SlotCache(Cache):
     """Keys and values of several rows, written at per-row slots.
 
-    A forward pass that uses it runs between `begin(layout)` and the next one. Memory is rows x capacity, the
+    A forward pass that uses it runs within `writing(layout)`. Memory is rows x capacity, the
     capacity growing geometrically with the longest row up to `limit`.
 
     Args:
@@ -160,9 +161,14 @@ class SlotCache(Cache):
             )
         return self._layout
 
-    def begin(self, layout: SlotLayout) -> None:
-        """Say where the tokens of the coming forward pass belong."""
+    @contextmanager
+    def writing(self, layout: SlotLayout) -> Iterator[None]:
+        """Say where the tokens of the forward pass belong that runs while this is entered."""
         self._layout = layout
+        try:
+            yield
+        finally:
+            self._layout = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
