@@ -273,7 +273,7 @@ def test_stop_strings_cut_each_row_at_the_exact_token(pair, prompts, tokenizer):
     assert_rows(output, batch["input_ids"].shape[1], expected)
 
 
-# --- what comes back ---------------------------------------------------------------------------------------------------
+# --- what comes back -------------------------------------------------------------------------------------------------
 
 
 def test_scores_logits_and_hidden_states_of_a_batch_are_those_of_each_row(pair, prompts):
@@ -544,9 +544,7 @@ def test_a_cache_of_another_batch_is_refused(pair, prompts):
     target, draft = pair
     output = first_turn(pair, prompts[:2])
     with pytest.raises(ValueError, match="holds 2 sequences, the prompts are 3"):
-        target.generate(
-            **padded(prompts[:3]), past_key_values=output.past_key_values, assistant_model=draft, **GREEDY
-        )
+        target.generate(**padded(prompts[:3]), past_key_values=output.past_key_values, assistant_model=draft, **GREEDY)
 
 
 def test_ids_that_contradict_the_cache_are_refused(pair, prompts):

@@ -82,12 +82,12 @@ def make_pair(make_target, gamma=2, seed=0, **overrides):
 class TargetLaw:
     """The target's processed law after the prompt and a prefix; each prefix is computed once."""
 
-    def __init__(self, target, processors):
-        self.target, self.processors, self.known = target, processors, {}
+    def __init__(self, target, processors, prompt=PROMPT):
+        self.target, self.processors, self.prompt, self.known = target, processors, prompt, {}
 
     def __call__(self, prefix):
         if prefix not in self.known:
-            ids = torch.cat([PROMPT, torch.tensor([list(prefix)], dtype=torch.long)], dim=1)
+            ids = torch.cat([self.prompt, torch.tensor([list(prefix)], dtype=torch.long)], dim=1)
             with torch.no_grad():
                 scores = self.processors(ids, self.target(ids).logits[:, -1].float())
             self.known[prefix] = scores.softmax(-1)[0].double()

@@ -274,7 +274,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None) -> DraftBlock:
         """Draft; rounds that were not drafted left their features for this one."""
         num_features = [sum(map(len, request.features)) for request in requests]
-        features = torch.cat([part for request in requests for part in request.features])
+        width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size
+        nothing = torch.empty(0, width, device=self.draft.device, dtype=self.draft.dtype)
+        features = torch.cat([nothing, *(part for request in requests for part in request.features)])
         uniform = None if noise is None else noise.draft
         sampler = ProcessedSampler(self._draft_processor, requests, uniform, self.draft.config.vocab_size)
         anchors = torch.cat([request.anchor for request in requests])

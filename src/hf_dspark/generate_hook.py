@@ -365,6 +365,12 @@ def _check_rows(
         raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
+    size = target.get_input_embeddings().num_embeddings
+    if embeds is None and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
+        raise ValueError(
+            f"the prompt has token ids from {int(input_ids.min())} to {int(input_ids.max())}, the target knows 0 to "
+            f"{size - 1}: use the target's tokenizer"
+        )
     longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and int(lengths.max()) > longest:
         raise ValueError(

@@ -207,35 +207,41 @@ def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]
                 yield _completion(job, queue.tokenizer)
 
 
-def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> None:
-    """Put jobs that were not admitted, because another one failed with them, back to the queue."""
+def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> list[_Job]:
+    """Put jobs back to the queue that failed to be admitted only because of others; return them."""
     inside = {request.id for request in loop.requests}
     waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
-    for job in waiting:
+    _put_back(queue, running, waiting)
+    return waiting
+
+
+def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
+    for job in leaving:
         running.remove(job)
-        job.request.features.clear()
-    queue.put_back(waiting)
+        job.request.ended = False
+        job.request.features.clear()  # the tokens will be prefilled again
+    queue.put_back(leaving)
 
 
 def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], error: BaseException) -> int:
-    """Send the younger half back to the queue; return how many sequences run from now on."""
-    keep = len(running) // 2
-    if keep == 0:
-        running[0].error = MemoryError(f"prompt {running[0].index} does not fit into memory alone: {error}")
-        running[0].request.ended = True
-        keep = 1
-    leaving = running[keep:]
-    for job in (*leaving, *(job for job in running if job.error)):
+    """Send sequences back to the queue, the youngest first; return how many run together from now on."""
+    waiting = _return_unadmitted(queue, loop, running)
+    together = len(running) if waiting and running else (len(running) + len(waiting)) // 2
+    if together == 0:
+        hopeless = running[0] if running else queue.take()
+        if hopeless not in running:
+            running.append(hopeless)
+        hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {error}")
+        hopeless.request.ended = True
+    leaving = running[max(1, together) :]
+    for job in leaving:
         job.request.ended = True
     loop.release_ended()
-    for job in leaving:
-        job.request.ended = False
-        job.request.features.clear()
-    del running[keep:]
-    queue.put_back(leaving)
-    loop.shrink(keep)
-    warnings.warn(f"out of memory: {keep} sequences are decoded together from now on ({error})", stacklevel=2)
-    return keep
+    _put_back(queue, running, leaving)
+    together = max(1, together)
+    loop.shrink(together)
+    warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({error})", stacklevel=2)
+    return together
 
 
 def _completion(job: _Job, tokenizer: PreTrainedTokenizerBase | None) -> Completion:

@@ -101,11 +101,12 @@ class BlockProcessor:
     def __init__(self, processors: LogitsProcessorList, vocab_size: int, tie_margin: int = TIE_MARGIN) -> None:
         self._processors = processors
         self._vocab_size = vocab_size
-        fused = len(processors)
-        while fused > 0 and _can_fuse(processors[fused - 1]):
-            fused -= 1
-        self._fused_from = fused
-        self._truncation = Truncation.of(processors[fused:], tie_margin)
+        self._fused_from, self._truncation = len(processors), None
+        while self._fused_from > 0:
+            truncation = Truncation.of(processors[self._fused_from - 1 :], tie_margin)
+            if truncation is None:
+                break
+            self._fused_from, self._truncation = self._fused_from - 1, truncation
 
     @property
     def reads_prefixes(self) -> bool:
@@ -174,12 +175,8 @@ class BlockProcessor:
         return scores
 
 
-def _can_fuse(processor: LogitsProcessor) -> bool:
-    return (
-        type(processor) in FUSED
-        and getattr(processor, "min_tokens_to_keep", 1) == 1
-        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
-    )
+def _can_fuse(warper: LogitsProcessor) -> bool:
+    return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -torch.inf) == -torch.inf
 
 
 @dataclass(frozen=True)
@@ -202,9 +199,9 @@ class Truncation:
 
     @classmethod
     def of(cls, warpers: Sequence[LogitsProcessor], tie_margin: int) -> "Truncation | None":
-        """Return the truncation that a chain of warpers makes, `None` if there is none, or in another order."""
+        """Return the truncation that a chain of warpers makes; `None` for other processors, or another order."""
         kinds = [type(warper) for warper in warpers]
-        if not kinds or kinds != [kind for kind in FUSED if kind in kinds]:
+        if kinds != [kind for kind in FUSED if kind in kinds] or not all(map(_can_fuse, warpers)):
             return None
         found = dict(zip(kinds, warpers, strict=True))
         values = {

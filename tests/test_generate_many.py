@@ -1,0 +1,181 @@
+"""More prompts than rows: each as if alone, results as they finish, failures alone."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from hf_dspark import DSparkDraftModel, FullBlock, generate_many
+from hf_dspark.decoding import DecodingLoop
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def pair(fixtures):
+    folder = fixtures / "deepspec" / "trained"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+    draft = DSparkDraftModel.from_pretrained(folder / "draft").eval()
+    draft.policy = FullBlock()
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def prompts(fixtures):
+    rows = json.loads((fixtures / "deepspec" / "trained" / "generation.json").read_text())["prompts"]
+    return [row[start : start + 3 + 2 * start] for row in rows for start in range(3)]
+
+
+def alone(target, prompt, **options):
+    options = {key: value for key, value in (GREEDY | options).items() if key != "progress"}
+    return target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_every_prompt_is_decoded_as_if_alone(pair, prompts, batch_size):
+    target, draft = pair
+    options = {"eos_token_id": [62, 42, 11]}
+    results = list(generate_many(target, draft, prompts, batch_size=batch_size, **GREEDY, **options))
+    assert sorted(result.index for result in results) == list(range(len(prompts)))
+    for result in results:
+        assert result.error is None and result.prompt == prompts[result.index]
+        assert result.token_ids.tolist() == alone(target, prompts[result.index], **options)
+    if batch_size > 1:
+        assert [result.index for result in results] != sorted(result.index for result in results)
+
+
+def test_the_batch_stays_full_while_the_queue_lasts(pair, prompts, monkeypatch):
+    target, draft = pair
+    sizes, honest = [], DecodingLoop.run_round
+
+    def run_round(self):
+        sizes.append(len(self.requests))
+        return honest(self)
+
+    monkeypatch.setattr(DecodingLoop, "run_round", run_round)
+    list(generate_many(target, draft, prompts, batch_size=4, eos_token_id=[62, 42, 11], **GREEDY))
+    assert max(sizes) == 4 and sorted(sizes, reverse=True) == sizes
+
+
+def test_prompts_are_read_as_they_are_needed(pair, prompts):
+    target, draft = pair
+    read = []
+
+    def endless():
+        index = 0
+        while True:
+            read.append(index)
+            yield prompts[index % len(prompts)]
+            index += 1
+
+    results = generate_many(target, draft, endless(), batch_size=2, **GREEDY)
+    assert {next(results).index, next(results).index} <= {0, 1, 2}
+    assert len(read) <= 5
+    results.close()
+
+
+class FailsOn(LogitsProcessor):
+    def __init__(self, first):
+        self.first = first
+
+    def __call__(self, input_ids, scores):
+        if input_ids[0, 0] == self.first and input_ids.shape[1] > 8:
+            raise ZeroDivisionError("a bug of the user's")
+        return scores
+
+
+def test_failing_prompts_fail_alone(pair, prompts):
+    """An empty prompt, one of unknown tokens, and one whose processor raises in the middle."""
+    target, draft = pair
+    mixed = [prompts[1], [], prompts[0], [999], prompts[2]]
+    extra = {"logits_processor": LogitsProcessorList([FailsOn(prompts[0][0])]), "eos_token_id": None}
+    assert prompts[1][0] != prompts[0][0] != prompts[2][0]
+    results = {result.index: result for result in generate_many(target, draft, mixed, batch_size=5, **GREEDY, **extra)}
+    assert isinstance(results[1].error, ValueError) and "empty" in str(results[1].error)
+    assert isinstance(results[2].error, ZeroDivisionError)
+    kept = results[2].token_ids.tolist()
+    assert kept == alone(target, prompts[0], eos_token_id=None)[: len(kept)]
+    assert isinstance(results[3].error, ValueError) and "999" in str(results[3].error)
+    for index in (0, 4):
+        assert results[index].error is None
+        assert results[index].token_ids.tolist() == alone(target, mixed[index], eos_token_id=None)
+
+
+def test_a_failing_criterion_fails_alone(pair, prompts):
+    target, draft = pair
+
+    class Breaks(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == 9 and input_ids[0, 0] == prompts[0][0]:
+                raise KeyError("nothing there")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    extra = {"stopping_criteria": [Breaks()], "eos_token_id": None}
+    results = {r.index: r for r in generate_many(target, draft, prompts[:3], batch_size=3, **GREEDY, **extra)}
+    assert isinstance(results[0].error, KeyError)
+    for index in (1, 2):
+        assert results[index].token_ids.tolist() == alone(target, prompts[index], eos_token_id=None)
+
+
+def test_errors_that_belong_to_no_prompt_are_raised(pair, prompts):
+    target, draft = pair
+    with pytest.raises(ValueError, match="batch_size"):
+        generate_many(target, draft, prompts, batch_size=0)
+    with pytest.raises(ValueError, match="attention_mask"):
+        generate_many(target, draft, prompts, attention_mask=torch.ones(1, 1))
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        generate_many(target, draft, prompts, num_return_sequences=2)
+
+
+def test_sampling_draws_the_same_in_any_company(pair, prompts):
+    """Noise is keyed by the prompt's number: neighbours change nothing, save rounding."""
+    target, draft = pair
+    options = {"do_sample": True, "max_new_tokens": 16, "pad_token_id": 0, "progress": False}
+    results = []
+    for batch_size in (1, 5):
+        torch.manual_seed(4)
+        many = generate_many(target, draft, prompts, batch_size=batch_size, **options)
+        results.append({result.index: result.token_ids.tolist() for result in many})
+    assert results[0] == results[1]
+
+
+def test_when_memory_runs_out_the_youngest_wait(pair, prompts, monkeypatch):
+    target, draft = pair
+    honest = torch.Tensor.new_zeros
+
+    def scarce(self, *shape, **kwargs):
+        size = shape[0] if isinstance(shape[0], tuple) else shape
+        if len(size) == 4 and size[0] > 2 and size[2] > 64:
+            raise torch.OutOfMemoryError("out of memory")
+        return honest(self, *shape, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", scarce)
+    options = GREEDY | {"max_new_tokens": 70, "eos_token_id": None}
+    with pytest.warns(UserWarning, match="out of memory: 2 sequences"):
+        results = {
+            result.index: result for result in generate_many(target, draft, prompts[:5], batch_size=5, **options)
+        }
+    for index in range(5):
+        expected = alone(target, prompts[index], max_new_tokens=70, eos_token_id=None)
+        assert results[index].error is None and results[index].token_ids.tolist() == expected
+
+
+def test_a_prompt_that_fits_nowhere_fails_alone(pair, prompts, monkeypatch):
+    target, draft = pair
+    honest = torch.Tensor.new_zeros
+
+    def scarce(self, *shape, **kwargs):
+        size = shape[0] if isinstance(shape[0], tuple) else shape
+        if len(size) == 4 and size[2] > 64:
+            raise torch.OutOfMemoryError("out of memory")
+        return honest(self, *shape, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", scarce)
+    long = (prompts[0] * 40)[:80]
+    with pytest.warns(UserWarning, match="out of memory"):
+        mixed = [prompts[0], long, prompts[1]]
+        results = {result.index: result for result in generate_many(target, draft, mixed, batch_size=3, **GREEDY)}
+    assert isinstance(results[1].error, MemoryError)
+    for index in (0, 2):
+        assert results[index].token_ids.tolist() == alone(target, mixed[index])
