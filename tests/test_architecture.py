@@ -22,7 +22,7 @@ MODELS = {
     "slot_attention",
     "slot_cache",
 }
-SHARED = {"feature_capture", "profiling", "collection"}
+SHARED = {"feature_capture", "profiling", "collection", "target_check"}
 DECODING = {
     "candidate_generator",
     "decoding",

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dspark
-from hf_dspark import DSparkDraftModel, ForwardCost, LinearCost, PrefixScheduler, load_cost
+from hf_dspark import DSparkDraftModel, ForwardCost, FullBlock, LinearCost, PrefixScheduler, load_cost
 from hf_dspark.profiling import Machine, ThroughputProfile
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
@@ -53,6 +53,25 @@ def test_shipped_pair_is_small_and_complete(shipped):
     assert (PAIR / "LICENSE-GSM8K").exists()
     assert 12 <= target.config.num_hidden_layers <= 16
     assert (draft.config.num_hidden_layers, draft.config.block_size) == (2, 7)
+
+
+@pytest.mark.parametrize("policy", [FullBlock(), None], ids=["full_block", "default"])
+def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, policy):
+    target, draft, prompts = shipped
+    prompts = [ids[0] for ids in prompts[:16]]
+    options = {"do_sample": False, "max_new_tokens": 64, "pad_token_id": 0}
+    alone = [target.generate(ids[None], **options)[0, len(ids) :].tolist() for ids in prompts]
+    draft.policy = policy
+    try:
+        for size in (1, 2, 5, 16):
+            width = max(map(len, prompts[:size]))
+            ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in prompts[:size]])
+            mask = torch.stack([torch.arange(width) >= width - len(row) for row in prompts[:size]]).long()
+            output = target.generate(ids, attention_mask=mask, assistant_model=draft, **options)[:, width:]
+            for row, expected in zip(output.tolist(), alone, strict=False):
+                assert row[: len(expected)] == expected
+    finally:
+        draft.policy = None
 
 
 def test_shipped_pair_answers_as_the_target_alone(shipped):

@@ -26,6 +26,7 @@ from .policies import (
 )
 from .profiling import find_cost, profile_throughput
 from .slot_cache import SlotCache
+from .target_check import check_target
 from .throughput import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
 
 __version__ = "0.1.0.dev0"
@@ -62,6 +63,7 @@ __all__ = [
     "TemperatureScaling",
     "ThroughputTable",
     "calibrate",
+    "check_target",
     "collect_rounds",
     "decode_with",
     "find_cost",

@@ -1,0 +1,78 @@
+"""A self-check for targets nobody has tried: packed rows in a slot cache against each row alone.
+
+Knows nothing of drafts or `generate()`.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
+from .slot_cache import SlotCache, SlotLayout
+
+# Largest difference of logits, as a part of the largest logit.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+HALF_PRECISION_TOLERANCE = 0.05
+LONGEST_WINDOW = 1024
+
+
+@torch.no_grad()
+def check_target(target: PreTrainedModel, seed: int = 0) -> float:
+    """Compare what a target says to rows of different lengths decoded together with what it says to each alone.
+
+    Three passes, as in decoding: prompts, blocks of different lengths, and other blocks after a rollback. Windows up
+    to 1024 tokens are crossed. Takes seconds; run it once for an architecture that is new to you.
+
+    Args:
+        target (`PreTrainedModel`): The causal LM.
+        seed (`int`): Of the token ids.
+
+    Returns:
+        The largest difference of two logits, as a part of the largest logit.
+
+    Raises:
+        ValueError: If the target cannot attend to a slot cache, or the difference is more than rounding.
+    """
+    reason = why_not_by_slots(target)
+    if reason is not None:
+        raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")
+    text = target.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) or 0
+    longest = 16 + (window if window <= LONGEST_WINDOW else 0)
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        torch.randint(0, text.vocab_size, (length,), generator=generator) for length in (longest, 10, longest // 2)
+    ]
+    rows = [row.to(target.device) for row in rows]
+    alone = [target(row[None], use_cache=False).logits[0] for row in rows]
+
+    cache, worst = SlotCache(len(rows)), 0.0
+    prompts = [len(row) - 7 for row in rows]
+    with attending_by_slots(target):
+        for starts, counts in (
+            ([0, 0, 0], prompts),
+            (prompts, [4, 1, 2]),
+            ([prompts[0] + 1, *prompts[1:]], [6, 7, 5]),
+        ):
+            layout = SlotLayout(tuple(starts), tuple(counts))
+            spans = list(zip(rows, starts, counts, strict=True))
+            packed = torch.cat([row[start : start + count] for row, start, count in spans])
+            with packed_pass(cache, layout):
+                logits = target(
+                    packed[None],
+                    position_ids=layout.position_ids(target.device),
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits[0]
+            expected = [
+                whole[start : start + count] for whole, start, count in zip(alone, starts, counts, strict=True)
+            ]
+            worst = max(worst, float((output.logits[0] - torch.cat(expected)).abs().max()))
+    difference = worst / float(max(whole.abs().max() for whole in alone))
+    tolerance = TOLERANCES.get(target.dtype, HALF_PRECISION_TOLERANCE)
+    if not difference <= tolerance:  # NaN fails, too
+        raise ValueError(
+            f"{type(target).__name__} decodes packed rows differently from single ones: logits differ by "
+            f"{difference:.2%} of the largest one, rounding explains {tolerance:.2%}. Set "
+            "draft.use_transformers_loop = True, and please report the architecture."
+        )
+    return difference
