@@ -39,20 +39,15 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     window = getattr(text, "sliding_window", None) or 0
     longest = 16 + (window if window <= LONGEST_WINDOW else 0)
     generator = torch.Generator().manual_seed(seed)
-    rows = [
-        torch.randint(0, text.vocab_size, (length,), generator=generator) for length in (longest, 10, longest // 2)
-    ]
-    rows = [row.to(target.device) for row in rows]
+    lengths = (longest, 10, longest // 2)
+    rows = [torch.randint(0, text.vocab_size, (n,), generator=generator).to(target.device) for n in lengths]
     alone = [target(row[None], use_cache=False).logits[0] for row in rows]
 
     cache, worst = SlotCache(len(rows)), 0.0
-    prompts = [len(row) - 7 for row in rows]
+    prompts = [length - 7 for length in lengths]
+    rolled_back = [prompts[0] + 1, *prompts[1:]]
     with attending_by_slots(target):
-        for starts, counts in (
-            ([0, 0, 0], prompts),
-            (prompts, [4, 1, 2]),
-            ([prompts[0] + 1, *prompts[1:]], [6, 7, 5]),
-        ):
+        for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
             layout = SlotLayout(tuple(starts), tuple(counts))
             spans = list(zip(rows, starts, counts, strict=True))
             packed = torch.cat([row[start : start + count] for row, start, count in spans])
@@ -66,7 +61,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
             expected = [
                 whole[start : start + count] for whole, start, count in zip(alone, starts, counts, strict=True)
             ]
-            worst = max(worst, float((output.logits[0] - torch.cat(expected)).abs().max()))
+            worst = max(worst, float((logits - torch.cat(expected)).abs().max()))
     difference = worst / float(max(whole.abs().max() for whole in alone))
     tolerance = TOLERANCES.get(target.dtype, HALF_PRECISION_TOLERANCE)
     if not difference <= tolerance:  # NaN fails, too
