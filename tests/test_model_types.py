@@ -99,3 +99,45 @@ def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(monkeypatch, model_t
         assert output[row, ids.shape[1] :].tolist() == alone[len(prompt) :]
     statistics = draft.last_stats
     assert len(set(statistics.accepted)) >= 3 and 1.5 < statistics.tau < 4.5
+
+
+OWN_ATTENTION = {
+    "bloom": {"n_layer": 4, "n_head": 4},
+    "gptj": {"rotary_dim": 4, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "falcon": {"alibi": False, "new_decoder_architecture": False},
+    "falcon_alibi": {"alibi": True, "new_decoder_architecture": False},
+}
+
+
+@pytest.mark.parametrize(("name", "facts"), OWN_ATTENTION.items(), ids=OWN_ATTENTION)
+def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batches(name, facts):
+    target, draft = make_pair(name.removesuffix("_alibi"), facts)
+    ids = torch.tensor([PROMPTS[0]])
+    plain = target.generate(ids, **PLAIN)
+    assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
+    batch, mask = padded(PROMPTS)
+    with pytest.raises(ValueError, match="attention of its own.*Call generate"):
+        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+
+
+def test_targets_that_are_not_all_attention_are_refused():
+    config = AutoConfig.for_model(
+        "qwen3_next", **COMMON, layer_types=["linear_attention"] * 3 + ["full_attention"], num_experts=2,
+        moe_intermediate_size=16, num_experts_per_tok=1, shared_expert_intermediate_size=16, head_dim=8,
+        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config).eval()
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    batch, mask = padded(PROMPTS)
+    with pytest.raises(ValueError, match="linear_attention|stateful"):
+        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+
+
+def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    target, draft = make_pair("llama", {"rope_parameters": rope})
+    batch, mask = padded(PROMPTS)
+    with pytest.raises(ValueError, match="depend on the longest row"):
+        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+    ids = torch.tensor([PROMPTS[0]])
+    assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == target.generate(ids, **PLAIN).tolist()
