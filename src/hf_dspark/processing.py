@@ -99,6 +99,11 @@ class BlockProcessor:
     """
 
     def __init__(self, processors: LogitsProcessorList, vocab_size: int, tie_margin: int = TIE_MARGIN) -> None:
+        kinds = [type(processor) for processor in processors]
+        # Whether any processor looks at the tokens before a position.
+        self.reads_prefixes = any(kind not in READ_NO_PREFIX for kind in kinds)
+        # Whether some candidates may all be impossible although not all tokens are.
+        self.may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
         self._processors = processors
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
@@ -107,16 +112,6 @@ class BlockProcessor:
             if truncation is None:
                 break
             self._fused_from, self._truncation = self._fused_from - 1, truncation
-
-    @property
-    def reads_prefixes(self) -> bool:
-        """Whether any processor looks at the tokens before a position."""
-        return any(type(processor) not in READ_NO_PREFIX for processor in self._processors)
-
-    @property
-    def may_forbid_all(self) -> bool:
-        """Whether some candidates may all be impossible although not all tokens are."""
-        return any(type(processor) not in READ_SCORES_ONLY for processor in self._processors)
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, prefix_of: Callable[[int], Prefix]
@@ -233,7 +228,8 @@ class Truncation:
             removed = probs.cumsum(dim=-1) - probs >= self.top_p  # the better tokens have the mass already
             if self.top_k is None and not is_whole and not bool(removed[:, -1].all()):
                 return None
-            removed[:, 0] = False
+            if self.top_p == 0.0:
+                removed[:, 0] = False  # the best token stays
             scores = scores.masked_fill_(removed, -torch.inf)
         return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
 
