@@ -160,7 +160,7 @@ def replay(options: argparse.Namespace) -> dict:
     draft.config.draft_top_k = 64
     target.generation_config.eos_token_id = None
     recording = json.loads(Path(options.rounds).read_text())
-    accepted = [number for request in recording["requests"] for number in request["num_accepted"]]
+    accepted = [number for request in recording["requests"] for number in request["accepted"]]
     honest, cells = DecodingLoop._verify, {}
     ids = torch.arange(256)[None] + 5
     for name, sampling in SAMPLINGS.items():

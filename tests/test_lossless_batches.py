@@ -74,7 +74,7 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
     )
 
     def invert(probs, uniform):
-        return torch.tensor([paths.choose(row.double()) for row in probs])
+        return torch.tensor([[paths.choose(row.double())] for row in probs])
 
     def verify_block(block, scheduled, *rest):
         def ratio(target_probs, draft_probs):

@@ -137,7 +137,7 @@ class DecodingLoop:
         packed = token_ids.to(self._input_device)[None]
         inputs = {"input_ids": packed} if token_ids.dim() == 1 else {"inputs_embeds": packed}
         if self._keeps_some_logits:
-            inputs["logits_to_keep"] = 0 if wanted is None else wanted.to(self._input_device)
+            inputs["logits_to_keep"] = 0 if wanted is None else wanted  # on the CPU: the head may be anywhere
         with packed_pass(self.cache, layout):
             outputs = self._target(
                 **inputs,
@@ -163,11 +163,13 @@ class DecodingLoop:
         if self.generator.processor.reads_prefixes and proposal.block is not None:
             for request, drafts in zip(requests, proposal.block.token_ids, strict=True):
                 request.token_ids[request.length : request.length + len(drafts)] = drafts
-        positions = [(row, drafted) for row, length in enumerate(proposal.lengths) for drafted in range(length + 1)]
+        lengths = proposal.lengths.tolist()
 
         def prefix_of(index: int) -> Prefix:
-            row, drafted = positions[index]
-            return requests[row].prefix(drafted)
+            row = 0
+            while index > lengths[row]:
+                index, row = index - lengths[row] - 1, row + 1
+            return requests[row].prefix(index)
 
         return self.generator.processor(verified_pass.logits, None, prefix_of)
 
@@ -190,9 +192,8 @@ class DecodingLoop:
         drafts = [] if proposal.block is None else [proposal.block.token_ids]
         columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None], *drafts]
         num_committed = []
-        for row, (accepted, following, *drafted) in enumerate(
-            torch.cat(columns, dim=1).tolist()
-        ):  # one synchronisation
+        on_host = torch.cat(columns, dim=1).tolist()  # the round's one synchronisation
+        for row, (accepted, following, *drafted) in enumerate(on_host):
             request, first = requests[row], done.layout.first_tokens[row]
             new_tokens = [*drafted[:accepted], following]
             request.token_ids[request.length : request.length + len(new_tokens)] = torch.tensor(new_tokens)

@@ -645,15 +645,15 @@ class DSparkDraftModel(PreTrainedModel):
         previous, state = anchor_ids, None
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
-        for slot in range(base_logits.shape[1]):
-            slot_scores = scores[:, slot].float()
+        slots = zip(scores.unbind(dim=1), hidden.unbind(dim=1), strict=True)
+        for slot, (slot_scores, slot_hidden) in enumerate(slots):
             slot_candidates = None if candidate_ids is None else candidate_ids[:, slot]
             if self.markov_head is not None:
                 embedding = self.markov_head.markov_w1(previous)
-                transition, state = self.markov_head.transition(embedding, hidden[:, slot], state)
-                slot_scores = slot_scores + self.markov_head.bias(transition, slot_candidates).float()
+                transition, state = self.markov_head.transition(embedding, slot_hidden, state)
+                slot_scores = slot_scores.float() + self.markov_head.bias(transition, slot_candidates)
                 embeddings.append(embedding)
-            previous, law = sampler(slot_scores, slot_candidates, tokens[:, :slot])
+            previous, law = sampler(slot_scores.float(), slot_candidates, tokens[:, :slot])
             tokens[:, slot] = previous
             laws.append(law)
         law = None if laws[0] is None else TokenLaw.stack(laws)

@@ -4,11 +4,16 @@ What a request draws depends on its own key alone: not on its neighbours, nor on
 between requests, or used twice, would change the law of the output. Knows nothing of what the numbers are for.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+BLOCKS_AT_ONCE = 32
+# Products with a sum must round below the sum, see `sampling.invert`; in float32 where there is no float64.
+LARGEST, LARGEST_SINGLE = 1 - 2**-50, 1 - 2**-22
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,25 @@ def block_noise(
         block_size (`int`): γ.
         device (`torch.device`): Where the numbers go.
     """
-    dtype, largest = (torch.float32, 1 - 2**-22) if device.type == "mps" else (torch.float64, 1 - 2**-50)
-    numbers = np.empty((len(request_ids), 2 * block_size + 1))
-    for row, (request, block) in enumerate(zip(request_ids, blocks, strict=True)):
-        # The generator counts upwards from the lowest word; the block has the next one, so no two blocks overlap.
-        philox = np.random.Philox(key=[seed, request], counter=[0, block, 0, 0])
-        numbers[row] = np.random.Generator(philox).random(2 * block_size + 1)
-    # Products with a sum must round below the sum: see `sampling.invert`.
-    on_device = torch.from_numpy(numbers.clip(max=largest)).to(device, dtype)
+    numbers = np.stack(
+        [
+            _stretch(seed, request, block // BLOCKS_AT_ONCE, block_size)[block % BLOCKS_AT_ONCE]
+            for request, block in zip(request_ids, blocks, strict=True)
+        ]
+    )
+    on_device = torch.from_numpy(numbers)
+    if device.type == "mps":
+        on_device = on_device.clamp_max(LARGEST_SINGLE).float()
+    on_device = on_device.to(device)
     return BlockNoise(on_device[:, :block_size], on_device[:, block_size:-1], on_device[:, -1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _stretch(seed: int, request: int, stretch: int, block_size: int) -> np.ndarray:
+    """Return the numbers of some blocks in a row, `[BLOCKS_AT_ONCE, 2γ+1]`: making a generator is the dear part.
+
+    It counts upwards from the lowest word of its counter; the stretch is in the next one, so no two overlap.
+    """
+    philox = np.random.Philox(key=[seed, request], counter=[0, stretch, 0, 0])
+    numbers = np.random.Generator(philox).random((BLOCKS_AT_ONCE, 2 * block_size + 1))
+    return numbers.clip(max=LARGEST)

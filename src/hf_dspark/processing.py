@@ -42,7 +42,7 @@ PADDED_LENGTHS = {
 PROMPT_READERS = {
     "EncoderRepetitionPenaltyLogitsProcessor": "encoder_input_ids",
 }
-TIE_MARGIN = 64
+TIE_MARGIN = 32
 TOP_P_CANDIDATES = 1024
 
 

@@ -133,22 +133,22 @@ def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         Token ids `[B]`.
     """
-    index = invert(law.probs, uniform)
-    return index if law.candidate_ids is None else law.candidate_ids.gather(-1, index[:, None])[:, 0]
+    index = invert(law.probs, uniform[:, None])
+    return (index if law.candidate_ids is None else law.candidate_ids.gather(-1, index))[:, 0]
 
 
 def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the first index whose cumulative probability exceeds the noise, `[B]`.
+    """Return the first index whose cumulative probability exceeds the noise, `[B, 1]`.
 
     Args:
         probs (`torch.Tensor` of shape `[B, n]`): Non-negative, not all zero; need not sum to one.
-        uniform (`torch.Tensor` of shape `[B]`): Noise in [0, 1), in double precision where there is any. Must stay so
-            far below 1 that its product with the total rounds below the total: else a last, impossible token could be
-            drawn.
+        uniform (`torch.Tensor` of shape `[B, 1]`): Noise in [0, 1), in double precision where there is any. Must stay
+            so far below 1 that its product with the total rounds below the total: else a last, impossible token could
+            be drawn.
     """
     # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
     cumulative = probs.cumsum(dim=-1, dtype=uniform.dtype)
-    return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
 
 
 def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -240,10 +240,7 @@ def verify_block(
     draft_next = _draft_probabilities(block, num_accepted.clamp_max(len(slots) - 1), following, target_next)
     rejected = num_accepted < lengths  # else every scheduled token was accepted: a bonus token from the target's law
     law = torch.where(rejected[:, None], residual_distribution(target_next, draft_next), target_next)
-    index = invert(law, uniform)
-    if following.candidate_ids is not None:
-        index = following.candidate_ids.gather(-1, index[:, None])[:, 0]
-    return VerifiedBlock(num_accepted, index)
+    return VerifiedBlock(num_accepted, draw(TokenLaw(law, following.candidate_ids), uniform))
 
 
 def _draft_probabilities(
