@@ -96,17 +96,17 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
         cache.draft = SlotCache(2)
         prompts = [read_prompt(call, row, cache) for row in range(2)]
         requests = [make_request(call, row, row, prompt, GAMMA) for row, prompt in enumerate(prompts)]
-        with make_loop(target, draft, call, cache) as loop:
-            loop.admit(requests, [prompt.fed for prompt in prompts])  # the first tokens are the same on all paths
-            starts = [request.length for request in requests]
-            laws = laws or [
-                TargetLaw(target, processors, prompt=request.token_ids[None, : request.length].clone())
-                for request in requests
-            ]
-            monkeypatch.setattr(sampling, "invert", invert)
-            monkeypatch.setattr("hf_dspark.decoding.verify_block", verify_block)
-            draft.observer = lambda outcome: lengths.append(tuple(outcome.lengths.tolist()))
-            loop.run_round()
+        loop = make_loop(target, draft, call, cache)
+        loop.admit(requests, [prompt.fed for prompt in prompts])  # the first tokens are the same on all paths
+        starts = [request.length for request in requests]
+        laws = laws or [
+            TargetLaw(target, processors, prompt=request.token_ids[None, : request.length].clone())
+            for request in requests
+        ]
+        monkeypatch.setattr(sampling, "invert", invert)
+        monkeypatch.setattr("hf_dspark.decoding.verify_block", verify_block)
+        draft.observer = lambda outcome: lengths.append(tuple(outcome.lengths.tolist()))
+        loop.run_round()
         news = [
             tuple(request.token_ids[start : request.length].tolist())
             for request, start in zip(requests, starts, strict=True)

@@ -88,7 +88,7 @@ def test_a_dynamic_cache_goes_in_and_comes_out(target):
         cache.take_from(given, layer, 1, 0, torch.tensor([2, 3, 4, 5, 6, 7, 8]))
     cache.lengths = [0, 7]
     assert torch.equal(cache.rows(3, 1)[0], given.layers[3].keys[0, :, 2:])
-    back = cache.to_dynamic_cache(left_padding=[0, 2])
+    back = cache.to_dynamic_cache([torch.arange(0), torch.arange(2, 9)])
     assert back.get_seq_length() == 9
     assert torch.equal(back.layers[3].values[1, :, 2:], given.layers[3].values[0, :, 2:])
 

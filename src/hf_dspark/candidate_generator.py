@@ -27,6 +27,8 @@ from .sampling import DraftBlock, TokenLaw, draw, greedy_sampler, scatter_to_voc
 from .slot_cache import SlotCache
 from .throughput import Load
 
+WAITING_AT_MOST = 128
+
 
 @dataclass
 class RoundStatistics:
@@ -129,10 +131,10 @@ class ProcessedSampler:
     ) -> tuple[torch.Tensor, TokenLaw | None]:
         slot = drafted_ids.shape[1]
         if self._processor.reads_prefixes and slot > 0:
-            for request, token in zip(self._requests, drafted_ids[:, -1], strict=True):
+            for request, token in zip(self._requests, drafted_ids[:, -1].tolist(), strict=True):
                 request.token_ids[request.length + slot - 1] = token
 
-        def prefix_of(index: int) -> Prefix:
+        def prefix_of(index: int) -> Prefix | None:
             return self._requests[index].prefix(slot)
 
         scores = self._processor(logits, candidate_ids, prefix_of)
@@ -188,6 +190,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._max_length = generation_config.max_length
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self._eos_token_ids = None if eos is None else eos.cpu()
+        self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, max_drafts or draft.config.block_size)
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
         self._temperatures = draft.config.temperatures_for(draft.domain, self.do_sample)
@@ -228,8 +231,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return self._capture.take(self.draft.device, self.draft.dtype)
 
     def start_round(self) -> None:
-        """Note that a round begins; until the first one, forward passes count as prefill."""
+        """Note that a round begins: forward passes count as verification."""
         self._round_started = time.perf_counter()
+
+    def start_prefill(self) -> None:
+        """Note that forward passes count as prefill from now on."""
+        self._round_started = 0.0
 
     def noise(self, requests: Sequence[Request]) -> BlockNoise | None:
         """Return the noise of the coming block of each request; `None` when decoding is greedy."""
@@ -251,15 +258,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         started = time.perf_counter()
         # One token of the round is the target's own, so a block may fill the length up to one before the end.
-        max_lengths = torch.tensor(
-            [max(0, min(self._max_drafts, request.max_length - request.length - 1)) for request in requests]
-        )
+        max_lengths = torch.tensor([max(0, min(self._max_drafts, self._room(request))) for request in requests])
         load = Load(
             tuple(request.id for request in requests),
             context_tokens=sum(request.anchor_position + 1 for request in requests),
             other_tokens=self._other_tokens(),
         )
         if not bool(max_lengths.any()) or not self.policy.plan_draft(load):
+            self._read_waiting_features(requests)
             return Proposal(torch.zeros_like(max_lengths))
         block = self._draft_blocks(requests, noise)
         confidence = None
@@ -271,12 +277,29 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.statistics.draft_seconds += time.perf_counter() - started
         return proposal
 
+    def _room(self, request: Request) -> int:
+        """Return how many drafts of a request may be sent: not beyond its end, nor the target's last position."""
+        room = request.max_length - request.length - 1
+        return room if self._num_positions is None else min(room, self._num_positions - 1 - request.anchor_position)
+
+    def _read_waiting_features(self, requests: Sequence[Request]) -> None:
+        """Let the draft read its context without drafting, now and then: features are larger than what it keeps."""
+        num_features = [sum(map(len, request.features)) for request in requests]
+        if max(num_features) >= WAITING_AT_MOST:
+            anchors = torch.cat([request.anchor for request in requests])
+            self.draft.read_block(anchors, self._waiting_features(requests), self.cache, num_features)
+            for request in requests:
+                request.features.clear()
+
+    def _waiting_features(self, requests: Sequence[Request]) -> torch.Tensor:
+        width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size
+        nothing = torch.empty(0, width, device=self.draft.device, dtype=self.draft.dtype)
+        return torch.cat([nothing, *(part for request in requests for part in request.features)])
+
     def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None) -> DraftBlock:
         """Draft; rounds that were not drafted left their features for this one."""
         num_features = [sum(map(len, request.features)) for request in requests]
-        width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size
-        nothing = torch.empty(0, width, device=self.draft.device, dtype=self.draft.dtype)
-        features = torch.cat([nothing, *(part for request in requests for part in request.features)])
+        features = self._waiting_features(requests)
         uniform = None if noise is None else noise.draft
         sampler = ProcessedSampler(self._draft_processor, requests, uniform, self.draft.config.vocab_size)
         anchors = torch.cat([request.anchor for request in requests])

@@ -5,7 +5,8 @@ however long the rows are. A request that ends leaves the batch at once. Knows n
 requests come to be.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -58,8 +59,6 @@ class Pass:
 class DecodingLoop:
     """Decodes requests together, each accepting its own number of tokens per round.
 
-    Enter it as a context manager: the target's attention is switched and hooked exactly as long.
-
     Args:
         target (`PreTrainedModel`): The model that decodes.
         generator ([`DSparkCandidateGenerator`]): Drafts; has the draft's cache.
@@ -71,7 +70,7 @@ class DecodingLoop:
 
     Attributes:
         requests (`list[Request]`): Those that go on, in the order of the caches' rows.
-        ended_rows (`dict[int, int]`): With `keeps_rows`, the cache row of each request that ended, by its id.
+        ended_rows (`dict[int, int]`): The cache row of each request that ended, by its id; with `keeps_rows`.
     """
 
     def __init__(
@@ -91,24 +90,25 @@ class DecodingLoop:
         self.recording = recording or Recording()
         self._target = target
         self._keeps_rows = keeps_rows
-        self._keeps_some_logits = keeps_some_logits
+        # accelerate would bring the index to another device than the head's.
+        spread = len(set(getattr(target, "hf_device_map", {}).values())) > 1
+        self._keeps_some_logits = keeps_some_logits and not spread
         self._on_commit = on_commit
         self._device = generator.draft.device
         self._input_device = input_device(target.get_input_embeddings())
 
-    def __enter__(self) -> "DecodingLoop":
-        self._switched = attending_by_slots(self._target)
-        self._switched.__enter__()
-        self.generator.__enter__()
-        return self
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Switch and hook the target for one step: between two, it is the caller's."""
+        with torch.no_grad(), attending_by_slots(self._target), self.generator:
+            yield
 
-    def __exit__(self, *error) -> None:
-        self.generator.__exit__(*error)
-        self._switched.__exit__(*error)
-
-    @torch.no_grad()
     def run_round(self) -> None:
         """One decoding round of all requests. DSpark Section 3.1 and Algorithm 1."""
+        with self._at_work():
+            self._run_round()
+
+    def _run_round(self) -> None:
         self.generator.start_round()
         requests, noise = list(self.requests), self.generator.noise(self.requests)
         proposal = self.generator.propose(requests, noise)
@@ -137,7 +137,7 @@ class DecodingLoop:
         packed = token_ids.to(self._input_device)[None]
         inputs = {"input_ids": packed} if token_ids.dim() == 1 else {"inputs_embeds": packed}
         if self._keeps_some_logits:
-            inputs["logits_to_keep"] = 0 if wanted is None else wanted  # on the CPU: the head may be anywhere
+            inputs["logits_to_keep"] = 0 if wanted is None else wanted.to(self._input_device)
         with packed_pass(self.cache, layout):
             outputs = self._target(
                 **inputs,
@@ -165,7 +165,7 @@ class DecodingLoop:
                 request.token_ids[request.length : request.length + len(drafts)] = drafts
         lengths = proposal.lengths.tolist()
 
-        def prefix_of(index: int) -> Prefix:
+        def prefix_of(index: int) -> Prefix | None:
             row = 0
             while index > lengths[row]:
                 index, row = index - lengths[row] - 1, row + 1
@@ -219,7 +219,7 @@ class DecodingLoop:
             recording.scores.setdefault(request.id, []).extend(kept.dense(vocab_size))
         if recording.wants_logits:
             recording.logits.setdefault(request.id, []).extend(done.logits[rows].float())
-        if recording.wants_hidden_states and request.blocks > 0:  # the prompt's are recorded by the prefill
+        if recording.wants_hidden_states and done.hidden_states is not None:  # the prompt's are kept by the prefill
             for token in range(rows.start, rows.stop):
                 states = tuple(layer[token : token + 1] for layer in done.hidden_states)
                 recording.hidden_states[request.id].append(states)
@@ -257,7 +257,8 @@ class DecodingLoop:
                         cache.free_row(row)
                     else:
                         cache.move_row(last, row)
-                self.ended_rows[self.requests[row].id] = last
+                if self._keeps_rows:
+                    self.ended_rows[self.requests[row].id] = last
                 self.requests[row] = self.requests[last]
                 self.requests.pop()
 
@@ -266,7 +267,6 @@ class DecodingLoop:
         for cache in (self.cache, self.generator.cache):
             cache.shrink(num_rows)
 
-    @torch.no_grad()
     def admit(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None = None
     ) -> None:
@@ -279,6 +279,11 @@ class DecodingLoop:
                 `[n, d]`, at least one position.
             chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
         """
+        with self._at_work():
+            self._admit(requests, prompts, chunk_size)
+
+    def _admit(self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None) -> None:
+        self.generator.start_prefill()
         noise = self.generator.noise(requests)
         first_row = len(self.requests)
         starts = [self.cache.lengths[first_row + row] for row in range(len(requests))]
@@ -327,15 +332,16 @@ class DecodingLoop:
         self, requests: Sequence[Request], first_row: int, verified: VerifiedBlock, done: Pass, scores: Scores
     ) -> None:
         """Append the first token of each request; its prompt is in the cache, and its features are noted."""
-        for row, token in enumerate(verified.next_token_ids.tolist()):
-            request = requests[row]
+        tokens = verified.next_token_ids.tolist()
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             request.token_ids[request.length] = token
-            self._record(request, scores, done, slice(row, row + 1))
-            _, ends = request.stop_rule.cut(request, [token], self.recording.scores.get(request.id, ()))
             request.length += 1
             request.blocks += 1
             self.cache.lengths[first_row + row] = request.anchor_position
-            request.ended = ends
+        # All rows are in order before any criterion is asked: one that fails must not leave others behind.
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            self._record(request, scores, done, slice(row, row + 1))
+            request.ended = request.stop_rule.ends(request, self.recording.scores.get(request.id, ()))
             if self._on_commit is not None:
                 self._on_commit(request, [token])
 

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import CandidateGenerator, GenerationMixin, GenerationMode
 
 from .candidate_generator import DSparkCandidateGenerator
@@ -151,7 +152,7 @@ def _wrap_decoding(original):
         }
         if not is_dspark(assistant_model):
             return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
-        reason = _needs_transformers_loop(self, assistant_model, input_ids, generation_config, kwargs)
+        reason = _needs_transformers_loop(self, assistant_model, len(input_ids), generation_config, kwargs)
         if reason is None:
             call = _checked_call(self, assistant_model, input_ids, **prepared, **kwargs)
             return generate_together(self, assistant_model, call)
@@ -174,8 +175,9 @@ def _wrap_decoding(original):
 def decode_with(draft: PreTrainedModel) -> Callable:
     """Return a decoding method for `target.generate(..., custom_generate=decode_with(draft))`.
 
-    The same as `assistant_model=draft`, through transformers' public door and none of the wraps. transformers keeps
-    streamers from custom methods.
+    The same as `assistant_model=draft` through transformers' public door, with none of the wraps needed.
+    transformers keeps streamers and tokenizers from custom methods: instead of `stop_strings`, pass
+    `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`.
 
     Args:
         draft ([`DSparkDraftModel`]): The target's draft.
@@ -188,8 +190,13 @@ def decode_with(draft: PreTrainedModel) -> Callable:
     return decode
 
 
-def prepare_with(draft: PreTrainedModel) -> Callable[..., Call]:
-    """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`]."""
+def prepare_with(draft: PreTrainedModel, together: int = 1) -> Callable[..., Call]:
+    """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`].
+
+    Args:
+        draft ([`DSparkDraftModel`]): The target's draft.
+        together (`int`): Sequences that will be decoded together, if more than the call has.
+    """
     if not is_dspark(draft):
         raise TypeError(f"a DSparkDraftModel is needed, got {type(draft).__name__}")
 
@@ -197,11 +204,13 @@ def prepare_with(draft: PreTrainedModel) -> Callable[..., Call]:
         target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, **prepared: Any
     ) -> Call:
         check_fits(draft.config, target)
-        mode = GenerationMode.BEAM_SEARCH if generation_config.num_beams != 1 else GenerationMode.ASSISTED_GENERATION
-        _check_options(mode, generation_config, {})
+        mode = generation_config.get_generation_mode()
+        plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        _check_options(GenerationMode.ASSISTED_GENERATION if plain else mode, generation_config, {})
         lists = ("logits_processor", "stopping_criteria")
         others = {name: value for name, value in prepared.items() if name not in lists}
-        reason = _needs_transformers_loop(target, draft, input_ids, generation_config, others)
+        num_rows = max(len(input_ids), together)
+        reason = _needs_transformers_loop(target, draft, num_rows, generation_config, others)
         if reason is not None:
             raise ValueError(f"{reason}: use generate(assistant_model=draft), one sequence at a time")
         return _checked_call(target, draft, input_ids, generation_config=generation_config, **prepared)
@@ -231,7 +240,7 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 def _needs_transformers_loop(
     target: PreTrainedModel,
     draft: PreTrainedModel,
-    input_ids: torch.Tensor,
+    num_rows: int,
     generation_config: GenerationConfig,
     kwargs: dict[str, Any],
 ) -> str | None:
@@ -243,17 +252,28 @@ def _needs_transformers_loop(
     reason = why_not_by_slots(target)
     if reason is not None:
         return reason
-    if position_ids is not None and position_ids.dim() > 2:
-        return "position_ids have more than one dimension per token"
+    if position_ids is not None and not _are_usual(position_ids, kwargs):
+        return "position_ids are not those that follow from the attention mask"
     if unknown:
         return f"the target gets arguments that belong to whole prompts ({', '.join(unknown)})"
     if kwargs.get("synced_gpus"):
         return "synced_gpus keeps ranks in step, which rounds of different lengths do not"
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
         return "output_attentions asks for attention weights"
-    if len(input_ids) > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in rope_parameters(target)):
+    if num_rows > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in rope_parameters(target)):
         return f"the rotary frequencies of {type(target).__name__} depend on the longest row"
     return None
+
+
+def _are_usual(position_ids: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Tell whether positions count the tokens that are no padding, from 0."""
+    mask = kwargs.get("attention_mask")
+    if position_ids.dim() != 2:
+        return False
+    if mask is None:
+        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
+    usual = mask.long().cumsum(-1) - 1
+    return usual.shape[1] == position_ids.shape[1] and bool(((position_ids == usual) | (mask == 0)).all())
 
 
 def _checked_call(
@@ -268,10 +288,15 @@ def _checked_call(
     _check_rows(target, input_ids, stopping_criteria, generation_config, kwargs)
     _check_processors(logits_processor, input_ids, draft.config.vocab_size)
     policy, max_drafts = _policy(draft, target, generation_config)
-    streamer = kwargs.pop("streamer", None)
+    pad = getattr(generation_config, "_pad_token_tensor", None)
     return Call(
-        input_ids, logits_processor, stopping_criteria, generation_config, kwargs, policy, max_drafts, streamer
-    )
+        input_ids, logits_processor, stopping_criteria, generation_config, kwargs, policy,
+        pad_token_id=None if pad is None else int(pad),
+        mask_width=getattr(generation_config, "_mask_length", None),
+        fills_users_cache=getattr(kwargs.get("past_key_values"), "_is_user_defined", False),
+        max_drafts=max_drafts,
+        streamer=kwargs.pop("streamer", None),
+    )  # fmt: skip
 
 
 def _policy(
@@ -382,6 +407,11 @@ def _check_rows(
         raise ValueError(
             f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none"
         )
+    if cache is not None and not isinstance(cache, SlotCache) and not _is_plain(cache):
+        raise ValueError(
+            f"a DSpark draft cannot continue a {type(cache).__name__} of {type(cache.layers[0]).__name__}s (quantised "
+            "or offloaded): pass a plain DynamicCache, or what an earlier call with the draft returned"
+        )
     if len(input_ids) == 1:
         return
     if kwargs.get("streamer") is not None:
@@ -391,6 +421,12 @@ def _check_rows(
             "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
             "eos_token_id"
         )
+
+
+def _is_plain(cache: Cache) -> bool:
+    """Tell whether a cache holds keys and values as they are, where they are used."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return not getattr(cache, "offloading", False) and all(type(layer) in plain for layer in cache.layers)
 
 
 def _check_single(

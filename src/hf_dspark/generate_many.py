@@ -7,18 +7,23 @@ have. Knows nothing of rounds.
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from .decoding import DecodingLoop
 from .generate_hook import prepare_with
-from .generation import Call, make_loop, make_request, num_layers, read_prompt
-from .modeling_dspark import DSparkDraftModel
+from .generation import Call, make_loop, make_request, num_layers, own_criteria, read_prompt
+from .modeling_dspark import DSparkDraftModel, input_device
 from .request import Request
 from .slot_cache import SlotCache
 
@@ -86,13 +91,18 @@ def generate_many(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if isinstance(prompts, str):
+        raise TypeError("prompts must be several: pass [prompt] for a single one")
     for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer"):
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
-    for name in ("return_dict_in_generate", "num_return_sequences"):
-        if int(generate_kwargs.get(name) or 0) > (name == "num_return_sequences"):
-            raise ValueError(f"generate_many yields tokens, one sequence per prompt: drop {name}")
-    return _run(_Queue(target, draft, prompts, tokenizer, generate_kwargs), batch_size, progress)
+    queue = _Queue(target, draft, prompts, tokenizer, batch_size, generate_kwargs)
+    config = queue.prepare([0]).generation_config  # what is wrong with the options is wrong with every prompt
+    if config.return_dict_in_generate or config.num_return_sequences != 1:
+        raise ValueError(
+            "generate_many yields one sequence per prompt: drop num_return_sequences and return_dict_in_generate"
+        )
+    return _run(queue, batch_size, progress)
 
 
 class _Queue:
@@ -104,13 +114,29 @@ class _Queue:
         draft: DSparkDraftModel,
         prompts: Iterable[str | Sequence[int]],
         tokenizer: PreTrainedTokenizerBase | None,
+        batch_size: int,
         generate_kwargs: dict[str, Any],
     ) -> None:
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
         self._returned: deque[_Job] = deque()
-        self._generate_kwargs = generate_kwargs
+        self._options = dict(generate_kwargs)
+        self._options["custom_generate"] = prepare_with(draft, together=batch_size)
+        self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
+        stop_strings = self._options.pop("stop_strings", None)
+        if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
+            if tokenizer is None:
+                raise ValueError("stop_strings need a tokenizer")
+            self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
+
+    def prepare(self, token_ids: Sequence[int]) -> Call:
+        """Let `generate()` prepare a prompt."""
+        ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
+        return self.target.generate(
+            ids[None], attention_mask=torch.ones_like(ids[None]), stopping_criteria=own_criteria(self._criteria),
+            **self._options,
+        )  # fmt: skip
 
     def put_back(self, jobs: Sequence[_Job]) -> None:
         self._returned.extendleft(reversed(jobs))
@@ -130,25 +156,19 @@ class _Queue:
         return job
 
     def _prepare(self, job: _Job) -> None:
-        ids = self._token_ids(job.prompt)
-        options = dict(self._generate_kwargs)
-        if options.get("stop_strings") is not None:
-            options["tokenizer"] = self.tokenizer
-        job.call = call = self.target.generate(
-            ids, attention_mask=torch.ones_like(ids), custom_generate=prepare_with(self.draft), **options
-        )
+        job.call = call = self.prepare(self._token_ids(job.prompt))
         prompt = read_prompt(call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
         job.request = make_request(call, 0, job.index, prompt, self.draft.config.block_size)
         job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
         job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> torch.Tensor:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a prompt is a string: pass a tokenizer, or token ids")
-            prompt = self.tokenizer(prompt)["input_ids"]
-        return torch.as_tensor(prompt, dtype=torch.long, device=self.target.get_input_embeddings().weight.device)[None]
+    def _token_ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("a prompt is a string: pass a tokenizer, or token ids")
+        return self.tokenizer(prompt)["input_ids"]
 
 
 class _Guarded:
@@ -169,7 +189,7 @@ class _Guarded:
 def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]:
     running: list[_Job] = []
     loop: DecodingLoop | None = None
-    with ExitStack() as stack, tqdm(total=queue.total, disable=not progress, unit="prompt") as bar:
+    with tqdm(total=queue.total, disable=not progress, unit="prompt") as bar:
         while True:
             new: list[_Job] = []
             while len(running) + len(new) < batch_size and (job := queue.take()) is not None:
@@ -183,8 +203,9 @@ def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]
             if loop is None:
                 cache = SlotCache(batch_size, num_layers=num_layers(queue.target))
                 cache.draft = SlotCache(batch_size, num_layers=num_layers(queue.draft))
-                loop = stack.enter_context(make_loop(queue.target, queue.draft, new[0].call, cache))
+                loop = make_loop(queue.target, queue.draft, new[0].call, cache)
             running += new
+            shortage = None
             try:
                 if new:
                     chunk_size = new[0].call.generation_config.prefill_chunk_size
@@ -193,7 +214,7 @@ def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]
                 else:
                     loop.run_round()
             except (MemoryError, torch.OutOfMemoryError) as error:
-                batch_size = _make_room(queue, loop, running, error)
+                shortage = str(error)  # the error itself would keep the failed pass in memory
             except Exception:
                 if not any(job.error for job in running):
                     raise
@@ -201,6 +222,8 @@ def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]
                     job.request.ended = job.request.ended or job.error is not None
                 _return_unadmitted(queue, loop, running)
                 loop.release_ended()
+            if shortage is not None:
+                batch_size = _make_room(queue, loop, running, shortage)
             for job in [job for job in running if job.request.ended]:
                 running.remove(job)
                 bar.update()
@@ -223,7 +246,7 @@ def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
     queue.put_back(leaving)
 
 
-def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], error: BaseException) -> int:
+def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage: str) -> int:
     """Send sequences back to the queue, the youngest first; return how many run together from now on."""
     waiting = _return_unadmitted(queue, loop, running)
     together = len(running) if waiting and running else (len(running) + len(waiting)) // 2
@@ -231,7 +254,7 @@ def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], error: Ba
         hopeless = running[0] if running else queue.take()
         if hopeless not in running:
             running.append(hopeless)
-        hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {error}")
+        hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {shortage}")
         hopeless.request.ended = True
     leaving = running[max(1, together) :]
     for job in leaving:
@@ -240,7 +263,7 @@ def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], error: Ba
     _put_back(queue, running, leaving)
     together = max(1, together)
     loop.shrink(together)
-    warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({error})", stacklevel=2)
+    warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
     return together
 
 

@@ -4,6 +4,7 @@ Rows lose their padding here and get it back at the end. Caches of an earlier tu
 nothing of rounds.
 """
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Sequence
@@ -36,23 +37,39 @@ class Prompt:
     """One row of a call, without its padding.
 
     Attributes:
-        left_padding (`int`): Columns before it.
-        id_padding (`int`): Columns of `input_ids` before it; none when it is given as embeddings alone.
-        token_ids (`torch.LongTensor` of shape `[S]`): Its ids; empty when it is given as embeddings.
+        columns (`torch.LongTensor` of shape `[positions]`): Where its positions stand in the whole, padded sequence,
+            those that are cached included.
+        width (`int`): Columns of that sequence.
+        padding (`int`): Columns of `input_ids` that are not its own.
+        token_ids (`torch.LongTensor` of shape `[S]`): Its ids; empty when it is given as embeddings alone.
         fed (`torch.Tensor` of shape `[n]` or `[n, d]`): Ids or embeddings that the target has to see.
         cached (`int`): Positions before `fed`, in the cache already.
+        earlier_ids (`torch.LongTensor`, *optional*): The ids of positions that `token_ids` does not have, if known.
     """
 
-    left_padding: int
-    id_padding: int
+    columns: torch.Tensor
+    width: int
+    padding: int
     token_ids: torch.Tensor
     fed: torch.Tensor
-    cached: int
+    cached: int = 0
+    earlier_ids: torch.Tensor | None = None
 
     @property
     def hidden(self) -> int:
         """Positions of the prompt that have no id in `token_ids`."""
         return self.cached + len(self.fed) - len(self.token_ids)
+
+    def known_ids(self, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return the ids of all positions, given those behind the hidden ones; `None` if some are not known."""
+        if self.hidden == 0:
+            return token_ids
+        return None if self.earlier_ids is None else torch.cat([self.earlier_ids.to(token_ids.device), token_ids])
+
+    def columns_of(self, length: int) -> torch.Tensor:
+        """Return the columns of the first positions, generated ones behind the prompt included, `[length]`."""
+        generated = self.width + torch.arange(max(0, length - len(self.columns)))
+        return torch.cat([self.columns, generated])[:length]
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,9 @@ class Call:
         generation_config (`GenerationConfig`): Prepared.
         model_kwargs (`dict`): Attention mask, cache, embeddings.
         policy ([`Policy`]): Decides how much is drafted and verified.
+        pad_token_id (`int`, *optional*): Fills rows that ended early.
+        mask_width (`int`, *optional*): Columns of the attention mask if transformers has dropped it, all being ones.
+        fills_users_cache (`bool`): Whether `past_key_values` is the user's, and wanted back.
         max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
         streamer (`BaseStreamer`, *optional*): Gets the tokens as they are committed; for one row.
     """
@@ -76,6 +96,9 @@ class Call:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     policy: Policy
+    pad_token_id: int | None = None
+    mask_width: int | None = None
+    fills_users_cache: bool = False
     max_drafts: int | None = None
     streamer: BaseStreamer | None = None
 
@@ -117,26 +140,28 @@ def generate_together(
         wants_logits=bool(returns_dict and config.output_logits),
         wants_hidden_states=bool(returns_dict and config.output_hidden_states),
     )
-    is_users_cache = getattr(given_cache, "_is_user_defined", False)
-    loop = make_loop(target, draft, call, cache, recording, keeps_rows=bool(returns_dict or is_users_cache))
-    with loop:
+    loop = make_loop(target, draft, call, cache, recording, keeps_rows=bool(returns_dict or call.fills_users_cache))
+    try:
         loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
         while loop.requests:
             loop.run_round()
+    except torch.OutOfMemoryError as error:  # outside of the cache, which says more
+        fits = f"try a batch of {len(requests) // 2}" if len(requests) > 1 else "shorten the prompt"
+        raise MemoryError(f"no memory for {len(requests)} sequences: {fits} ({error})") from error
     if call.streamer is not None:
         call.streamer.end()
 
     sequences = _sequences(call, requests, prompts)
-    if not returns_dict and not is_users_cache:
+    if not returns_dict and not call.fills_users_cache:
         return sequences
-    _arrange_rows(cache, loop, requests)
-    if is_users_cache and given_cache is not cache:
-        _give_back(given_cache, cache, [prompt.left_padding for prompt in prompts])
+    _arrange_rows(cache, loop, requests, prompts)
+    if call.fills_users_cache and given_cache is not cache:
+        _give_back(given_cache, cache, prompts)
     if not returns_dict:
         return sequences
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        past_key_values=given_cache if is_users_cache else cache,
+        past_key_values=given_cache if call.fills_users_cache else cache,
         **_recorded(recording, requests),
     )
 
@@ -179,27 +204,34 @@ def make_request(call: Call, row: int, request_id: int, prompt: "Prompt", block_
         prompt ([`Prompt`]): The row's.
         block_size (`int`): γ.
     """
-    own_max_length = call.max_length - prompt.id_padding
+    own_max_length = call.max_length - prompt.padding
     token_ids = prompt.token_ids.new_zeros(max(own_max_length, len(prompt.token_ids) + 1) + block_size)
     token_ids[: len(prompt.token_ids)] = prompt.token_ids
-    processors = processors_of_row(call.logits_processor, row, prompt.id_padding, prompt.token_ids[None])
+    num_rows = len(call.input_ids)
+    processors = processors_of_row(call.logits_processor, row, num_rows, prompt.padding, prompt.token_ids[None])
     return Request(
         id=request_id,
         token_ids=token_ids,
         length=len(prompt.token_ids),
         max_length=own_max_length,
         processors=processors,
-        stop_rule=StopRule(call.stopping_criteria if len(call.input_ids) == 1 else _own_criteria(call, row)),
+        stop_rule=StopRule(own_criteria(call.stopping_criteria) if row else call.stopping_criteria),
         hidden_prompt=prompt.hidden,
     )
 
 
-def _own_criteria(call: Call, row: int) -> StoppingCriteriaList:
-    """Return the criteria of one row: a custom one may count its calls, and each row has its own."""
-    return StoppingCriteriaList(
-        criterion if type(criterion).__module__.startswith("transformers.") or row == 0 else copy.deepcopy(criterion)
-        for criterion in call.stopping_criteria
-    )
+def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own.
+
+    What cannot be copied (a criterion that waits for an event, say) is shared.
+    """
+    own = StoppingCriteriaList()
+    for criterion in criteria:
+        if not type(criterion).__module__.startswith("transformers."):
+            with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
+                criterion = copy.deepcopy(criterion)
+        own.append(criterion)
+    return own
 
 
 def num_layers(model: PreTrainedModel) -> int:
@@ -208,40 +240,43 @@ def num_layers(model: PreTrainedModel) -> int:
 
 
 def _slot_cache(given: Cache | None, batch_size: int, layers: int) -> SlotCache:
-    if isinstance(given, SlotCache):
-        if given.num_rows != batch_size:
-            raise ValueError(f"past_key_values holds {given.num_rows} sequences, the prompts are {batch_size}")
-        return given
-    return SlotCache(batch_size, num_layers=layers)
+    if not isinstance(given, SlotCache):
+        return SlotCache(batch_size, num_layers=layers)
+    if given.num_rows != batch_size:
+        raise ValueError(f"past_key_values holds {given.num_rows} sequences, the prompts are {batch_size}")
+    if given.token_ids is None:  # an earlier turn was interrupted
+        given.reset()
+    return given
 
 
 def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
     """Take one row out of its padding, and find out what of it is cached."""
-    input_ids, generation_config = call.input_ids, call.generation_config
+    input_ids = call.input_ids
     embeds, mask, given_cache = (
         call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
     )
     columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    mask_width = getattr(generation_config, "_mask_length", columns) if mask is None else mask.shape[1]
-    real = torch.ones(mask_width, dtype=torch.bool) if mask is None else mask[row].bool().cpu()
-    left_padding = int(real.long().argmax())
-    own = real[mask_width - columns :]
+    width = (call.mask_width or columns) if mask is None else mask.shape[1]
+    real = torch.ones(width, dtype=torch.bool) if mask is None else mask[row].bool().cpu()
+    before, own = real[: width - columns], real[width - columns :]
+    place = {"columns": real.nonzero()[:, 0], "width": width}
     if embeds is not None:
         has_ids = input_ids.shape[1] == columns
         token_ids = input_ids[row][own.to(input_ids.device)] if has_ids else input_ids[row]
-        fed = embeds[row][own.to(embeds.device)]
-        return Prompt(left_padding, left_padding if has_ids else 0, token_ids, fed, 0)
+        padding = columns - int(own.sum()) if has_ids else 0
+        return Prompt(**place, padding=padding, token_ids=token_ids, fed=embeds[row][own.to(embeds.device)])
     token_ids = input_ids[row][own.to(input_ids.device)]
+    place |= {"padding": columns - len(token_ids), "token_ids": token_ids}
     past = 0 if given_cache is None else given_cache.get_seq_length()
-    if past == 0:
-        return Prompt(left_padding, left_padding, token_ids, token_ids, 0)
-    if mask_width > columns:
-        cached = int(real[: mask_width - columns].sum())
+    if len(before) > 0:  # only what is new was given
+        cached, earlier = int(before.sum()), None
         if isinstance(given_cache, SlotCache):
-            _require_cached(row, cached, cache.lengths[row])
-        else:
-            _copy_row(given_cache, cache, row, real[: mask_width - columns])
-        return Prompt(left_padding, int(own.long().argmax()), token_ids, token_ids, cached)
+            earlier = _earlier_ids(row, cached, cache)
+        elif past > 0:
+            _copy_row(given_cache, cache, row, before)
+        return Prompt(**place, fed=token_ids, cached=cached, earlier_ids=earlier)
+    if past == 0:
+        return Prompt(**place, fed=token_ids)
     if isinstance(given_cache, SlotCache):
         cached = _common_prefix(row, token_ids, cache)
     else:
@@ -251,27 +286,36 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
             f"past_key_values holds {cached} tokens of sequence {row}, the prompt has {len(token_ids)}: pass the "
             "whole conversation with something new behind it"
         )
-    return Prompt(left_padding, left_padding, token_ids, token_ids[cached:], cached)
+    return Prompt(**place, fed=token_ids[cached:], cached=cached)
 
 
-def _require_cached(row: int, claimed: int, cached: int) -> None:
-    if claimed != cached:
+def _earlier_ids(row: int, claimed: int, cache: SlotCache) -> torch.Tensor | None:
+    """Return the cached ids of a row of which only what is new was given."""
+    if claimed != cache.lengths[row]:
         raise ValueError(
-            f"past_key_values holds {cached} tokens of sequence {row}, the attention mask says {claimed} before the "
-            "new ones: pass the whole conversation as input_ids instead"
+            f"past_key_values holds {cache.lengths[row]} tokens of sequence {row}, the attention mask says {claimed} "
+            "before the new ones: pass the whole conversation as input_ids instead"
         )
+    return None if cache.token_ids is None else cache.token_ids[row]
 
 
 def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
     """Return how much of a conversation is cached; what differs behind that is overwritten."""
-    known = cache.token_ids[row].to(token_ids.device)
+    if cache.lengths[row] == 0:
+        return 0
+    known = cache.token_ids[row]
+    if known is None:
+        raise ValueError(
+            f"nobody knows which tokens past_key_values holds of sequence {row} (they came as embeddings, or from "
+            "another cache): pass only what is new, with an attention_mask over everything"
+        )
     shortest = min(len(known), len(token_ids))
-    same = int((known[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
-    if same < shortest and len(token_ids) < len(known):
+    same = int((known.to(token_ids.device)[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
+    if same < shortest and len(token_ids) < len(known) and same < len(token_ids) // 2:
         raise ValueError(
             f"past_key_values holds {len(known)} tokens of sequence {row}, and the {len(token_ids)} given differ from "
-            "them: pass the whole conversation as input_ids, or only what is new together with an attention_mask "
-            "over everything"
+            "them: for another conversation pass no past_key_values; to continue this one pass all of it, or only "
+            "what is new with an attention_mask over everything"
         )
     same = min(same, len(token_ids) - 1)  # at least one position has to give logits
     cache.lengths[row] = same
@@ -301,11 +345,12 @@ def _continue_drafting(cache: SlotCache, draft: DSparkDraftModel, requests: Sequ
         cache.draft.lengths[row] = max(0, min(known, context))
         if known > context:
             request.features.append(torch.cat(cache.waiting_features[row])[: known - context])
-    # Until the call has ended well, nobody knows which row holds what.
-    cache.token_ids = [request.token_ids[:0] for request in requests]
+    cache.token_ids = None  # until the call has ended well, nobody knows which row holds what
 
 
-def _arrange_rows(cache: SlotCache, loop: DecodingLoop, requests: Sequence[Request]) -> None:
+def _arrange_rows(
+    cache: SlotCache, loop: DecodingLoop, requests: Sequence[Request], prompts: Sequence[Prompt]
+) -> None:
     """Bring the rows of both caches into the order of the prompts, and note what they hold."""
     rows = [loop.ended_rows[request.id] for request in requests]
     for place in range(len(rows)):
@@ -315,14 +360,17 @@ def _arrange_rows(cache: SlotCache, loop: DecodingLoop, requests: Sequence[Reque
                 each.swap_rows(place, other)
             holder = rows.index(place)
             rows[place], rows[holder] = place, other
-    cache.token_ids = [request.token_ids[: request.length - 1].clone() for request in requests]
+    cache.token_ids = [
+        prompt.known_ids(request.token_ids[: request.length - 1].clone())
+        for request, prompt in zip(requests, prompts, strict=True)
+    ]
     cache.waiting_features = [list(request.features) for request in requests]
 
 
-def _give_back(given: Cache, cache: SlotCache, left_padding: Sequence[int]) -> None:
-    """Fill the user's own cache with what was decoded, aligned as plain `generate()` would have left it."""
-    filled = cache.to_dynamic_cache(left_padding)
-    given.layers = filled.layers
+def _give_back(given: Cache, cache: SlotCache, prompts: Sequence[Prompt]) -> None:
+    """Fill the user's own cache with what was decoded, in the columns where plain `generate()` would have left it."""
+    columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
+    given.layers = cache.to_dynamic_cache(columns).layers
 
 
 def _sequences(call: Call, requests: Sequence[Request], prompts: Sequence[Prompt]) -> torch.Tensor:
@@ -330,10 +378,8 @@ def _sequences(call: Call, requests: Sequence[Request], prompts: Sequence[Prompt
         request.token_ids[len(prompt.token_ids) : request.length]
         for request, prompt in zip(requests, prompts, strict=True)
     ]
-    pad = getattr(call.generation_config, "_pad_token_tensor", None)
-    continuation = torch.nn.utils.rnn.pad_sequence(
-        generated, batch_first=True, padding_value=0 if pad is None else int(pad)
-    )
+    # Without a padding token all rows end together.
+    continuation = torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=call.pad_token_id or 0)
     return torch.cat([call.input_ids, continuation.to(call.input_ids.device)], dim=1)
 
 

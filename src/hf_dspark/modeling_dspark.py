@@ -608,6 +608,27 @@ class DSparkDraftModel(PreTrainedModel):
 
         DSpark Eq. 3-7.
         """
+        hidden = self.read_block(anchor_ids, features, cache, num_features)
+        return self.sample_block(hidden, self.base_logits(hidden), anchor_ids.to(self.device), sampler)
+
+    @torch.no_grad()
+    def read_block(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        num_features: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Run the parallel pass of [`~DSparkDraftModel.draft_block`]: read the new context, and return h_1..h_γ.
+
+        Args:
+            anchor_ids, features, cache, num_features: As there.
+
+        Returns:
+            `torch.Tensor` of shape `[B, γ, d]`.
+
+        DSpark Eq. 2-3.
+        """
         requests, gamma = anchor_ids.shape[0], self.config.block_size
         if num_features is None:
             num_features = (features.shape[1],) * requests
@@ -621,7 +642,7 @@ class DSparkDraftModel(PreTrainedModel):
             ).view(requests, gamma, -1)
         for row, count in enumerate(num_features):
             cache.lengths[row] += count
-        return self.sample_block(hidden, self.base_logits(hidden), anchor_ids.to(self.device), sampler)
+        return hidden
 
     def sample_block(
         self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler

@@ -114,14 +114,15 @@ class BlockProcessor:
             self._fused_from, self._truncation = self._fused_from - 1, truncation
 
     def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, prefix_of: Callable[[int], Prefix]
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, prefix_of: Callable[[int], Prefix | None]
     ) -> Scores:
         """Process the logits of n positions.
 
         Args:
             logits (`torch.Tensor` of shape `[n, V]` or `[n, candidates]`): Raw; not changed.
             candidate_ids (`torch.LongTensor` of shape `[n, candidates]`, *optional*): Their tokens.
-            prefix_of (`Callable`): Returns the [`Prefix`] of a position, `0 <= index < n`.
+            prefix_of (`Callable`): Returns the [`Prefix`] of a position, `0 <= index < n`; `None` where plain decoding
+                would never come to: what stands behind an end is not processed.
         """
         if not self._processors:
             return Scores(logits, candidate_ids)
@@ -164,8 +165,15 @@ class BlockProcessor:
     ) -> torch.Tensor:
         for index in range(scores.shape[0]):
             prefix, row = prefix_of(index), scores[index : index + 1]
+            if prefix is None:
+                continue
             for processor in prefix.processors[start:end]:
                 row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
+                if row.shape[0] != 1:
+                    raise ValueError(
+                        f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a "
+                        "batch each row is processed by itself, so its result must not depend on the row's number"
+                    )
             scores[index] = row[0]
         return scores
 
@@ -183,7 +191,8 @@ class Truncation:
         top_k (`int`, *optional*): Keep the k best, and those tied with the last of them.
         top_p (`float`, *optional*): Keep the best tokens until their mass reaches p.
         min_p (`float`, *optional*): Keep tokens at least this fraction as likely as the best one.
-        tie_margin (`int`): Candidates looked at behind the k-th; without any, ties are broken.
+        tie_margin (`int`): Candidates looked at behind the k-th. Without any, ties are broken, and top-p is content
+            with the best candidates: that is for drafts, whose law may be any.
     """
 
     temperature: float = 1.0
@@ -207,7 +216,10 @@ class Truncation:
         return cls(**values, tie_margin=tie_margin)
 
     def __call__(self, logits: torch.Tensor) -> Scores | None:
-        """Truncate scores `[n, V]`, in any float type; `None` if the survivors may not be among the candidates."""
+        """Truncate scores `[n, V]`, in any float type; `None` if some survivors may not be among the candidates.
+
+        Without a tie margin the answer is never `None`.
+        """
         if self.top_k is None and self.top_p is None:
             scores = logits.float() / self.temperature
             return Scores(scores if self.min_p is None else self._above_min_p(scores))
@@ -218,7 +230,7 @@ class Truncation:
         is_whole = scores.shape[-1] == size
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             last_kept = scores[:, self.top_k - 1, None]
-            if not is_whole and bool((scores[:, -1:] >= last_kept).any()):
+            if not is_whole and self.tie_margin and bool((scores[:, -1:] >= last_kept).any()):
                 return None
             scores = scores.masked_fill(scores < last_kept, -torch.inf)
         if self.top_p is not None:
@@ -226,7 +238,8 @@ class Truncation:
             if self.top_k is None and not is_whole:
                 probs = (scores - (logits.float() / self.temperature).logsumexp(dim=-1, keepdim=True)).exp()
             removed = probs.cumsum(dim=-1) - probs >= self.top_p  # the better tokens have the mass already
-            if self.top_k is None and not is_whole and not bool(removed[:, -1].all()):
+            reaches_top_p = self.top_k is not None or is_whole or self.tie_margin == 0 or bool(removed[:, -1].all())
+            if not reaches_top_p:
                 return None
             if self.top_p == 0.0:
                 removed[:, 0] = False  # the best token stays
@@ -239,20 +252,22 @@ class Truncation:
 
 
 def processors_of_row(
-    processors: LogitsProcessorList, row: int, left_padding: int, prompt_ids: torch.Tensor
+    processors: LogitsProcessorList, row: int, num_rows: int, left_padding: int, prompt_ids: torch.Tensor
 ) -> LogitsProcessorList:
     """Return the processors of a batch as they are for one of its rows without its padding.
 
     Args:
         processors (`LogitsProcessorList`): Made for the padded batch.
-        row (`int`): Index in the batch.
-        left_padding (`int`): Padding before the row's prompt.
+        row, num_rows (`int`): Index in the batch, and its size; several sequences per prompt count.
+        left_padding (`int`): Padding in the row's prompt.
         prompt_ids (`torch.LongTensor` of shape `[1, S]`): The prompt without it.
     """
-    return LogitsProcessorList(_of_row(processor, row, left_padding, prompt_ids) for processor in processors)
+    return LogitsProcessorList(_of_row(processor, row, num_rows, left_padding, prompt_ids) for processor in processors)
 
 
-def _of_row(processor: LogitsProcessor, row: int, left_padding: int, prompt_ids: torch.Tensor) -> LogitsProcessor:
+def _of_row(
+    processor: LogitsProcessor, row: int, num_rows: int, left_padding: int, prompt_ids: torch.Tensor
+) -> LogitsProcessor:
     name = type(processor).__name__
     if type(processor) in READ_NO_PREFIX:
         return processor
@@ -265,7 +280,8 @@ def _of_row(processor: LogitsProcessor, row: int, left_padding: int, prompt_ids:
         return own
     if name == "EncoderNoRepeatNGramLogitsProcessor":
         own = copy.copy(processor)
-        own.batch_size, own.generated_ngrams = 1, [processor.generated_ngrams[row]]
+        prompt = row // (num_rows // processor.batch_size)
+        own.batch_size, own.generated_ngrams = 1, [processor.generated_ngrams[prompt]]
         return own
     if name == "RepetitionPenaltyLogitsProcessor":
         own = copy.copy(processor)

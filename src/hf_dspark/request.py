@@ -1,5 +1,6 @@
 """One sequence that is being decoded, and where it ends. Knows nothing of models, caches or batches."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,10 @@ class StopRule:
         known = (EosTokenCriteria, MaxTimeCriteria, MaxLengthCriteria)
         self._others = [criterion for criterion in criteria if not isinstance(criterion, known)]
 
+    def ends_within(self, token_ids: torch.Tensor) -> bool:
+        """Tell whether a token ends its sequence."""
+        return not self._eos_token_ids.isdisjoint(token_ids.tolist())
+
     def guard(self, wrap: Callable) -> None:
         """Replace every custom criterion by what `wrap` makes of it."""
         self._others = [wrap(criterion) for criterion in self._others]
@@ -53,6 +58,16 @@ class StopRule:
                 return count, True
         prefix = request.token_ids[None, : request.length + len(new_tokens)]
         return len(new_tokens), any(bool(torch.as_tensor(time(prefix, None)).all()) for time in self._times)
+
+    def ends(self, request: "Request", scores: Sequence[torch.Tensor]) -> bool:
+        """Tell whether a request ends at the token it has just got.
+
+        Args:
+            request ([`Request`]): Its `length` counts the token.
+            scores (`Sequence[torch.Tensor]`): As for `cut`.
+        """
+        before = dataclasses.replace(request, length=request.length - 1)
+        return self.cut(before, request.token_ids[request.length - 1 : request.length].tolist(), scores)[1]
 
     def _any_other(self, request: "Request", length: int, scores: Sequence[torch.Tensor]) -> bool:
         prefix = request.token_ids[None, :length]
@@ -101,6 +116,13 @@ class Request:
         """Position of the anchor, which is the number of committed slots in the target's cache."""
         return self.hidden_prompt + self.length - 1
 
-    def prefix(self, drafted: int = 0) -> Prefix:
-        """Return what stands before a position behind `drafted` tokens of the block."""
+    def prefix(self, drafted: int = 0) -> Prefix | None:
+        """Return what stands before a position behind `drafted` tokens of the block, which are noted already.
+
+        `None` if the sequence ends before that position.
+        """
+        if self.length + drafted >= max(self.max_length, self.length + 1):
+            return None
+        if drafted and self.stop_rule.ends_within(self.token_ids[self.length : self.length + drafted]):
+            return None
         return Prefix(self.token_ids[None, : self.length + drafted], self.processors)

@@ -230,7 +230,10 @@ def verify_block(
     slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
     tokens = block.token_ids[..., None]
     rows = (first_rows[:, None] + slots).clamp_max(len(target_law.probs) - 1)  # not read behind l
-    target_probs = target_law[rows].probability(tokens)[..., 0]
+    if target_law.candidate_ids is None:
+        target_probs = target_law.probs[rows, block.token_ids]
+    else:
+        target_probs = target_law[rows].probability(tokens)[..., 0]
     draft_probs = torch.ones_like(target_probs) if block.law is None else block.law.probability(tokens)[..., 0]
     accepted = (coins < acceptance_probability(target_probs, draft_probs)) & (slots < lengths[:, None])
     num_accepted = accepted.long().cumprod(dim=-1).sum(dim=-1)

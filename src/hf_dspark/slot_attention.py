@@ -4,6 +4,8 @@ Registered as an attention implementation of transformers. The masks are the tar
 sliding, chunked), asked about slots and positions instead of columns. Knows nothing of drafts.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
@@ -67,7 +69,7 @@ def slot_attention(
     """
     if position_bias is not None:
         raise ValueError("position biases are not supported by hf_dspark's decoding loop")
-    running = _running.get()
+    running = _running_pass()
     layout = running.layout
     rows = layout.to_rows(query)
     causal = attention_mask is None and layout.width > 1
@@ -115,7 +117,7 @@ def slot_mask(
 
     `None` where plain causality from the first slot on says it all: then no mask has to be built or read.
     """
-    layout = _running.get().layout
+    layout = _running_pass().layout
     if mask_function is causal_mask_function:
         starts_empty = not any(layout.starts) and layout.width > 1
         sees_all = layout.width == 1 and layout.num_rows == 1
@@ -132,18 +134,43 @@ AttentionInterface.register(NAME, slot_attention)
 AttentionMaskInterface.register(NAME, slot_mask)
 
 
+@dataclass(frozen=True)
+class _Switch:
+    """The configs that decide how a target attends, and who may change them."""
+
+    configs: tuple[PreTrainedConfig, ...]
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_switches: "weakref.WeakKeyDictionary[PreTrainedModel, _Switch]" = weakref.WeakKeyDictionary()
+
+
 @contextmanager
 def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
-    """Switch a target's attention to slots while entered."""
-    configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    for config in configs.values():
-        config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+    """Switch a target's attention to slots while entered; other threads that want the same wait."""
+    if target not in _switches:
+        configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+        _switches[target] = _Switch(tuple(configs.values()))
+    switch = _switches[target]
+    with switch.lock:
+        before = [config._attn_implementation for config in switch.configs]
+        for config in switch.configs:
+            config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            for config, implementation in zip(switch.configs, before, strict=True):
+                config._attn_implementation = implementation
+
+
+def _running_pass() -> _Pass:
+    running = _running.get(None)
+    if running is None:
+        raise RuntimeError(
+            "this target is decoding with a DSpark draft in another thread: call it when that is done, or give each "
+            "thread a model of its own"
+        )
+    return running
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
 GROWTH = 1.25
+FOLDED_WIDTH = 64
 SLOT_MULTIPLE = 64
 
 
@@ -27,7 +28,7 @@ class SlotLayout:
 
     Args:
         starts (`tuple[int, ...]`): First slot of each row.
-        counts (`tuple[int, ...]`): Tokens of each row in this pass, at least one.
+        counts (`tuple[int, ...]`): Tokens of each row in this pass; none where a row has come to its end.
         first_row (`int`): Cache row of the first row; the others follow it.
     """
 
@@ -127,8 +128,9 @@ class SlotCache(Cache):
 
     Attributes:
         lengths (`list[int]`): Committed slots of each row; what lies behind is stale.
-        token_ids (`list[torch.Tensor]`, *optional*): The tokens in the committed slots of each row, where they are
-            known: a later turn of the same conversation is recognised by them.
+        token_ids (`list[torch.Tensor | None]`, *optional*): The tokens in the committed slots of each row, `None`
+            where they are not known: a later turn of the same conversation is recognised by them. `None` altogether
+            while a call is under way, or was interrupted.
         draft (`SlotCache`, *optional*): The draft's context of the same rows.
         drafted_by (`weakref.ref`, *optional*): The draft model whose context that is.
         waiting_features (`list[list[torch.Tensor]]`): Tapped target layers of committed tokens of each row that are
@@ -142,7 +144,7 @@ class SlotCache(Cache):
         self.limit = limit
         self.num_layers = num_layers
         self.lengths = [0] * num_rows
-        self.token_ids: list[torch.Tensor] | None = None
+        self.token_ids: list[torch.Tensor | None] | None = None
         self.draft: SlotCache | None = None
         self.drafted_by: weakref.ref | None = None
         self.waiting_features: list[list[torch.Tensor]] = []
@@ -205,7 +207,10 @@ class SlotCache(Cache):
         shape = (self.num_rows, states.shape[1], capacity, states.shape[3])
         try:
             grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
-        except RuntimeError as error:  # torch raises its own OutOfMemoryError, a RuntimeError, on every device
+        except RuntimeError as error:
+            # An accelerator raises torch.OutOfMemoryError, the CPU's allocator a RuntimeError of its own.
+            if not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
+                raise
             raise CacheMemoryError(self._memory_message(states, needed)) from error
         if store is not None:
             grown[:, :, : store.shape[2]] = store
@@ -276,26 +281,39 @@ class SlotCache(Cache):
                 store = stores[layer_idx] = self._grown(store, states, len(columns))
             store[row, :, first : len(columns)] = states[source_row][:, kept.to(states.device)]
 
-    def to_dynamic_cache(self, left_padding: Sequence[int] | None = None) -> DynamicCache:
-        """Return a copy as transformers' `DynamicCache`, the rows aligned as in a left-padded batch.
+    def to_dynamic_cache(self, columns: Sequence[torch.Tensor] | None = None) -> DynamicCache:
+        """Return a copy as transformers' `DynamicCache`.
 
         Args:
-            left_padding (`Sequence[int]`, *optional*): Empty columns before each row; without it, rows end together.
+            columns (`Sequence[torch.LongTensor]`, *optional*): Where each row's tokens go, `[length]` each; without
+                it, rows end together, as in a left-padded batch.
         """
         longest = max(self.lengths)
-        padding = [longest - length for length in self.lengths] if left_padding is None else left_padding
+        if columns is None:
+            columns = [torch.arange(longest - length, longest) for length in self.lengths]
+        width = 1 + max(int(own.max()) for own in columns if len(own))
         cache = DynamicCache()
         for layer_idx in sorted(self._keys):
-            columns = []
+            copies = []
             for stores in (self._keys, self._values):
                 store = stores[layer_idx]
-                width = max(pad + length for pad, length in zip(padding, self.lengths, strict=True))
                 copied = store.new_zeros(store.shape[0], store.shape[1], width, store.shape[3])
-                for row, (pad, length) in enumerate(zip(padding, self.lengths, strict=True)):
-                    copied[row, :, pad : pad + length] = store[row, :, :length]
-                columns.append(copied)
-            cache.update(*columns, layer_idx)
+                for row, own in enumerate(columns):
+                    copied[row, :, own.to(store.device)] = store[row, :, : self.lengths[row]]
+                copies.append(copied)
+            cache.update(*copies, layer_idx)
         return cache
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.lengths = [0] * self.num_rows
+        self.token_ids, self.draft, self.drafted_by, self.waiting_features = None, None, None, []
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not offered: pass the shorter conversation to `generate()`, what differs behind it is overwritten."""
+        raise NotImplementedError(
+            "a SlotCache is not cropped: pass the shorter conversation to generate(), or crop cache.to_dynamic_cache()"
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the committed slots of the longest row."""
@@ -319,7 +337,7 @@ def grouped_attention(
     Args:
         query (`torch.Tensor` of shape `[R, heads, width, size]`): Queries.
         key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): What they attend to.
-        mask (`torch.Tensor` of shape `[R, 1, group * width, slots]`, *optional*): From [`fold_mask`].
+        mask (`torch.Tensor` of shape `[R, 1, group * width or width, slots]`, *optional*): From [`fold_mask`].
         scaling (`float`, *optional*): Of the scores.
         is_causal (`bool`): Instead of a mask: query i sees slots 0..i.
 
@@ -329,6 +347,8 @@ def grouped_attention(
     group, width = query.shape[1] // key.shape[1], query.shape[2]
     if is_causal:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1)
+    if mask is not None and mask.shape[2] == width and group > 1:  # too wide to be folded
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
     if group > 1:
         query = query.unflatten(1, (-1, group)).flatten(2, 3)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
@@ -343,8 +363,8 @@ def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torc
         group (`int`): Query heads per key head.
         dtype (`torch.dtype`): Of the queries.
     """
-    if mask is None:
-        return None
+    if mask is None or mask.shape[2] > FOLDED_WIDTH:
+        return mask  # a prompt's mask is large, and used once
     # The kernels take additive masks, and would convert a boolean one in every layer.
     additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
     return additive.repeat(1, 1, group, 1)
