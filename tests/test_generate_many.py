@@ -179,3 +179,68 @@ def test_a_prompt_that_fits_nowhere_fails_alone(pair, prompts, monkeypatch):
     assert isinstance(results[1].error, MemoryError)
     for index in (0, 2):
         assert results[index].token_ids.tolist() == alone(target, mixed[index])
+
+
+def test_a_criterion_that_fails_at_once_leaves_its_neighbours_their_keys(pair, prompts):
+    target, draft = pair
+
+    class FailsAtOnce(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == len(prompts[0]) + 1 and input_ids[0, : len(prompts[0])].tolist() == prompts[0]:
+                raise KeyError("at once")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    extra = {"stopping_criteria": [FailsAtOnce()], "eos_token_id": None}
+    results = {r.index: r for r in generate_many(target, draft, prompts[:4], batch_size=4, **GREEDY, **extra)}
+    assert isinstance(results[0].error, KeyError)
+    for index in (1, 2, 3):
+        assert results[index].token_ids.tolist() == alone(target, prompts[index], eos_token_id=None)
+
+
+def test_the_target_is_the_callers_between_results(pair, prompts):
+    target, draft = pair
+    before = target(torch.tensor([prompts[0]])).logits
+    for _ in generate_many(target, draft, prompts[:4], batch_size=2, **GREEDY):
+        assert torch.equal(target(torch.tensor([prompts[0]])).logits, before)
+
+
+def test_criteria_that_count_their_calls_count_for_each_prompt(pair, prompts):
+    class EndsAfterTwo(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.calls += 1
+            return torch.full((len(input_ids),), self.calls >= 2)
+
+    target, draft = pair
+    extra = {"stopping_criteria": [EndsAfterTwo()], "eos_token_id": None}
+    for result in generate_many(target, draft, prompts[:5], batch_size=2, **GREEDY, **extra):
+        assert len(result.token_ids) == 2
+
+
+def test_stop_strings_work(pair, prompts):
+    import string
+
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = string.ascii_letters + string.digits + ".,"
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, merges=[]))
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="a", eos_token=".")
+    target, draft = pair
+    stop = {"stop_strings": ["Q", "Ld"]}
+    for result in generate_many(target, draft, prompts[:5], tokenizer, batch_size=2, **GREEDY, **stop):
+        expected = alone(target, prompts[result.index], tokenizer=tokenizer, **stop)
+        assert result.token_ids.tolist() == expected and result.text == tokenizer.decode(expected)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        generate_many(target, draft, prompts, **GREEDY, **stop)
+
+
+def test_wrong_options_are_raised_once(pair, prompts):
+    target, draft = pair
+    for wrong in ({"max_new_token": 5}, {"num_beams": 2}, {"use_cache": False}):
+        with pytest.raises(ValueError):
+            generate_many(target, draft, prompts, **(GREEDY | wrong))
+    with pytest.raises(TypeError, match="several"):
+        generate_many(target, draft, "one prompt", **GREEDY)

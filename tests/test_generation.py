@@ -587,3 +587,206 @@ def test_the_returned_cache_is_a_slot_cache(pair, prompts):
     output = first_turn(pair, prompts)
     assert isinstance(output.past_key_values, SlotCache)
     assert output.past_key_values.get_seq_length() >= max(map(len, prompts))
+
+
+# --- found by reading ------------------------------------------------------------------------------------------------
+
+
+def test_nucleus_sampling_may_need_the_whole_vocabulary_at_some_slots(pair, prompts, monkeypatch):
+    target, draft = pair
+    monkeypatch.setattr("hf_dspark.processing.TOP_P_CANDIDATES", 6)
+    output = target.generate(
+        **padded(prompts), assistant_model=draft, do_sample=True, top_k=0, top_p=0.9, temperature=1.5,
+        max_new_tokens=12, pad_token_id=0,
+    )  # fmt: skip
+    assert output.shape[0] == len(prompts) and draft.last_stats.rounds > 0
+
+
+def test_processors_are_asked_only_about_prefixes_that_plain_decoding_visits(pair, prompts):
+    """Nothing behind an end-of-sequence token, nothing beyond the last length: a trie has no answer there."""
+    target, draft = pair
+
+    def allowed(row, ids):
+        generated = ids[len(prompts[0]) :].tolist()
+        assert len(generated) < 12 and EOS not in generated, "plain decoding never asks"
+        return [EOS] if len(generated) == 4 else [26, 42]
+
+    options = GREEDY | {"max_new_tokens": 12, "prefix_allowed_tokens_fn": allowed}
+    ids = torch.tensor(prompts[:1])
+    for extra in ({}, {"eos_token_id": None, "max_new_tokens": 4}):
+        plain = target.generate(ids, **(options | extra))
+        assert target.generate(ids, assistant_model=draft, **(options | extra)).tolist() == plain.tolist()
+
+
+def test_conversations_of_ragged_answers_go_on_in_one_dynamic_cache(pair, prompts):
+    """Rows that ended early leave holes in the mask of the next turn, three turns long."""
+    target, draft = pair
+    batch, cache = padded(prompts[:3]), DynamicCache(config=target.config)
+    ids, mask, options = batch["input_ids"], batch["attention_mask"], GREEDY | {"eos_token_id": [EOS, 42, 11]}
+    for turn in range(3):
+        output = target.generate(ids, attention_mask=mask, past_key_values=cache, assistant_model=draft, **options)
+        said = output[:, ids.shape[1] :]
+        expected = [alone(target, row[keep.bool()].tolist(), **options) for row, keep in zip(ids, mask, strict=True)]
+        assert_rows(output, ids.shape[1], expected)
+        lengths = torch.tensor([len(row) for row in expected])
+        kept = (torch.arange(said.shape[1]) < lengths[:, None]).long()
+        assert turn > 0 or not kept.all(), "the answers must be ragged"
+        new = torch.tensor([[9, 33 + turn]] * 3)
+        ids, mask = torch.cat([output, new], dim=1), torch.cat([mask, kept, torch.ones_like(new)], dim=1)
+
+
+def test_lengths_count_holes_in_the_mask_as_padding(pair, prompts):
+    target, draft = pair
+    ids = torch.tensor([[*prompts[0], 0, 0, 0, 9, 33]])
+    mask = torch.tensor([[1] * len(prompts[0]) + [0, 0, 0, 1, 1]])
+    options = GREEDY | {"max_new_tokens": 9, "min_new_tokens": 9, "forced_eos_token_id": EOS}
+    output = target.generate(ids, attention_mask=mask, assistant_model=draft, **options)
+    assert output[0, ids.shape[1] :].tolist() == alone(target, [*prompts[0], 9, 33], **options)
+
+
+def test_a_cache_of_unknown_tokens_is_continued_with_new_ones_only(pair, prompts):
+    target, draft = pair
+    embeds = target.get_input_embeddings()(torch.tensor(prompts[:1])).detach()
+    output = target.generate(inputs_embeds=embeds, assistant_model=draft, return_dict_in_generate=True, **GREEDY)
+    said, cache = prompts[0] + output.sequences[0].tolist(), output.past_key_values
+    whole = torch.tensor([said + NEXT[0]])
+    with pytest.raises(ValueError, match="nobody knows which tokens"):
+        target.generate(whole, past_key_values=cache, assistant_model=draft, **GREEDY)
+    new = whole[:, cache.get_seq_length() :]
+    second = target.generate(
+        new, attention_mask=torch.ones_like(whole), past_key_values=cache, assistant_model=draft, **GREEDY
+    )
+    assert second[0, new.shape[1] :].tolist() == alone(target, whole[0].tolist())
+
+
+def test_whole_and_new_turns_may_alternate(pair, prompts):
+    target, draft = pair
+    output = first_turn(pair, prompts[:1])
+    said = output.sequences[0].tolist()
+    for turn in range(3):
+        said += NEXT[turn % 2]
+        whole, cache = torch.tensor([said]), output.past_key_values
+        given = whole[:, cache.get_seq_length() :] if turn == 0 else whole
+        output = target.generate(
+            given, attention_mask=torch.ones_like(whole), past_key_values=cache, assistant_model=draft,
+            return_dict_in_generate=True, **GREEDY,
+        )  # fmt: skip
+        expected = alone(target, said)
+        assert output.sequences[0, given.shape[1] :].tolist() == expected
+        said += expected
+
+
+def test_positions_of_the_users_own_are_left_to_transformers_loop(pair, prompts):
+    target, draft = pair
+    ids = torch.tensor(prompts[:1])
+    shifted = torch.arange(ids.shape[1])[None] + 50
+    plain = target.generate(ids, position_ids=shifted, **GREEDY)
+    assert target.generate(ids, position_ids=shifted, assistant_model=draft, **GREEDY).tolist() == plain.tolist()
+    batch = padded(prompts)
+    positions = torch.arange(batch["input_ids"].shape[1]).expand(len(prompts), -1) + 50
+    with pytest.raises(ValueError, match="position_ids"):
+        target.generate(**batch, position_ids=positions, assistant_model=draft, **GREEDY)
+
+
+def test_prompts_of_several_sequences_keep_their_own_ngrams(pair, prompts):
+    target, draft = pair
+    options = {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 2, "do_sample": True, "max_new_tokens": 20}
+    output = target.generate(**padded(prompts[:2]), assistant_model=draft, pad_token_id=0, **options)
+    width = max(map(len, prompts[:2]))
+    for row, tokens in enumerate(output[:, width:].tolist()):
+        prompt = prompts[row // 2]
+        assert not set(zip(prompt, prompt[1:], strict=False)) & set(zip(tokens, tokens[1:], strict=False)) - {(0, 0)}
+
+
+def test_processors_that_know_rows_are_refused(pair, prompts):
+    target, draft = pair
+
+    class Rows(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores + torch.zeros(3, scores.shape[-1])
+
+    with pytest.raises(ValueError, match="Rows returned 3 rows"):
+        target.generate(
+            **padded(prompts[:3]), assistant_model=draft, logits_processor=LogitsProcessorList([Rows()]), **GREEDY
+        )
+
+
+def test_criteria_that_cannot_be_copied_are_shared(pair, prompts):
+    import threading
+
+    class Button(StoppingCriteria):
+        def __init__(self):
+            self.pressed = threading.Event()
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), self.pressed.is_set())
+
+    target, draft = pair
+    button = Button()
+    button.pressed.set()
+    output = target.generate(
+        **padded(prompts), assistant_model=draft, stopping_criteria=StoppingCriteriaList([button]), **GREEDY
+    )
+    assert output.shape[1] == max(map(len, prompts)) + 1
+
+
+def test_offloaded_caches_are_refused(pair, prompts):
+    target, draft = pair
+    cache = DynamicCache(config=target.config)
+    target.generate(torch.tensor(prompts[:1]), past_key_values=cache, **GREEDY)
+    cache.offloading = True
+    longer = torch.tensor([prompts[0] * 12])
+    with pytest.raises(ValueError, match="cannot continue a DynamicCache"):
+        target.generate(longer, past_key_values=cache, assistant_model=draft, **GREEDY)
+
+
+def test_two_threads_take_turns_on_one_target(pair, prompts):
+    import threading
+
+    target, draft = pair
+    drafts, results = [draft, copy.deepcopy(draft)], {}
+
+    def work(index):
+        ids = torch.tensor([prompts[index]])
+        results[index] = target.generate(ids, assistant_model=drafts[index], **GREEDY)[0, ids.shape[1] :].tolist()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {index: alone(target, prompts[index]) for index in range(2)}
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch):
+    class Never(Policy):
+        def plan_draft(self, load):
+            return load.context_tokens > 40
+
+        def plan_verify(self, confidence, max_lengths, load):
+            return max_lengths.clone()
+
+    target, draft = pair
+    monkeypatch.setattr("hf_dspark.candidate_generator.WAITING_AT_MOST", 8)
+    waiting, drafted = [], []
+    honest = draft.read_block
+
+    def read_block(anchors, features, cache, num_features=None):
+        waiting.append(max(num_features))
+        return honest(anchors, features, cache, num_features)
+
+    monkeypatch.setattr(draft, "read_block", read_block)
+    draft.policy, draft.observer = Never(), lambda outcome: drafted.append((outcome.drafted, outcome.block))
+    ids = torch.tensor(prompts[:1])
+    try:
+        output = target.generate(ids, assistant_model=draft, **(GREEDY | {"max_new_tokens": 70, "eos_token_id": None}))
+        late, longest_wait = next(block for was, block in drafted if was), max(waiting)
+        draft.policy, drafted = FullBlock(), []
+        draft.observer = lambda outcome: drafted.append(outcome.block)
+        target.generate(output[:, : 41 - 1], assistant_model=draft, **(GREEDY | {"max_new_tokens": 3}))
+    finally:
+        draft.observer = None
+    assert longest_wait <= 9
+    assert output[0, ids.shape[1] :].tolist() == alone(target, prompts[0], max_new_tokens=70, eos_token_id=None)
+    assert drafted[0].token_ids.tolist() == late.token_ids.tolist()

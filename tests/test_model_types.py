@@ -141,3 +141,20 @@ def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():
         target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
     ids = torch.tensor([PROMPTS[0]])
     assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == target.generate(ids, **PLAIN).tolist()
+
+
+def test_drafts_end_with_a_learned_position_table(monkeypatch):
+    target, draft = make_pair("gpt2", {"num_key_value_heads": 4, "max_position_embeddings": 30, "n_positions": 30})
+    prompt = PROMPTS[2]
+    plain = target.generate(torch.tensor([prompt]), **(PLAIN | {"max_new_tokens": 30 - len(prompt)}))[0].tolist()
+    know_the_answers(monkeypatch, [plain])
+    ids = torch.tensor([prompt])
+    ends = {"eos_token_id": plain[-1]} if plain[-1] not in plain[:-1] else {}
+    output = target.generate(ids, assistant_model=draft, **(PLAIN | {"max_new_tokens": 30 - len(prompt)} | ends))
+    assert output[0].tolist() == plain
+    draft.last_stats = None
+    with pytest.raises(IndexError):  # as plain generate() does, at the same position
+        target.generate(ids, **(PLAIN | {"max_new_tokens": 40}))
+    with pytest.raises(IndexError):
+        target.generate(ids, assistant_model=draft, **(PLAIN | {"max_new_tokens": 40}))
+    assert draft.last_stats is not None
