@@ -18,6 +18,7 @@ MODELS = {
     "configuration_dspark",
     "modeling_dspark",
     "configuration_eagle3",
+    "draft_heads",
     "modeling_eagle3",
     "slot_attention",
     "slot_cache",
