@@ -41,6 +41,14 @@ def fixtures() -> Path:
     return FIXTURES
 
 
+@pytest.fixture(scope="module")
+def pair(fixtures):
+    """A tiny trained target and its draft, which accepts most of its own: acceptance, cuts and rollback all happen."""
+    folder = fixtures / "deepspec" / "trained"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+    return target, hf_dspark.DSparkDraftModel.from_pretrained(folder / "draft").eval()
+
+
 @pytest.fixture
 def golden():
     """Load a golden draft folder, bound to its target; training inputs are merged into `train`."""

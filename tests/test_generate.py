@@ -42,13 +42,6 @@ def reference(fixtures):
 
 
 @pytest.fixture(scope="module")
-def pair(fixtures):
-    folder = fixtures / "deepspec" / "trained"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
-    return target, DSparkDraftModel.from_pretrained(folder / "draft").eval()
-
-
-@pytest.fixture(scope="module")
 def prompts(reference):
     return [torch.tensor([ids]) for ids in reference["prompts"]]
 

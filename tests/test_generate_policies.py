@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_dspark import (
     AdaptiveDrafting,
@@ -33,13 +32,6 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 
 STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
 SLOW_DRAFT = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 6.0))
 TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
-
-
-@pytest.fixture(scope="module")
-def pair(fixtures):
-    folder = fixtures / "deepspec" / "trained"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
-    return target, DSparkDraftModel.from_pretrained(folder / "draft").eval()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import string
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
@@ -16,17 +15,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_dspark import DSparkDraftModel, FullBlock, Policy, SlotCache, decode_with, generate_hook
+from hf_dspark import FullBlock, Policy, SlotCache, decode_with, generate_hook
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 EOS = 62
-
-
-@pytest.fixture(scope="module")
-def pair(fixtures):
-    folder = fixtures / "deepspec" / "trained"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
-    return target, DSparkDraftModel.from_pretrained(folder / "draft").eval()
 
 
 @pytest.fixture(scope="module")
