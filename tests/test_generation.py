@@ -539,10 +539,29 @@ def test_a_cache_of_another_batch_is_refused(pair, prompts):
         target.generate(**padded(prompts[:3]), past_key_values=output.past_key_values, assistant_model=draft, **GREEDY)
 
 
+def test_a_dynamic_cache_of_another_batch_is_refused(pair, prompts):
+    target, draft = pair
+    cache = DynamicCache(config=target.config)
+    first = target.generate(**padded(prompts[:3]), past_key_values=cache, **GREEDY)
+    longer = torch.cat([first, torch.tensor([[9, 33]] * 3)], dim=1)[:2]
+    with pytest.raises(ValueError, match="holds 3 sequences, the prompts are 2"):
+        target.generate(longer, past_key_values=cache, assistant_model=draft, **GREEDY)
+
+
+def test_a_dynamic_cache_longer_than_the_prompt_is_refused(pair, prompts):
+    target, draft = pair
+    cache = DynamicCache(config=target.config)
+    target.generate(torch.tensor(prompts[:1]), past_key_values=cache, **GREEDY)
+    with pytest.raises(
+        ValueError, match=rf"holds {cache.get_seq_length()} columns, the prompts have {len(prompts[0])}"
+    ):
+        target.generate(torch.tensor(prompts[:1]), past_key_values=cache, assistant_model=draft, **GREEDY)
+
+
 def test_ids_that_contradict_the_cache_are_refused(pair, prompts):
     target, draft = pair
     output = first_turn(pair, prompts[:1])
-    with pytest.raises(ValueError, match="differ from them"):
+    with pytest.raises(ValueError, match="only the first 0 are the same"):
         target.generate(
             torch.tensor([[50, 51, 52]]), past_key_values=output.past_key_values, assistant_model=draft, **GREEDY
         )

@@ -165,6 +165,9 @@ class _Queue:
 
     def _token_ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
+            ids = torch.as_tensor(prompt) if isinstance(prompt, torch.Tensor | Sequence) else None
+            if ids is None or ids.dim() != 1 or (len(ids) > 0 and ids.dtype.is_floating_point):
+                raise TypeError(f"a prompt must be a string or a list of token ids, got {prompt!r}")
             return prompt
         if self.tokenizer is None:
             raise ValueError("a prompt is a string: pass a tokenizer, or token ids")

@@ -240,10 +240,15 @@ def num_layers(model: PreTrainedModel) -> int:
 
 
 def _slot_cache(given: Cache | None, batch_size: int, layers: int) -> SlotCache:
+    if isinstance(given, SlotCache):
+        num_rows = given.num_rows
+    else:
+        filled = [] if given is None else [layer for layer in given.layers if layer.is_initialized]
+        num_rows = filled[0].keys.shape[0] if filled else batch_size
+    if num_rows != batch_size:
+        raise ValueError(f"past_key_values holds {num_rows} sequences, the prompts are {batch_size}")
     if not isinstance(given, SlotCache):
         return SlotCache(batch_size, num_layers=layers)
-    if given.num_rows != batch_size:
-        raise ValueError(f"past_key_values holds {given.num_rows} sequences, the prompts are {batch_size}")
     if given.token_ids is None:  # an earlier turn was interrupted
         given.reset()
     return given
@@ -279,13 +284,13 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
         return Prompt(**place, fed=token_ids)
     if isinstance(given_cache, SlotCache):
         cached = _common_prefix(row, token_ids, cache)
-    else:
-        cached = _copy_row(given_cache, cache, row, real[:past])
-    if cached >= len(token_ids):
+        return Prompt(**place, fed=token_ids[cached:], cached=cached)
+    if past >= width or not bool(real[past:].any()):
         raise ValueError(
-            f"past_key_values holds {cached} tokens of sequence {row}, the prompt has {len(token_ids)}: pass the "
-            "whole conversation with something new behind it"
+            f"past_key_values holds {past} columns, the prompts have {width}: pass the whole conversation with "
+            "something new behind it"
         )
+    cached = _copy_row(given_cache, cache, row, real[:past])
     return Prompt(**place, fed=token_ids[cached:], cached=cached)
 
 
@@ -313,9 +318,9 @@ def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
     same = int((known.to(token_ids.device)[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
     if same < shortest and len(token_ids) < len(known) and same < len(token_ids) // 2:
         raise ValueError(
-            f"past_key_values holds {len(known)} tokens of sequence {row}, and the {len(token_ids)} given differ from "
-            "them: for another conversation pass no past_key_values; to continue this one pass all of it, or only "
-            "what is new with an attention_mask over everything"
+            f"past_key_values holds {len(known)} tokens of sequence {row}, and of the {len(token_ids)} given only the "
+            f"first {same} are the same: for another conversation pass no past_key_values; to continue this one pass "
+            "all of it, or only what is new with an attention_mask over everything"
         )
     same = min(same, len(token_ids) - 1)  # at least one position has to give logits
     cache.lengths[row] = same
