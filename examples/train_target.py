@@ -1,6 +1,8 @@
-"""Train the small GSM8K target of the demo: a BPE tokenizer and a deep, thin Qwen3 model. Resumes where it stopped.
+"""Train a small target: a BPE tokenizer and a deep, thin Qwen3 model. Resumes where it stopped.
 
 python examples/train_target.py --train_file train.jsonl --test_file test.jsonl --output_dir out/target
+
+trains the demo's target on GSM8K. Rows have `question` and `answer`, or `prompt` and `completion`.
 """
 
 import argparse
@@ -24,9 +26,14 @@ from transformers.trainer_utils import get_last_checkpoint
 EOS, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 
 
-def read_texts(path: str) -> list[str]:
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    return [f"Question: {row['question']}\nAnswer: {row['answer']}{EOS}" for row in rows]
+def read_texts(paths: list[str]) -> list[str]:
+    rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+    return [
+        f"{row['prompt']}{row['completion']}{EOS}"
+        if "prompt" in row
+        else f"Question: {row['question']}\nAnswer: {row['answer']}{EOS}"
+        for row in rows
+    ]
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -46,17 +53,18 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train_file", required=True, help="GSM8K train.jsonl (openai/grade-school-math)")
-    parser.add_argument("--test_file", required=True, help="GSM8K test.jsonl, for held-out perplexity only")
+    parser.add_argument("--train_file", required=True, nargs="+", help="GSM8K train.jsonl, or files of your own")
+    parser.add_argument("--test_file", required=True, nargs="+", help="for held-out perplexity only")
     parser.add_argument("--output_dir", default="out/target")
     parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--num_hidden_layers", type=int, default=12)
     options = parser.parse_args()
 
     torch.manual_seed(0)
     train_texts, test_texts = read_texts(options.train_file), read_texts(options.test_file)
     tokenizer = train_tokenizer(train_texts, vocab_size=2048)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=832, num_hidden_layers=12,
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=832, num_hidden_layers=options.num_hidden_layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
         tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
