@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.configuration_dspark import default_target_layer_ids, select_features
+from hf_dspark.draft_config import default_target_layer_ids, select_features
 
 SIZES = {
     "vocab_size": 96,
@@ -295,5 +295,5 @@ def test_deepspec_gemma4_draft_with_mixed_layers_is_refused(fixtures, tmp_path):
 
 @pytest.mark.parametrize("load", [DSparkConfig.from_pretrained, DSparkDraftModel.from_pretrained])
 def test_checkpoint_of_another_model_is_refused(fixtures, load):
-    with pytest.raises(ValueError, match="holds a 'qwen3' model.*not a DSpark draft"):
+    with pytest.raises(ValueError, match="holds a 'qwen3' model.*which is no DSpark draft"):
         load(fixtures / "deepspec" / "target_qwen3")

@@ -11,7 +11,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_dspark.configuration_dspark import select_features
+from hf_dspark.draft_config import select_features
 from hf_dspark.feature_capture import FeatureCapture, decoder_layers
 
 SIZES = {

@@ -783,9 +783,9 @@ def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch)
     waiting, drafted = [], []
     honest = draft.read_block
 
-    def read_block(anchors, features, cache, num_features=None):
+    def read_block(anchors, features, cache, num_features, committed_ids=None):
         waiting.append(max(num_features))
-        return honest(anchors, features, cache, num_features)
+        return honest(anchors, features, cache, num_features, committed_ids)
 
     monkeypatch.setattr(draft, "read_block", read_block)
     draft.policy, draft.observer = Never(), lambda outcome: drafted.append((outcome.drafted, outcome.block))

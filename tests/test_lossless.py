@@ -96,7 +96,8 @@ class TargetLaw:
 
 def planned_length(policy, block):
     max_lengths = torch.tensor([block.token_ids.shape[1]])
-    return int(policy.plan_verify(block.confidence_logits.sigmoid(), max_lengths, Load())[0])
+    confidence = None if block.confidence_logits is None else block.confidence_logits.sigmoid()
+    return int(policy.plan_verify(confidence, max_lengths, Load())[0])
 
 
 def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
@@ -111,7 +112,7 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
     law, target_law = {}, TargetLaw(target, processors)
     for path in itertools.product(range(VOCAB), repeat=gamma):
         sampler = EnumeratingSampler(path, processors)
-        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler)
+        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
         drawn_from = block.law.dense(VOCAB).probs[0].double()
         path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
         if path_probability == 0.0:

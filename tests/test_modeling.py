@@ -26,7 +26,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.modeling_dspark import DraftPass, block_attention_mask
+from hf_dspark.block_attention import BlockLayout
+from hf_dspark.modeling_dspark import DraftPass
 from hf_dspark.sampling import TokenLaw, greedy_sampler
 from hf_dspark.slot_cache import SlotCache
 
@@ -65,7 +66,7 @@ def cached_backbone(draft, block_embeds, features, cache):
     """Run the backbone as `draft_block` does, for one request."""
     drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
     with cache.writing(drafting.layout):
-        hidden = draft.backbone(block_embeds, features, drafting.position_ids, drafting=drafting)
+        hidden = draft.backbone(block_embeds, features, drafting.position_ids, drafting)
     cache.lengths[0] += features.shape[1]
     return hidden
 
@@ -73,11 +74,10 @@ def cached_backbone(draft, block_embeds, features, cache):
 # ---- parity with DeepSpec
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", GOLDEN)
 @torch.no_grad()
-def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name, attention):
-    data = golden(name, attn_implementation=attention)
+def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name):
+    data = golden(name)
     cache = SlotCache()
     for r in ("r1", "r2"):
         embeds = data.draft.embed(data.io[f"{r}.draft_input_ids"])
@@ -134,30 +134,38 @@ def test_embed_scales_rows_as_deepspec_does_for_gemma(golden):
     close(data.draft.embed(data.io["r1.draft_input_ids"]), data.io["r1.noise_embedding"])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def teacher_forced(draft, input_ids, features, layout, labels):
+    """Hidden states, logits and confidences of all slots, as the training pass has them chunk by chunk."""
+    hidden = draft.block_hidden(input_ids, features, layout, labels)
+    anchors = input_ids.gather(1, layout.anchor_positions)
+    previous_ids = torch.cat([anchors[:, :, None], labels[:, :, :-1]], dim=-1)
+    logits = draft.slot_logits(*draft.slot_inputs(hidden, previous_ids))
+    return hidden, logits, draft.slot_confidence(hidden, previous_ids)
+
+
+def layout_of(anchors, real, length, gamma) -> BlockLayout:
+    return BlockLayout(anchors, real, torch.arange(length).expand(len(anchors), -1), gamma)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("name", GOLDEN)
 @torch.no_grad()
-def test_training_forward_matches_deepspec(golden, name, attention):
+def test_training_pass_matches_deepspec(golden, name, attention):
     data = golden(name, attn_implementation=attention)
     train, kept = data.train, data.train["block_keep_mask"].bool()
-    output = data.draft(
-        train["input_ids"], train["target_hidden_states"], train["anchor_positions"], kept, train["target_ids"]
+    layout = layout_of(train["anchor_positions"], kept, train["input_ids"].shape[1], 5)
+    hidden, logits, confidence = teacher_forced(
+        data.draft, train["input_ids"], train["target_hidden_states"], layout, train["target_ids"]
     )
     expected = train["draft_logits"] if "draft_logits" in train else train["base_logits"]
-    close(output.draft_logits[kept], expected[kept])
+    close(logits[kept], expected[kept])
     if "backbone_hidden" in train:
-        close(output.block_hidden[kept], train["backbone_hidden"][kept])
+        close(hidden[kept], train["backbone_hidden"][kept])
     if "confidence_pred" in train:
-        close(output.confidence_logits[kept], train["confidence_pred"][kept])
+        close(confidence[kept], train["confidence_pred"][kept])
     else:
-        assert output.confidence_logits is None
-    assert output.draft_logits.isfinite().all(), "dummy blocks must not yield NaN"
-
-
-def test_block_attention_mask_matches_deepspec(golden):
-    train = golden("draft_vanilla").train
-    mask = block_attention_mask(train["anchor_positions"], train["block_keep_mask"].bool(), 5, 24)
-    assert torch.equal(mask, train["dense_attention_mask"].bool())
+        assert confidence is None
+    assert logits.isfinite().all(), "dummy blocks must not yield NaN"
 
 
 # ---- borrowing from the target
@@ -306,12 +314,10 @@ def naive_backbone(draft, block_ids, features, position, window_of):
 
 
 @pytest.mark.parametrize("context_rows", [1, 3, 13])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
 @torch.no_grad()
-def test_backbone_matches_a_naive_reference(make_draft, target, overrides, attention, context_rows):
-    draft = make_draft(target, attn_implementation=attention, **overrides)
-    assert draft.config._attn_implementation == attention
+def test_backbone_matches_a_naive_reference(make_draft, target, overrides, context_rows):
+    draft = make_draft(target, **overrides)
     features = torch.randn(context_rows, 64)
     block_ids = torch.tensor([7, 47, 47, 47])
     window = {0: 6, 1: 10**6} if overrides else {0: 10**6, 1: 10**6}
@@ -337,34 +343,67 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_training_forward_scores_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
+def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
     draft = make_draft(target, attn_implementation=attention, **HEADS[head], **overrides)
+    assert draft.config._attn_implementation == attention
     input_ids, features = torch.randint(0, 47, (1, 24)), torch.randn(1, 24, 64)
     anchors = torch.tensor([[1, 7, 8, 19]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchors[0]])[None]
-    output = draft(input_ids, features, anchors, torch.ones_like(anchors, dtype=torch.bool), labels)
+    layout = layout_of(anchors, anchors > 0, 24, 4)
+    _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     for index, anchor in enumerate(anchors[0].tolist()):
         block = draft.draft_block(
             input_ids[:, anchor], features[:, :anchor], SlotCache(), ForcedSampler(labels[:, index])
         )
-        close(output.draft_logits[:, index].log_softmax(-1), block.law.probs.log(), atol=1e-5)
+        close(logits[:, index].log_softmax(-1), block.law.probs.log(), atol=1e-5)
         if block.confidence_logits is not None:
-            close(output.confidence_logits[:, index], block.confidence_logits, atol=1e-4)
+            close(confidence[:, index], block.confidence_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
+    """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
+    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **overrides)
+    lengths = (70, 9, 61)
+    documents = [torch.randint(0, 47, (length,)) for length in lengths]
+    input_ids, features = torch.cat(documents)[None], torch.randn(1, sum(lengths), 64)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    anchors = [
+        (start, own)
+        for start, length in ((0, 70), (70, 9), (79, 61))
+        for own in range(1, length - 4)
+    ]  # fmt: skip
+    anchor_positions = torch.tensor([[start + own for start, own in anchors]])
+    labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
+    layout = BlockLayout(anchor_positions, anchor_positions >= 0, positions, 4)
+    assert len(layout.chunks) > 2 and layout.chunks[-1].context.start > 0
+    _, logits, _ = teacher_forced(draft, input_ids, features, layout, labels)
+    for index, (start, own) in enumerate(anchors):
+        block = draft.draft_block(
+            input_ids[:, start + own],
+            features[:, start : start + own],
+            SlotCache(),
+            ForcedSampler(labels[:, index]),
+        )
+        close(logits[:, index].log_softmax(-1), block.law.probs.log(), atol=1e-5)
 
 
 @torch.no_grad()
-def test_training_forward_keeps_blocks_and_the_future_apart(draft):
+def test_training_pass_keeps_blocks_and_the_future_apart(draft):
     input_ids, features = torch.randint(0, 47, (1, 20)), torch.randn(1, 20, 64)
-    anchors, real = torch.tensor([[4, 9]]), torch.ones(1, 2, dtype=torch.bool)
-    labels = torch.randint(0, 47, (1, 2, 4))
-    before = draft(input_ids, features, anchors, real, labels).block_hidden
+    anchors = torch.tensor([[4, 9]])
+    layout, labels = layout_of(anchors, anchors > 0, 20, 4), torch.randint(0, 47, (1, 2, 4))
+    before = draft.block_hidden(input_ids, features, layout, labels)
     changed = features.clone()
     changed[:, 4:] += 1.0  # the anchor's own features and all behind it
-    after = draft(input_ids, changed, anchors, real, labels).block_hidden
+    after = draft.block_hidden(input_ids, changed, layout, labels)
     close(after[:, 0], before[:, 0], atol=1e-6)
     assert (after[:, 1] - before[:, 1]).abs().max() > 1e-2
 
@@ -377,14 +416,14 @@ def test_gradient_checkpointing_changes_no_gradient(make_draft, target):
             draft.gradient_checkpointing_enable()
         torch.manual_seed(0)
         anchors = torch.tensor([[2, 5]])
-        output = draft(
+        draft(
             torch.randint(0, 47, (1, 12)),
             torch.randn(1, 12, 64),
-            anchors,
-            anchors > 0,
+            torch.randn(1, 2, 4, 32),
+            layout_of(anchors, anchors > 0, 12, 4),
             torch.randint(0, 47, (1, 2, 4)),
-        )
-        (output.draft_logits.square().mean() + output.confidence_logits.square().mean()).backward()
+            torch.ones(1, 2, 4, dtype=torch.bool),
+        ).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in draft.named_parameters()})
     assert all(gradient is not None for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
@@ -561,7 +600,7 @@ def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
         model.draft_block(torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long()))
         for model in (draft, loaded)
     )
-    assert torch.equal(block.law.probs, again.law.probs)
+    close(block.law.probs, again.law.probs, atol=1e-6)  # some processors' products depend on the address
 
 
 def test_deepspec_checkpoint_saved_as_ours_loads_back_identical(golden, tmp_path):

@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import CandidateGenerator
 
 from .calibration import calibrated_confidence
+from .draft_model import DraftModel
 from .feature_capture import FeatureCapture
-from .modeling_dspark import DSparkDraftModel
 from .noise import BlockNoise, block_noise
 from .policies import Policy, RoundOutcome
 from .processing import BlockProcessor, Prefix
@@ -156,7 +156,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DSparkDraftModel`]): Its draft; gets bound to the target.
+        draft ([`DraftModel`]): Its draft; gets bound to the target.
         generation_config (`GenerationConfig`): Of the call; `do_sample`, `max_length` and the eos ids are read.
         logits_processor (`LogitsProcessorList`): Processors of the call; stateless.
         policy ([`Policy`]): Decides whether to draft and how much of each block is verified; gets a fresh state.
@@ -170,7 +170,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: DSparkDraftModel,
+        draft: DraftModel,
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         policy: Policy,
@@ -287,7 +287,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         num_features = [sum(map(len, request.features)) for request in requests]
         if max(num_features) >= WAITING_AT_MOST:
             anchors = torch.cat([request.anchor for request in requests])
-            self.draft.read_block(anchors, self._waiting_features(requests), self.cache, num_features)
+            committed_ids = self._committed_ids(requests, num_features)
+            self.draft.read_block(anchors, self._waiting_features(requests), self.cache, num_features, committed_ids)
             for request in requests:
                 request.features.clear()
 
@@ -296,6 +297,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         nothing = torch.empty(0, width, device=self.draft.device, dtype=self.draft.dtype)
         return torch.cat([nothing, *(part for request in requests for part in request.features)])
 
+    def _committed_ids(self, requests: Sequence[Request], num_features: Sequence[int]) -> torch.Tensor:
+        """Return the committed token behind each waiting feature, request by request, `[T]`."""
+        # The features end right before the anchor.
+        pairs = zip(requests, num_features, strict=True)
+        return torch.cat([request.last_ids(count) for request, count in pairs])
+
     def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None) -> DraftBlock:
         """Draft; rounds that were not drafted left their features for this one."""
         num_features = [sum(map(len, request.features)) for request in requests]
@@ -303,9 +310,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         uniform = None if noise is None else noise.draft
         sampler = ProcessedSampler(self._draft_processor, requests, uniform, self.draft.config.vocab_size)
         anchors = torch.cat([request.anchor for request in requests])
+        committed_ids = self._committed_ids(requests, num_features)
         before = self.cache.lengths[: len(requests)]
         try:
-            return self.draft.draft_block(anchors, features, self.cache, sampler, num_features)
+            return self.draft.draft_block(anchors, features, self.cache, sampler, num_features, committed_ids)
         finally:
             for request, length, known in zip(requests, self.cache.lengths, before, strict=False):
                 if length > known:  # in the cache now, even if a processor failed afterwards

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .candidate_generator import DSparkCandidateGenerator, Proposal
-from .modeling_dspark import input_device
+from .draft_model import input_device
 from .noise import BlockNoise
 from .processing import Prefix, Scores
 from .request import Request

@@ -29,8 +29,9 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
+from .configuration_eagle3 import Eagle3Config
+from .draft_model import check_fits
 from .generation import Call, generate_together, needs_padding
-from .modeling_dspark import check_fits
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
 from .slot_attention import rope_parameters, why_not_by_slots
@@ -49,6 +50,7 @@ WRAPPED_PARAMETERS = {
         "assistant_model",
     ),
 }
+DRAFT_MODEL_TYPES = (DSparkConfig.model_type, Eagle3Config.model_type)
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
 # Built-in processors that keep state between calls: drafting would advance it.
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
@@ -59,9 +61,9 @@ EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
 
 
-def is_dspark(model: Any) -> bool:
-    """Tell a DSpark draft by its config, never by its class: remote-code classes live elsewhere."""
-    return getattr(getattr(model, "config", None), "model_type", None) == DSparkConfig.model_type
+def is_draft(model: Any) -> bool:
+    """Tell one of our drafts by its config, never by its class: remote-code classes live elsewhere."""
+    return getattr(getattr(model, "config", None), "model_type", None) in DRAFT_MODEL_TYPES
 
 
 def install() -> None:
@@ -109,7 +111,7 @@ def _wrap_validate(original):
     @functools.wraps(original)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         draft = generation_mode_kwargs.get("assistant_model")
-        if is_dspark(draft):
+        if is_draft(draft):
             check_fits(draft.config, self)
             _check_options(generation_mode, generation_config, generation_mode_kwargs)
             _policy(draft, self, generation_config)
@@ -150,7 +152,7 @@ def _wrap_decoding(original):
             "stopping_criteria": stopping_criteria,
             "generation_config": generation_config,
         }
-        if not is_dspark(assistant_model):
+        if not is_draft(assistant_model):
             return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
         reason = _needs_transformers_loop(self, assistant_model, len(input_ids), generation_config, kwargs)
         if reason is None:
@@ -180,7 +182,7 @@ def decode_with(draft: PreTrainedModel) -> Callable:
     `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`.
 
     Args:
-        draft ([`DSparkDraftModel`]): The target's draft.
+        draft ([`DraftModel`]): The target's draft.
     """
     prepare = prepare_with(draft)
 
@@ -194,11 +196,11 @@ def prepare_with(draft: PreTrainedModel, together: int = 1) -> Callable[..., Cal
     """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`].
 
     Args:
-        draft ([`DSparkDraftModel`]): The target's draft.
+        draft ([`DraftModel`]): The target's draft.
         together (`int`): Sequences that will be decoded together, if more than the call has.
     """
-    if not is_dspark(draft):
-        raise TypeError(f"a DSparkDraftModel is needed, got {type(draft).__name__}")
+    if not is_draft(draft):
+        raise TypeError(f"a DSparkDraftModel or an Eagle3DraftModel is needed, got {type(draft).__name__}")
 
     def prepare(
         target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, **prepared: Any
@@ -355,19 +357,19 @@ def _check_options(
 ) -> None:
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"a DSpark draft cannot assist {generation_mode.value!r}: speculative decoding keeps one hypothesis. Use "
+            f"the draft cannot assist {generation_mode.value!r}: speculative decoding keeps one hypothesis. Use "
             "num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
         )
     if not generation_config.use_cache:
-        raise ValueError("a DSpark draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
+        raise ValueError("the draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
     if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
         raise ValueError(
-            "a DSpark draft needs a dynamic cache, got "
+            "the draft needs a dynamic cache, got "
             f"cache_implementation={generation_config.cache_implementation!r}: rejected tokens must be cropped away. "
             "Drop cache_implementation, or drop assistant_model."
         )
     if mode_kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError("a DSpark draft shares the target's vocabulary: drop assistant_tokenizer")
+        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError(
             "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
@@ -404,12 +406,10 @@ def _check_rows(
     if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
         raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
     if cache is not None and "Static" in type(cache).__name__:
-        raise ValueError(
-            f"a DSpark draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none"
-        )
+        raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
     if cache is not None and not isinstance(cache, SlotCache) and not _is_plain(cache):
         raise ValueError(
-            f"a DSpark draft cannot continue a {type(cache).__name__} of {type(cache.layers[0]).__name__}s (quantised "
+            f"the draft cannot continue a {type(cache).__name__} of {type(cache.layers[0]).__name__}s (quantised "
             "or offloaded): pass a plain DynamicCache, or what an earlier call with the draft returned"
         )
     if len(input_ids) == 1:
@@ -472,7 +472,7 @@ def _check_single(
         )
     if cache is not None and ("Static" in type(cache).__name__ or isinstance(cache, SlotCache)):
         raise ValueError(
-            f"a DSpark draft needs a dynamic cache here, got {type(cache).__name__}: pass a DynamicCache or none"
+            f"the draft needs a dynamic cache here, got {type(cache).__name__}: pass a DynamicCache or none"
         )
     for criterion in stopping_criteria:
         if not isinstance(criterion, EXACT_STOPPING_CRITERIA):

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from .decoding import DecodingLoop
+from .draft_model import DraftModel, input_device
 from .generate_hook import prepare_with
 from .generation import Call, make_loop, make_request, num_layers, own_criteria, read_prompt
-from .modeling_dspark import DSparkDraftModel, input_device
 from .request import Request
 from .slot_cache import SlotCache
 
@@ -62,7 +62,7 @@ class _Job:
 
 def generate_many(
     target: PreTrainedModel,
-    draft: DSparkDraftModel,
+    draft: DraftModel,
     prompts: Iterable[str | Sequence[int]],
     tokenizer: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
@@ -76,7 +76,7 @@ def generate_many(
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DSparkDraftModel`]): Its draft.
+        draft ([`DraftModel`]): Its draft.
         prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for strings and stop strings.
         batch_size (`int`): Sequences decoded together at most.
@@ -111,7 +111,7 @@ class _Queue:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: DSparkDraftModel,
+        draft: DraftModel,
         prompts: Iterable[str | Sequence[int]],
         tokenizer: PreTrainedTokenizerBase | None,
         batch_size: int,

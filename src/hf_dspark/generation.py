@@ -25,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .candidate_generator import DSparkCandidateGenerator
 from .decoding import DecodingLoop, Recording
-from .modeling_dspark import DSparkDraftModel
+from .draft_model import DraftModel
 from .policies import Policy
 from .processing import processors_of_row
 from .request import Request, StopRule
@@ -116,13 +116,13 @@ class Call:
 
 @torch.no_grad()
 def generate_together(
-    target: PreTrainedModel, draft: DSparkDraftModel, call: Call
+    target: PreTrainedModel, draft: DraftModel, call: Call
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
     """Decode all rows of a call together.
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DSparkDraftModel`]): Its draft.
+        draft ([`DraftModel`]): Its draft.
         call ([`Call`]): What to decode.
 
     Returns:
@@ -168,7 +168,7 @@ def generate_together(
 
 def make_loop(
     target: PreTrainedModel,
-    draft: DSparkDraftModel,
+    draft: DraftModel,
     call: Call,
     cache: SlotCache,
     recording: Recording | None = None,
@@ -217,6 +217,7 @@ def make_request(call: Call, row: int, request_id: int, prompt: "Prompt", block_
         processors=processors,
         stop_rule=StopRule(own_criteria(call.stopping_criteria) if row else call.stopping_criteria),
         hidden_prompt=prompt.hidden,
+        earlier_ids=prompt.earlier_ids,
     )
 
 
@@ -322,6 +323,8 @@ def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
             f"first {same} are the same: for another conversation pass no past_key_values; to continue this one pass "
             "all of it, or only what is new with an attention_mask over everything"
         )
+    if same < len(known):
+        same = max(0, same - 1)  # an autoregressive draft read the last one together with a token that is gone
     same = min(same, len(token_ids) - 1)  # at least one position has to give logits
     cache.lengths[row] = same
     return same
@@ -337,7 +340,7 @@ def _copy_row(given: Cache, cache: SlotCache, row: int, real: torch.Tensor) -> i
     return len(columns)
 
 
-def _continue_drafting(cache: SlotCache, draft: DSparkDraftModel, requests: Sequence[Request]) -> None:
+def _continue_drafting(cache: SlotCache, draft: DraftModel, requests: Sequence[Request]) -> None:
     """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
     if cache.draft is None or cache.drafted_by is None or cache.drafted_by() is not draft:
         cache.draft = SlotCache(cache.num_rows, num_layers=draft.config.num_hidden_layers)

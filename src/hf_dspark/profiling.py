@@ -26,7 +26,8 @@ from huggingface_hub.constants import HF_HOME
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from .modeling_dspark import DSparkDraftModel
+from .draft_config import DraftConfig
+from .draft_model import DraftModel
 from .sampling import TokenLaw, draw
 from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
@@ -58,12 +59,12 @@ class Machine:
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, target: PreTrainedModel, draft: DSparkDraftModel) -> "Machine":
+    def of(cls, target: PreTrainedModel, draft: DraftModel) -> "Machine":
         """Describe two loaded models and where they run."""
         text = target.config.get_text_config(decoder=True)
         return cls(
             target={name: int(_first(getattr(text, name, None) or 0)) for name in GEOMETRY},
-            draft={name: int(getattr(draft.config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")},
+            draft=_draft_facts(draft.config),
             dtype=str(target.dtype).removeprefix("torch."),
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
@@ -156,7 +157,7 @@ class ThroughputProfile:
 @torch.inference_mode()
 def profile_throughput(
     target: PreTrainedModel,
-    draft: DSparkDraftModel,
+    draft: DraftModel,
     batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
     context_lengths: Sequence[int] = (64, 512),
     repetitions: int = 5,
@@ -170,7 +171,7 @@ def profile_throughput(
 
     Args:
         target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
-        draft ([`DSparkDraftModel`]): Its draft.
+        draft ([`DraftModel`]): Its draft.
         batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
         context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
         repetitions (`int`): Timed passes per setting, after one that warms up.
@@ -279,7 +280,7 @@ def _passes_by_columns(
     yield run
 
 
-def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, repetitions: int) -> float:
+def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitions: int) -> float:
     """Return the median seconds of drafting one block per request, three tokens committed since the last one."""
     width = len(draft.config.target_layer_ids) * draft.config.hidden_size
     cache = SlotCache(requests)
@@ -287,7 +288,8 @@ def _time_draft(draft: DSparkDraftModel, requests: int, context_length: int, rep
 
     def draft_blocks(num_features: int) -> None:
         features = torch.ones(requests, num_features, width, device=draft.device, dtype=draft.dtype)
-        draft.draft_block(anchors, features, cache, _plain_sampler)
+        committed_ids = torch.zeros(requests * num_features, dtype=torch.long, device=draft.device)
+        draft.draft_block(anchors, features, cache, _plain_sampler, committed_ids=committed_ids)
 
     draft_blocks(context_length)
 
@@ -384,7 +386,7 @@ def known_profiles() -> dict[str, ThroughputProfile]:
 _told: set[str] = set()
 
 
-def find_cost(target: PreTrainedModel, draft: DSparkDraftModel) -> ThroughputTable | None:
+def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None` with a warning, once.
 
     Geometry, dtype and kind of device must agree. Measurements with the same cores, threads and versions come first;
@@ -416,6 +418,12 @@ def find_cost(target: PreTrainedModel, draft: DSparkDraftModel) -> ThroughputTab
     elif first_time:
         logger.info("scheduling verification by the throughput table %s", name)
     return profile.table
+
+
+def _draft_facts(config: DraftConfig) -> dict[str, int]:
+    facts = {name: int(getattr(config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")}
+    # Not named unless it holds: the key of measurements of other drafts stays what it was.
+    return facts | ({"is_autoregressive": 1} if config.is_autoregressive else {})
 
 
 @lru_cache

@@ -88,7 +88,8 @@ class Request:
         max_length (`int`): Tokens at which it ends.
         processors (`LogitsProcessorList`): As for this sequence alone.
         stop_rule ([`StopRule`]): Tells where it ends.
-        hidden_prompt (`int`): Prompt positions that have no token id, being given as embeddings.
+        hidden_prompt (`int`): Prompt positions that have no id in `token_ids`.
+        earlier_ids (`torch.LongTensor` of shape `[hidden_prompt]`, *optional*): Their ids, if known.
         blocks (`int`): Blocks drawn so far: the counter of its noise.
         features (`list[torch.Tensor]`): Tapped target layers of committed tokens that the draft has not seen,
             `[n, m*d]` each; the anchor excluded.
@@ -102,6 +103,7 @@ class Request:
     processors: LogitsProcessorList
     stop_rule: StopRule
     hidden_prompt: int = 0
+    earlier_ids: torch.Tensor | None = None
     blocks: int = 0
     features: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
@@ -115,6 +117,14 @@ class Request:
     def anchor_position(self) -> int:
         """Position of the anchor, which is the number of committed slots in the target's cache."""
         return self.hidden_prompt + self.length - 1
+
+    def last_ids(self, count: int) -> torch.Tensor:
+        """Return the last committed tokens, the anchor included, `[count]`; 0 where nobody knows the id."""
+        hidden = count - self.length
+        if hidden <= 0:
+            return self.token_ids[self.length - count : self.length]
+        earlier = self.token_ids.new_zeros(hidden) if self.earlier_ids is None else self.earlier_ids[-hidden:]
+        return torch.cat([earlier.to(self.token_ids.device), self.token_ids[: self.length]])
 
     def prefix(self, drafted: int = 0) -> Prefix | None:
         """Return what stands before a position behind `drafted` tokens of the block, which are noted already.

@@ -1,0 +1,353 @@
+"""What all drafts have in common: the target's embedding and LM head on loan, and the training pass.
+
+The embedding and the LM head are the target's, borrowed by [`DraftModel.bind`] and held outside the module tree, so
+they are neither saved, nor trained, nor moved, nor kept twice. Knows nothing of how a draft computes its hidden
+states, of `generate()` or of policies.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .block_attention import BlockLayout
+from .draft_config import require_decoder_only
+from .losses import LossWeights, SlotScores, block_losses
+from .policies import Policy, RoundOutcome
+from .sampling import DraftBlock, Sampler
+from .slot_cache import SlotCache
+
+
+@dataclass
+class DraftTrainingOutput(ModelOutput):
+    """Losses of N anchored blocks per row. All but `loss` is detached.
+
+    Attributes:
+        loss (`torch.Tensor`, scalar): The value to differentiate.
+        weight_sum (`torch.Tensor`, scalar): Sum of the slots' weights: the denominator of the means below.
+        cross_entropy, l1 (`torch.Tensor`, scalar): Weighted sums.
+        soft_cross_entropy, confidence (`torch.Tensor`, scalar, *optional*): Weighted sums.
+        acceptance (`torch.FloatTensor` of shape `[B, N, γ]`): c*_k of every slot.
+        confidence_logits (`torch.FloatTensor` of shape `[B, N, γ]`, *optional*): Pre-sigmoid c_k.
+    """
+
+    loss: torch.Tensor | None = None
+    weight_sum: torch.Tensor | None = None
+    cross_entropy: torch.Tensor | None = None
+    l1: torch.Tensor | None = None
+    soft_cross_entropy: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None
+    acceptance: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """The target's embedding and head, outside the module tree."""
+
+    embedding: nn.Module
+    lm_head: nn.Module
+    dtype: torch.dtype
+
+
+class DraftModel(PreTrainedModel):
+    """Base of all drafts: pass one to `target.generate(..., assistant_model=draft)`, train it with [`DSparkTrainer`].
+
+    What `generate()` reads from it besides its weights, all settable at any time:
+
+    Attributes:
+        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. `None`:
+            [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this machine's throughput is
+            known, else the full block.
+        load (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward pass, or
+            a function that returns them.
+        domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.
+        observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
+        use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
+            a time; for comparison.
+        last_stats ([`RoundStatistics`], *optional*): Of the last call.
+    """
+
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    # DeepSpec stores copies of the target's tensors; the target's own are used.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.policy: Policy | None = None
+        self.load: int | Callable[[], int] = 0
+        self.domain: str | None = None
+        self.observer: Callable[[RoundOutcome], None] | None = None
+        self.use_transformers_loop = False
+        self.last_stats = None
+        # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
+        self._borrowed: tuple[_Borrowed, ...] = ()
+        self.gradient_checkpointing = False
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
+        """Load one of our checkpoints or a DeepSpec one.
+
+        Raises:
+            ValueError: If tensors are missing, unexpected, or of another shape than the config says.
+        """
+        want_info = kwargs.pop("output_loading_info", False)
+        if "config" not in kwargs:
+            hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+            kwargs["config"] = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        faults = {
+            "missing": sorted(info["missing_keys"]),
+            "unexpected": sorted(info["unexpected_keys"]),
+            "of another shape": sorted(
+                str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]
+            ),
+        }
+        if any(faults.values()):
+            found = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in faults.items() if keys)
+            raise ValueError(
+                f"the checkpoint {pretrained_model_name_or_path} does not match its config. Tensors {found}. Check "
+                "markov_rank, markov_head_type, enable_confidence_head, num_hidden_layers and the norms in "
+                "config.json."
+            )
+        return (model, info) if want_info else model
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self._borrowed[0].embedding if self._borrowed else None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self._borrowed[0].lm_head if self._borrowed else None
+
+    def bind(self, target: PreTrainedModel) -> "DraftModel":
+        """Borrow the target's embedding and LM head; checks that draft and target fit. Costs no memory.
+
+        Args:
+            target (`PreTrainedModel`): A decoder-only causal LM.
+
+        Returns:
+            The draft itself.
+
+        Raises:
+            ValueError: If vocabulary, hidden size or layer count differ, or the target is an encoder-decoder.
+        """
+        check_fits(self.config, target)
+        return self.bind_parts(target.get_input_embeddings(), target.get_output_embeddings(), target.dtype)
+
+    def bind_parts(self, embedding: nn.Module, lm_head: nn.Module, dtype: torch.dtype) -> "DraftModel":
+        """Borrow an embedding and an LM head of a target that is not there itself.
+
+        Args:
+            embedding (`nn.Module`): From token ids to rows `[..., d]`.
+            lm_head (`nn.Module`): From hidden states to logits `[..., V]`.
+            dtype (`torch.dtype`): In which the head computes.
+
+        Returns:
+            The draft itself.
+        """
+        self._borrowed = (_Borrowed(embedding, lm_head, dtype),)
+        return self
+
+    def _require_target(self) -> _Borrowed:
+        if not self._borrowed:
+            raise ValueError(
+                "the draft has no embedding and no LM head of its own: call draft.bind(target) first "
+                "(target.generate(..., assistant_model=draft) does it for you)"
+            )
+        return self._borrowed[0]
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
+        embedding = self._require_target().embedding
+        rows = embedding(token_ids.to(input_device(embedding)))
+        # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it.
+        if self.config.embedding_scale != 1.0 and not hasattr(embedding, "embed_scale"):
+            rows = rows * self.config.embedding_scale
+        return rows.to(device=self.device, dtype=self.dtype)
+
+    def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
+        """Return U_k, the target's LM head on h_k, scaled and soft-capped; `[..., V]` in the draft's dtype."""
+        borrowed = self._require_target()
+        hidden = block_hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype)
+        logits = borrowed.lm_head(hidden).to(block_hidden)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def draft_block(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        sampler: Sampler,
+        num_features: Sequence[int] | None = None,
+        committed_ids: torch.Tensor | None = None,
+    ) -> DraftBlock:
+        """Draft one block per request.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
+            features (`torch.Tensor` of shape `[B, C, m*d]`, or `[T, m*d]` with `num_features`): Tapped target layers
+                of the committed tokens not yet in `cache`, the anchor excluded; packed, request by request.
+            cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
+            sampler ([`Sampler`]): Draws each token; supplied by the caller.
+            num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
+            committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token behind each token of
+                `features`, the anchor behind the last one; read by autoregressive drafts only.
+
+        Returns:
+            [`DraftBlock`]
+        """
+        raise NotImplementedError
+
+    def read_block(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        num_features: Sequence[int] | None = None,
+        committed_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read the new context into `cache`, as [`~DraftModel.draft_block`] does, and draw nothing.
+
+        Args:
+            anchor_ids, features, cache, num_features, committed_ids: As there.
+
+        Returns:
+            `torch.Tensor`: The draft's own hidden states.
+        """
+        raise NotImplementedError
+
+    def block_hidden(
+        self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return h_1..h_γ of N anchored blocks per row along their labels, `[B, N, γ, d]`.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
+            features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
+            layout ([`BlockLayout`]): Where the blocks stand.
+            labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ of each block.
+        """
+        raise NotImplementedError
+
+    def slot_inputs(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all that [`~DraftModel.slot_logits`] needs of each slot, `[..., γ, *]` each.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[..., γ, d]`): h_1..h_γ.
+            previous_ids (`torch.LongTensor` of shape `[..., γ]`): x*_0..x*_{γ-1}.
+        """
+        return (hidden,)
+
+    def slot_logits(self, hidden: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the draft logits `[n, V]` of any n slots.
+
+        Args:
+            hidden, inputs: From [`~DraftModel.slot_inputs`], `[n, *]` each.
+        """
+        return self.base_logits(hidden)
+
+    def slot_parameters(self) -> list[nn.Parameter]:
+        """Return the draft's own parameters that [`~DraftModel.slot_logits`] reads."""
+        return []
+
+    def slot_confidence(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return pre-sigmoid c_k `[..., γ]`, or `None` without a confidence head.
+
+        Args:
+            hidden, previous_ids: As in [`~DraftModel.slot_inputs`].
+        """
+        return None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        features: torch.Tensor,
+        label_hidden: torch.Tensor,
+        layout: BlockLayout,
+        labels: torch.Tensor,
+        supervised: torch.Tensor,
+        weights: LossWeights | None = None,
+        weight_sum: torch.Tensor | None = None,
+    ) -> DraftTrainingOutput:
+        """Return the losses of N anchored blocks per row; the training pass.
+
+        Logits exist for supervised slots alone, a chunk at a time.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
+            features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
+            label_hidden (`torch.Tensor` of shape `[B, N, γ, d]`): The target's last hidden states that predict the
+                labels.
+            layout ([`BlockLayout`]): Where the blocks stand.
+            labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ of each block.
+            supervised (`torch.BoolTensor` of shape `[B, N, γ]`): Slots that count.
+            weights ([`LossWeights`], *optional*): Of the losses.
+            weight_sum (`torch.Tensor`, *optional*): Denominator of the means; that of these blocks unless given.
+
+        Returns:
+            [`DraftTrainingOutput`]
+
+        DSpark Section 3.3.
+        """
+        hidden = self.block_hidden(input_ids, features, layout, labels)
+        anchor_ids = input_ids.gather(1, layout.anchor_positions)
+        previous_ids = torch.cat([anchor_ids[:, :, None], labels[:, :, :-1]], dim=-1)
+        confidence_logits = self.slot_confidence(hidden, previous_ids)
+        scores = SlotScores(
+            self.slot_logits, self.slot_inputs(hidden, previous_ids), self.slot_parameters(),
+            self.base_logits, label_hidden, self.config.vocab_size,
+        )  # fmt: skip
+        losses = block_losses(scores, labels, supervised, confidence_logits, weights or LossWeights(), weight_sum)
+        soft, confidence = losses.soft_cross_entropy, losses.confidence
+        return DraftTrainingOutput(
+            loss=losses.total,
+            weight_sum=losses.l1.denominator,
+            cross_entropy=losses.cross_entropy.numerator,
+            l1=losses.l1.numerator,
+            soft_cross_entropy=None if soft is None else soft.numerator,
+            confidence=None if confidence is None else confidence.numerator,
+            acceptance=losses.acceptance,
+            confidence_logits=None if confidence_logits is None else confidence_logits.detach().float(),
+        )
+
+
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def input_device(module: nn.Module) -> torch.device:
+    """Return where a module wants its input; between calls, offloaded weights live on the meta device."""
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", [hook]):  # accelerate chains several
+        if getattr(part, "execution_device", None) is not None:
+            return torch.device(part.execution_device)
+    return module.weight.device
+
+
+def check_fits(config: PreTrainedConfig, target: PreTrainedModel) -> None:
+    """Raise a `ValueError` that names every way in which draft and target do not fit."""
+    require_decoder_only(target.config)
+    text = target.config.get_text_config(decoder=True)
+    facts = {
+        "vocab_size": (config.vocab_size, text.vocab_size),
+        "hidden_size": (config.hidden_size, text.hidden_size),
+        "num_target_layers": (config.num_target_layers, text.num_hidden_layers),
+    }
+    wrong = [f"{name}: draft {ours}, target {theirs}" for name, (ours, theirs) in facts.items() if ours != theirs]
+    if wrong:
+        raise ValueError(
+            f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits only the model it was "
+            "trained on: load the matching pair, or train one with "
+            f"{type(config).__name__}.from_target(target.config)."
+        )
+    if target.get_output_embeddings() is None:
+        raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")
