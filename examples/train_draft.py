@@ -14,19 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
-
-
-def read_rows(path: Path, tokenizer, max_length: int = 512) -> list[dict[str, list[int]]]:
-    """Prompt and answer as the target saw and wrote them; only the answer is supervised."""
-    rows = []
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        prompt_ids = tokenizer(record["prompt"])["input_ids"]
-        input_ids = prompt_ids + record["completion_ids"]
-        loss_mask = [0] * len(prompt_ids) + [1] * len(record["completion_ids"])
-        if sum(loss_mask[:max_length]) > 1:  # else there is no anchor with a token behind it
-            rows.append({"input_ids": input_ids[:max_length], "loss_mask": loss_mask[:max_length]})
-    return rows
+from hf_dspark.conversations import prepare_rows
 
 
 def main() -> None:
@@ -45,13 +33,15 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32)
-    rows = read_rows(answers, tokenizer)
     config = DSparkConfig.from_target(
         target.config, num_hidden_layers=2, block_size=7, target_layer_ids=[1, 4, 7, 9, 10],
         mask_token_id=tokenizer.mask_token_id, markov_rank=options.markov_rank,
         confidence_head_with_markov=options.markov_rank > 0,
     )  # fmt: skip
     draft = DSparkDraftModel(config)
+    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    lines.sort(key=lambda line: (line["index"], line["sample"]))
+    rows = prepare_rows(lines, tokenizer, config.block_size, target.config.vocab_size, max_length=512)
     arguments = DSparkTrainingArguments(
         output_dir=options.output_dir, num_train_epochs=options.epochs, per_device_train_batch_size=16,
         per_device_eval_batch_size=16, num_anchors=48, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40,

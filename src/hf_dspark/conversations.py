@@ -1,0 +1,511 @@
+"""From conversations to rows of `input_ids` and `loss_mask`: supervised is what the target wrote, and nothing else.
+
+Takes what TRL's trainers take. Knows nothing of models, nor of how blocks are cut out of the rows (`data`).
+"""
+
+import itertools
+import json
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask")
+UNDERSTOOD = (
+    "'messages' (also with 'tools' and 'chat_template_kwargs'), 'conversations', 'prompt' with 'completion' or "
+    "'completion_ids', 'prompt_ids' with 'completion_ids', 'text', or 'input_ids' with one of "
+    + ", ".join(f"'{name}'" for name in MASK_COLUMNS)
+)
+ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
+STREAM_CHECK = 1000
+FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
+
+
+def tokenize_prompt_completion(
+    prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> dict[str, list[int]]:
+    """Tokenise one example; only the completion, and the end-of-sequence token behind it, is supervised.
+
+    Args:
+        prompt, completion (`str`): Texts, joined as they are.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        max_length (`int`, *optional*): Cut to this many tokens.
+
+    Returns:
+        `dict` with `input_ids` and `loss_mask`, lists of equal length.
+    """
+    completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
+    if tokenizer.eos_token_id is not None and completion_ids[-1:] != [tokenizer.eos_token_id]:
+        completion_ids = completion_ids + [tokenizer.eos_token_id]
+    return _joined(tokenizer(prompt)["input_ids"], completion_ids, max_length)
+
+
+def tokenize_row(
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> dict[str, list[int]]:
+    """Tokenise one row of a data set; only what the target writes is supervised.
+
+    Which form a row has is decided by its columns that are not `None`; the first of these counts:
+
+    - `input_ids` with `loss_mask`, `assistant_masks` or `completion_mask` is taken as it is.
+    - `prompt_ids` with `completion_ids` (what [`~regeneration.regenerate`] writes): the completion is supervised.
+    - `prompt` with `completion_ids`: the same, with a text or messages as prompt.
+    - `messages` (or ShareGPT's `conversations`): the assistant's answers are supervised, see below.
+    - `prompt` with `completion`: two texts, joined as they are with the end-of-sequence token behind them, or two
+      lists of messages, of which the answers in the completion are supervised.
+    - `text`: everything is supervised.
+
+    A row with `finished` false was cut by its length: no end-of-turn token is taught there.
+
+    Answers are found by the template's own `{% generation %}` marks if it has any. Otherwise the conversation is
+    rendered up to each answer, once with the generation prompt and once with the answer: the former must be how the
+    latter begins, and the latter how the whole begins. Templates that render earlier turns differently later on
+    (Qwen3's drops their thinking) fail that for the earlier answers, which are then context only: the target never
+    wrote what stands there. Supervised is the end-of-turn token, too, but not the template's white space behind it.
+    Messages behind the last answer are dropped.
+
+    Args:
+        row (`Mapping`): The row. Its own `tools` and `chat_template_kwargs` go to the chat template.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        max_length (`int`, *optional*): Cut to this many tokens.
+        chat_template_kwargs (`Mapping`, *optional*): For the chat template of every row, such as
+            `{"enable_thinking": False}`; the row's own win.
+
+    Returns:
+        `dict` with `input_ids` and `loss_mask`, lists of equal length. Nothing is supervised in a conversation
+        without an answer.
+
+    Raises:
+        ValueError: If the columns are not understood, a message or a mask is malformed, there is no chat template, or
+            it does not let answers be found.
+    """
+    given = {name: value for name, value in row.items() if value is not None}
+    form = _form_of(given)
+    if form is None:
+        if "error" in given:  # a prompt whose regeneration failed
+            return {"input_ids": [], "loss_mask": []}
+        raise ValueError(f"columns {sorted(given)} are not understood; needed are {UNDERSTOOD}")
+    chat = _Chat(tokenizer, given, chat_template_kwargs)
+    finished = given.get("finished", True)
+    if form == "tokens":
+        return _with_given_mask(given, max_length)
+    if form == "completion_ids":
+        prompt = given.get("prompt_ids", given.get("prompt"))
+        if isinstance(prompt, str):
+            prompt = tokenizer(prompt)["input_ids"]
+        elif "prompt_ids" not in given:
+            prompt = chat.tokens(chat.render(read_messages(prompt), add_generation_prompt=True))
+        return _joined(_ids(prompt), _ids(given["completion_ids"]), max_length)
+    if form == "text":
+        token_ids = tokenizer(given["text"])["input_ids"]
+        return _joined([], token_ids, max_length)
+    if form == "messages":
+        messages, first = read_messages(given.get("messages", given.get("conversations"))), 0
+    elif isinstance(given["prompt"], str) and isinstance(given["completion"], str):
+        tokens = tokenize_prompt_completion(given["prompt"], given["completion"], tokenizer)
+        if not finished and tokens["input_ids"][-1] == tokenizer.eos_token_id:
+            tokens = {name: values[:-1] for name, values in tokens.items()}
+        return {name: values[:max_length] for name, values in tokens.items()}
+    else:
+        if isinstance(given["prompt"], str) or isinstance(given["completion"], str):
+            raise ValueError(
+                "prompt and completion must be two strings or two lists of messages, got "
+                f"{type(given['prompt']).__name__} and {type(given['completion']).__name__}"
+            )
+        prompt = read_messages(given["prompt"])
+        messages, first = prompt + read_messages(given["completion"]), len(prompt)
+    token_ids, mask = chat.mark_answers(messages, first, finished)
+    return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
+
+
+def prepare_rows(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    vocab_size: int,
+    max_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """Tokenise a data set for [`DSparkTrainer`], and find out before training what is wrong with it.
+
+    Rows in which no anchor fits, which needs two supervised tokens in succession, are left out with a warning. Of a
+    stream only the first rows are looked at (until one fills a block, 1000 at most); the others are checked as they
+    come, and left out silently.
+
+    Args:
+        dataset: Rows as for [`tokenize_row`]: a list, a `datasets.Dataset` or `IterableDataset`, a
+            `torch.utils.data.Dataset`, or any iterable.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        block_size (`int`): γ of the draft.
+        vocab_size (`int`): Of the target.
+        max_length (`int`, *optional*): Cut rows to this many tokens.
+        chat_template_kwargs (`Mapping`, *optional*): See [`tokenize_row`].
+        num_proc (`int`, *optional*): Processes, for a `datasets.Dataset`.
+
+    Returns:
+        Rows of `input_ids` and `loss_mask` alone: a `datasets.Dataset` of one, a stream of a stream, a list otherwise.
+
+    Raises:
+        ValueError: If a row is malformed (with its number), a token id does not exist, or no row could train a block.
+    """
+    if isinstance(dataset, Mapping):
+        raise ValueError(f"dataset holds several splits ({', '.join(map(str, dataset))}): pass one of them")
+    reader = _RowReader(tokenizer, vocab_size, max_length, chat_template_kwargs)
+    datasets = sys.modules.get("datasets")  # whoever passes one of its objects has imported it
+    if datasets is not None and isinstance(dataset, datasets.Dataset):
+        return _prepare_table(dataset, reader, block_size, num_proc)
+    if datasets is not None and isinstance(dataset, datasets.IterableDataset):
+        columns = _check_stream(dataset, reader, block_size)
+        stream = dataset.map(reader, with_indices=True, remove_columns=dataset.column_names or columns)
+        return stream.filter(_has_anchor).remove_columns("longest_run")
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        _check_stream(dataset, reader, block_size)
+        return _StreamedRows(dataset, reader)
+    rows = [reader(row, index) for index, row in enumerate(_iterate(dataset))]
+    _check_runs([row["longest_run"] for row in rows], block_size, max_length, stacklevel=3)
+    return [_without_run(row) for row in rows if _has_anchor(row)]
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them, without the `None`s that tables fill up with.
+
+    Args:
+        messages (`Sequence[Mapping]`): With `role` and `content`, or ShareGPT's `from` and `value`.
+
+    Returns:
+        `list[dict]`
+
+    Raises:
+        ValueError: If a message lacks its role or content.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {_shortened(messages)}")
+    read = []
+    for place, message in enumerate(messages):
+        if isinstance(message, Mapping):
+            message = {name: value for name, value in message.items() if value is not None}
+            if "role" not in message and {"from", "value"} <= message.keys():
+                role = ROLES_OF_SHAREGPT.get(message["from"], message["from"])
+                message = {"role": role, "content": message["value"]}
+            says = message.keys() & {"content", "tool_calls", "reasoning_content", "thinking"}
+            if says and isinstance(message.get("role"), str):
+                read.append(message)
+                continue
+        raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {_shortened(message)}")
+    return read
+
+
+class _Chat:
+    """A tokenizer's chat template with the arguments of one row."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        row: Mapping[str, Any],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        self._tools = _without_nones(tools) or None
+        own = _without_nones(row.get("chat_template_kwargs") or {})
+        self._kwargs = {**(chat_template_kwargs or {}), **own}
+
+    @property
+    def _name(self) -> str:
+        return self.tokenizer.name_or_path or type(self.tokenizer).__name__
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
+        """Call the chat template; text, unless `kwargs` ask for tokens."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"tokenizer {self._name} has no chat template, so it cannot read messages: set "
+                "tokenizer.chat_template to the one its model was trained with, or pass rows of 'prompt' and "
+                "'completion' texts"
+            )
+        options = {"tokenize": False, "tools": self._tools} | self._kwargs | kwargs
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), **options)
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template of {self._name} refuses this conversation: {error}") from error
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokenise what was rendered; the template wrote the special tokens itself."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def mark_answers(
+        self, messages: list[dict[str, Any]], first: int = 0, finished: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return ids and mask of a conversation; answers before message `first` are context."""
+        answers = [
+            place
+            for place, message in enumerate(messages)
+            if message["role"] == "assistant" and place >= max(first, 1)
+        ]
+        if not answers:
+            return [], []
+        messages = messages[: answers[-1] + 1]
+        marked = self._marked_by_template(messages, first)
+        token_ids, spans = self._marked_by_prefixes(messages, answers) if marked is None else marked
+        mask = [0] * len(token_ids)
+        for start, end in spans:
+            end = self._end_of_turn(token_ids, start, end)
+            mask[start:end] = [1] * (end - start)
+        if not finished and 1 in mask:
+            last = len(mask) - 1 - mask[::-1].index(1)
+            mask[last] = int(not self._is_special(token_ids[last]))
+        return token_ids, mask
+
+    def _marked_by_template(
+        self, messages: list[dict[str, Any]], first: int
+    ) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """Return ids and spans by the marks `{% generation %}`; `None` if there are none."""
+        template = self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
+        if not self.tokenizer.is_fast or not re.search(r"\{%-?\s*generation\s*-?%\}", template or ""):
+            return None
+        output = self.render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        token_ids, mask = output["input_ids"], output["assistant_masks"]
+        context = self.tokens(self.render(messages[:first], add_generation_prompt=True)) if first else []
+        begin = _common_prefix(context, token_ids)
+        spans, place = [], 0
+        for value, run in itertools.groupby(mask):
+            start, place = place, place + len(list(run))
+            if value and place > begin:
+                spans.append((max(start, begin), place))
+        return (token_ids, spans) if spans else None
+
+    def _marked_by_prefixes(
+        self, messages: list[dict[str, Any]], answers: list[int]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and spans of the answers that stand in the whole as they were written."""
+        whole = self.render(messages)
+        token_ids = self.tokens(whole)
+        spans = []
+        for place in answers:
+            is_last = place == answers[-1]
+            try:
+                prompt = self.render(messages[:place], add_generation_prompt=True)
+                answered = whole if is_last else self.render(messages[: place + 1])
+            except ValueError:
+                if is_last:
+                    raise
+                continue
+            if answered.startswith(prompt) and whole.startswith(answered):
+                spans.append((self._seam(prompt, token_ids, after=True), self._seam(answered, token_ids)))
+            elif is_last:
+                same = _common_prefix(prompt, whole)
+                raise ValueError(
+                    f"the chat template of {self._name} does not let the answer be found: a prompt with "
+                    f"{prompt[max(0, same - 20) : same + 20]!r} reads {whole[max(0, same - 20) : same + 20]!r} once "
+                    "it is answered. Mark the answers in the template with {% generation %} ... {% endgeneration %}, "
+                    "or pass rows of 'prompt' and 'completion' texts"
+                )
+        return token_ids, spans
+
+    def _seam(self, text: str, token_ids: list[int], after: bool = False) -> int:
+        """Return how many tokens belong to a text that the whole begins with.
+
+        A token that straddles the seam belongs to neither side.
+        """
+        own = self.tokens(text)
+        same = _common_prefix(own, token_ids)
+        return min(same + (after and same < len(own)), len(token_ids))
+
+    def _end_of_turn(self, token_ids: list[int], start: int, end: int) -> int:
+        """Return where an answer ends: behind its end-of-turn token, before the template's white space."""
+        if token_ids[end : end + 1] == [self.tokenizer.eos_token_id] and token_ids[end - 1] != token_ids[end]:
+            return end + 1  # marks that leave out the end
+        cut = end
+        while cut > start and not self.tokenizer.decode([token_ids[cut - 1]]).strip():
+            cut -= 1
+        return cut if cut > start and self._is_special(token_ids[cut - 1]) else end
+
+    def _is_special(self, token_id: int) -> bool:
+        if token_id == self.tokenizer.eos_token_id:
+            return True
+        text = self.tokenizer.decode([token_id])
+        return bool(text.strip()) and not self.tokenizer.decode([token_id], skip_special_tokens=True)
+
+
+class _RowReader:
+    """Tokenises rows one by one and checks them; can be sent to other processes."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        max_length: int | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+
+    def __call__(self, row: Any, index: int) -> dict[str, Any]:
+        """Return ids, mask, and the longest run of supervised tokens."""
+        if not isinstance(row, Mapping):
+            raise ValueError(f"row {index} must be a dict, got {_shortened(row)}")
+        try:
+            tokens = tokenize_row(row, self.tokenizer, self.max_length, self.chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"row {index}: {error}") from error
+        wrong = [token for token in tokens["input_ids"] if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"row {index}: token id {wrong[0]} is outside of the target's vocabulary (vocab_size "
+                f"{self.vocab_size}): use the target's own tokenizer"
+            )
+        runs = [len(list(run)) for value, run in itertools.groupby(tokens["loss_mask"]) if value]
+        failed = not tokens["input_ids"] and row.get("error") is not None
+        return tokens | {"longest_run": FAILED if failed else max(runs, default=0)}
+
+
+class _StreamedRows(torch.utils.data.IterableDataset):
+    """The usable rows of a torch stream."""
+
+    def __init__(self, stream: Iterable[Any], reader: _RowReader) -> None:
+        self._stream, self._reader = stream, reader
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        for index, row in enumerate(self._stream):
+            read = self._reader(row, index)
+            if _has_anchor(read):
+                yield _without_run(read)
+
+
+def _prepare_table(dataset: Any, reader: _RowReader, block_size: int, num_proc: int | None) -> Any:
+    from datasets import Features, Value
+
+    columns = dataset.column_names
+    if _form_of(columns) is None:
+        raise ValueError(f"columns {columns} are not understood; needed are {UNDERSTOOD}")
+    features = Features({"input_ids": [Value("int32")], "loss_mask": [Value("int8")], "longest_run": Value("int32")})
+    prepared = dataset.map(
+        reader, with_indices=True, remove_columns=columns, features=features, num_proc=num_proc, desc="tokenising"
+    )
+    _check_runs(list(prepared["longest_run"]), block_size, reader.max_length)
+    usable = prepared.filter(_is_anchored_run, input_columns="longest_run", num_proc=num_proc, desc="choosing")
+    return usable.remove_columns("longest_run")
+
+
+def _check_stream(stream: Iterable[Any], reader: _RowReader, block_size: int) -> list[str]:
+    """Check the first rows of a stream; return the columns of the first one."""
+    runs, columns = [], []
+    for index, row in enumerate(itertools.islice(stream, STREAM_CHECK)):
+        runs.append(reader(row, index)["longest_run"])
+        columns = columns or list(row)
+        if runs[-1] > block_size:
+            break
+    _check_runs(runs, block_size, reader.max_length, "the first ")
+    return columns
+
+
+def _check_runs(
+    runs: Sequence[int], block_size: int, max_length: int | None, which: str = "", stacklevel: int = 4
+) -> None:
+    """Refuse data that cannot train a block; warn of rows that are left out."""
+    cut = "" if max_length is None else f" within max_length={max_length}"
+    longest = max(runs, default=None)
+    if longest is None:
+        raise ValueError("the data set is empty: pass at least one row")
+    if longest <= 0:
+        raise ValueError(
+            f"none of {which}{len(runs)} rows has a supervised token{cut}: there must be assistant messages, "
+            "completions, or ones in the loss mask" + ("" if max_length is None else "; or raise max_length")
+        )
+    if longest <= block_size:
+        raise ValueError(
+            f"the longest answer in {which}{len(runs)} rows has {longest} supervised tokens in succession{cut}, but a "
+            f"block of {block_size} needs {block_size + 1} (the anchor, too), so its last slots would never be "
+            "trained: use longer answers"
+            + ("" if max_length is None else ", raise max_length")
+            + (f", or a draft with block_size={longest - 1}" if longest > 1 else "")
+        )
+    count = Counter(min(run, 2) for run in runs)
+    reasons = {FAILED: "whose regeneration failed", 0: f"without a supervised token{cut}", 1: "with a single one"}
+    parts = [f"{count[run]} {reason}" for run, reason in reasons.items() if count[run]]
+    if parts:
+        warnings.warn(
+            f"{len(runs) - count[2]} of {which}{len(runs)} rows are left out, because an anchor needs two supervised "
+            f"tokens in succession: {', '.join(parts)}",
+            stacklevel=stacklevel,
+        )
+
+
+def _form_of(columns: Collection[str]) -> str | None:
+    has = set(columns)
+    if "input_ids" in has and has.intersection(MASK_COLUMNS):
+        return "tokens"
+    if "completion_ids" in has and has & {"prompt_ids", "prompt"}:
+        return "completion_ids"
+    if has & {"messages", "conversations"}:
+        return "messages"
+    if {"prompt", "completion"} <= has:
+        return "completion"
+    return "text" if "text" in has else None
+
+
+def _with_given_mask(row: Mapping[str, Any], max_length: int | None) -> dict[str, list[int]]:
+    token_ids = _ids(row["input_ids"])
+    names = ["loss_mask"] if "loss_mask" in row else [name for name in MASK_COLUMNS if name in row]
+    masks = {name: _ids(row[name]) for name in names}
+    for name, mask in masks.items():
+        if len(mask) != len(token_ids):
+            raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(mask)}) differ in length")
+    mask = [int(all(values)) for values in zip(*masks.values(), strict=True)]
+    return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
+
+
+def _joined(prompt_ids: list[int], completion_ids: list[int], max_length: int | None) -> dict[str, list[int]]:
+    mask = [0] * len(prompt_ids) + [1] * len(completion_ids)
+    return {"input_ids": (prompt_ids + completion_ids)[:max_length], "loss_mask": mask[:max_length]}
+
+
+def _ids(values: Iterable[Any]) -> list[int]:
+    return [int(value) for value in values]
+
+
+def _iterate(dataset: Any) -> Iterator[Any]:
+    if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or isinstance(dataset, Iterable)):
+        raise ValueError(f"dataset must hold rows, that is dicts, got {_shortened(dataset)}")
+    if isinstance(dataset, Sized) and not isinstance(dataset, Iterable):
+        return (dataset[index] for index in range(len(dataset)))
+    return iter(dataset)
+
+
+def _has_anchor(row: Mapping[str, Any]) -> bool:
+    return _is_anchored_run(row["longest_run"])
+
+
+def _is_anchored_run(longest_run: int) -> bool:
+    return longest_run > 1
+
+
+def _without_run(row: dict[str, Any]) -> dict[str, list[int]]:
+    return {"input_ids": row["input_ids"], "loss_mask": row["loss_mask"]}
+
+
+def _without_nones(value: Any) -> Any:
+    """Drop the `None`s that tables put into dicts of different keys."""
+    if isinstance(value, Mapping):
+        return {name: _without_nones(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nones(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two sequences share from the beginning."""
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
