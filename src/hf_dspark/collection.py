@@ -25,7 +25,8 @@ from .calibration import (
     fit_temperatures,
     measure_calibration,
 )
-from .modeling_dspark import DSparkDraftModel
+from .draft_model import DraftModel
+from .fingerprint import fingerprint
 from .policies import FullBlock, RoundOutcome
 
 DEFAULT_DOMAIN = "default"
@@ -62,7 +63,7 @@ def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tenso
 
 def collect_rounds(
     target: PreTrainedModel,
-    draft: DSparkDraftModel,
+    draft: DraftModel,
     prompts: Iterable[Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
     output_file: str | Path | None = None,
@@ -74,7 +75,7 @@ def collect_rounds(
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DSparkDraftModel`]): Its draft, with a confidence head.
+        draft ([`DraftModel`]): Its draft, with a confidence head.
         prompts (`Iterable`): Texts, token ids, or rows with `prompt` or `input_ids`.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
         output_file (`str`, *optional*): JSON lines, one per prompt, written as they come; prompts already in it are
@@ -102,8 +103,8 @@ def collect_rounds(
     settings = {
         "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         "options": json.dumps([options, target.generation_config.to_diff_dict()], sort_keys=True, default=str),
-        "seed": seed, "block_size": draft.config.block_size, "draft": _fingerprint(draft),
-        "target": _fingerprint(target),
+        "seed": seed, "block_size": draft.config.block_size, "draft": fingerprint(draft),
+        "target": fingerprint(target),
     }  # fmt: skip
     done = _read_records(output_file, settings) if output_file is not None else {}
     before = draft.policy, draft.domain, draft.observer
@@ -151,7 +152,7 @@ class CalibrationReport:
 
 def calibrate(
     target: PreTrainedModel,
-    draft: DSparkDraftModel,
+    draft: DraftModel,
     prompts: Iterable[Any],
     tokenizer: PreTrainedTokenizerBase | None = None,
     domain: str = DEFAULT_DOMAIN,
@@ -165,7 +166,7 @@ def calibrate(
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
-        draft ([`DSparkDraftModel`]): Its draft.
+        draft ([`DraftModel`]): Its draft.
         prompts (`Iterable`): Held-out prompts of the domain; see [`collect_rounds`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
         domain (`str`): Name to keep the temperatures under. `greedy` and `sampled` are used by themselves when
@@ -209,16 +210,6 @@ def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]
     if not isinstance(row, Sequence) or len(row) == 0:
         raise ValueError(f"a prompt must be a text, token ids, or a row with 'prompt' or 'input_ids', got {row!r}")
     return [int(token) for token in row]
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Return a short hash of a sample of every weight: records of another model must not be mixed in."""
-    digest = hashlib.sha256(str(model.dtype).encode())
-    for name, tensor in model.named_parameters():
-        sample = tensor.detach().flatten()[:256]
-        total = 0.0 if sample.is_meta else sample.double().sum().item()  # offloaded weights cannot be looked at
-        digest.update(f"{name}{tuple(tensor.shape)}{total:.12e}".encode())
-    return digest.hexdigest()[:16]
 
 
 def _read_records(path: str | Path, settings: dict[str, Any]) -> dict[int, list[CalibrationRounds]]:

@@ -1,0 +1,148 @@
+"""What a draft borrows from its target, taken out of it and kept in a file, so that a draft can be trained without it.
+
+Knows nothing of what else is kept, and nothing of drafts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding that scales its rows inside, as Gemma's; `embed_scale` says so to the draft."""
+
+    embed_scale: float = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.embed_scale
+
+
+@dataclass(frozen=True)
+class BorrowedModules:
+    """A target's embedding and LM head on their own.
+
+    Attributes:
+        embedding (`nn.Embedding`): Gives the rows that the target's gives, scaled inside where the target's is.
+        lm_head (`nn.Linear`): The target's LM head, with its bias if it has one; a tied one shares its weight.
+        dtype (`torch.dtype`): The target's.
+    """
+
+    embedding: nn.Embedding
+    lm_head: nn.Linear
+    dtype: torch.dtype
+
+    @classmethod
+    @torch.no_grad()
+    def copy_of(cls, target: PreTrainedModel) -> "BorrowedModules":
+        """Copy both to the CPU, wherever the target keeps them.
+
+        Weights that are not plain, such as quantised ones, are read by what the modules answer to every token and to
+        every unit vector.
+
+        Raises:
+            ValueError: If the copies would answer otherwise than the target's.
+        """
+        from accelerate.utils import align_module_device  # slow to import
+
+        text = target.config.get_text_config(decoder=True)
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        with align_module_device(embedding):
+            weight, scale = _plain_weight(embedding), getattr(embedding, "embed_scale", None)
+        if weight is None:  # its answers are scaled already
+            weight = torch.cat([_ask(embedding, ids) for ids in torch.arange(text.vocab_size).split(4096)])
+            scale = None if scale is None else 1.0
+        if isinstance(scale, torch.Tensor):
+            scale = scale.to(weight.dtype).item()  # a product with a tensor is rounded to the weight's type first
+        tensors = {"embedding": weight}
+
+        with align_module_device(head):
+            weight, bias = _plain_weight(head), getattr(head, "bias", None)
+            bias = None if bias is None else bias.detach().to("cpu", copy=True)
+        if weight is None:
+            units = torch.eye(text.hidden_size, dtype=target.dtype).split(256)
+            offset = 0 if bias is None else _ask(head, torch.zeros(1, text.hidden_size, dtype=target.dtype))
+            weight = torch.cat([_ask(head, unit) - offset for unit in units]).T.contiguous()
+        if weight.dtype != tensors["embedding"].dtype or not torch.equal(weight, tensors["embedding"]):
+            tensors["lm_head"] = weight
+        if bias is not None:
+            tensors["lm_head_bias"] = bias
+
+        copy = cls._from_tensors(tensors, scale, target.dtype)
+        if not copy._answers_like(embedding, head, text.vocab_size, text.hidden_size):
+            raise ValueError(
+                f"the embedding ({type(embedding).__name__}) or LM head ({type(head).__name__}) of "
+                f"{type(target).__name__} is no plain matrix of {text.vocab_size} x {text.hidden_size} values and "
+                "cannot be stored: train with the target in process, without a feature cache"
+            )
+        return copy
+
+    @classmethod
+    def _from_tensors(
+        cls, tensors: Mapping[str, torch.Tensor], embed_scale: float | None, dtype: torch.dtype
+    ) -> "BorrowedModules":
+        weight, bias = tensors.get("lm_head", tensors["embedding"]), tensors.get("lm_head_bias")
+        kind = nn.Embedding if embed_scale is None else ScaledEmbedding
+        embedding = kind.from_pretrained(tensors["embedding"], freeze=True)
+        if embed_scale is not None:
+            embedding.embed_scale = embed_scale
+        lm_head = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta").requires_grad_(False)
+        lm_head.weight = nn.Parameter(weight, False) if "lm_head" in tensors else embedding.weight
+        if bias is not None:
+            lm_head.bias = nn.Parameter(bias, False)
+        return cls(embedding, lm_head, dtype)
+
+    def _answers_like(self, embedding: nn.Module, head: nn.Module, vocab_size: int, size: int) -> bool:
+        if {self.embedding.weight.shape, self.lm_head.weight.shape} != {(vocab_size, size)}:
+            return False
+        ids = torch.arange(0, vocab_size, max(1, vocab_size // 64))
+        hidden = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        logits = _ask(head, hidden).float()
+        error = (self.lm_head(hidden.to(self.lm_head.weight.dtype)).float() - logits).norm() / logits.norm()
+        # Kernels for 8-bit weights round their inputs too.
+        return torch.equal(self.embedding(ids), _ask(embedding, ids)) and bool(error < 0.05)
+
+    def save(self, path: str | Path) -> None:
+        """Write both to a safetensors file, a shared weight once."""
+        tensors = {"embedding": self.embedding.weight.detach()}
+        if self.lm_head.weight is not self.embedding.weight:
+            tensors["lm_head"] = self.lm_head.weight.detach()
+        if self.lm_head.bias is not None:
+            tensors["lm_head_bias"] = self.lm_head.bias.detach()
+        metadata = {"dtype": str(self.dtype).removeprefix("torch.")}
+        if isinstance(self.embedding, ScaledEmbedding):
+            metadata["embed_scale"] = repr(self.embedding.embed_scale)
+        save_file(tensors, path, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "BorrowedModules":
+        """Read what [`~BorrowedModules.save`] has written."""
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        embed_scale = float(metadata["embed_scale"]) if "embed_scale" in metadata else None
+        return cls._from_tensors(tensors, embed_scale, DTYPES[metadata["dtype"]])
+
+
+def _plain_weight(module: nn.Module) -> torch.Tensor | None:
+    """Return a copy of a module's weight on the CPU, or `None` if it is not an ordinary floating-point tensor."""
+    weight = getattr(module, "weight", None)
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    plain = scaled or type(module) in (nn.Embedding, nn.Linear)
+    plain = plain and type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
+    if not plain or weight.is_meta or weight.dtype not in DTYPES.values():
+        return None
+    return weight.detach().to("cpu", copy=True).contiguous()
+
+
+def _ask(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    weight = getattr(module, "weight", None)  # of an offloaded module, the hook takes the input where it wants it
+    device = "cpu" if weight is None or weight.is_meta else weight.device
+    return module(inputs.to(device)).cpu()

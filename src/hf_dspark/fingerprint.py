@@ -1,0 +1,75 @@
+"""Which weights are these? A short hash by which records and caches are kept to the model they were made with.
+
+Looks at every byte of every weight, at the speed of reading them, on the device where they are. Knows nothing of what
+is recorded.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+_CHUNK_WORDS = 2**18
+
+
+@torch.no_grad()
+def fingerprint(model: PreTrainedModel) -> str:
+    """Return a hash of a model's dtype, and of the names, shapes and values of all its weights.
+
+    Equal on every device, whether weights are offloaded or not; packed weights of quantised models count with their
+    scales. Weights on the meta device that no hook can load count with their names and shapes alone.
+
+    Args:
+        model (`PreTrainedModel`): Target or draft. Offloaded weights are loaded module by module.
+
+    Returns:
+        `str`: 16 hexadecimal digits. Two models that differ in any value have different ones, except with a
+        probability below 1e-9 for changes that were not made to deceive it.
+    """
+    from accelerate.utils import align_module_device  # slow to import
+
+    digest = hashlib.sha256(str(model.dtype).encode())
+    factors = _odd_factors(_CHUNK_WORDS)
+    for path, module in model.named_modules():
+        with align_module_device(module):
+            state: dict[str, Any] = {}
+            # The module's own part of state_dict(): with the scales that quantised layers keep beside their weights.
+            module._save_to_state_dict(state, f"{path}.", keep_vars=False)
+            for name, value in state.items():
+                digest.update(name.encode())
+                _update(digest, value, factors)
+    return digest.hexdigest()[:16]
+
+
+def _update(digest: "hashlib._Hash", value: Any, factors: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        digest.update(repr(value).encode())
+        return
+    digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+    if value.is_meta:
+        return
+    if hasattr(value, "__tensor_flatten__"):  # a wrapper around other tensors has no bytes of its own
+        for name in value.__tensor_flatten__()[0]:
+            _update(digest, getattr(value, name), factors)
+        return
+    flat = value.detach().as_subclass(torch.Tensor).contiguous().flatten().view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = len(flat) - len(flat) % 8
+    factors = factors.to(flat.device)
+    # The high half is folded down first: modulo 2^64, an even number of flipped top bits would cancel.
+    sums = [
+        ((words ^ (words >> 32)) * factors[: len(words)]).sum()
+        for words in flat[:whole].view(torch.int64).split(_CHUNK_WORDS)
+        if len(words)
+    ]
+    digest.update(repr(torch.stack(sums).tolist() if sums else []).encode())
+    digest.update(bytes(flat[whole:].tolist()))
+
+
+def _odd_factors(count: int) -> torch.Tensor:
+    """Return irregular odd numbers, the same everywhere, by which the sum knows each word's place."""
+    factors = torch.arange(1, count + 1) * -7046029254386353131  # 2^64 / golden ratio; products wrap around
+    factors = (factors ^ (factors >> 29)) * -4658895280553007687
+    return (factors ^ (factors >> 32)) | 1
