@@ -15,11 +15,17 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py
 
 MATHS = {"sampling", "noise", "throughput", "policies", "calibration", "losses"}
 MODELS = {
+    "block_attention",
+    "borrowed_weights",
     "configuration_dspark",
-    "modeling_dspark",
     "configuration_eagle3",
+    "draft_config",
     "draft_heads",
+    "draft_model",
+    "fingerprint",
+    "modeling_dspark",
     "modeling_eagle3",
+    "range_attention",
     "slot_attention",
     "slot_cache",
 }
@@ -33,7 +39,7 @@ DECODING = {
     "processing",
     "request",
 }
-TRAINING = {"data", "trainer"}
+TRAINING = {"conversations", "data", "feature_cache", "shards", "target_source", "trainer", "training_metrics"}
 GROUPS = {"maths": MATHS, "models": MODELS, "shared": SHARED, "decoding": DECODING, "training": TRAINING}
 MAY_IMPORT = {
     "maths": MATHS,

@@ -1,13 +1,38 @@
 """Training: the loss falls, only the draft moves, and a resumed run is the run that was interrupted."""
 
+import errno
 import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_dspark import DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
-from hf_dspark.data import cut_blocks, label_hidden, sample_anchors, target_states
-from hf_dspark.losses import block_losses, expected_tau
+import hf_dspark
+from hf_dspark import (
+    DSparkDraftModel,
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    Eagle3Config,
+    Eagle3DraftModel,
+    FeatureCache,
+    cache_features,
+)
+from hf_dspark.calibration import expected_calibration_error
+from hf_dspark.data import label_hidden, target_states
+from hf_dspark.losses import LossWeights, expected_tau
+
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(Path(hf_dspark.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
 
@@ -55,10 +80,6 @@ def logged(trainer: DSparkTrainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def one_batch(trainer: DSparkTrainer) -> dict[str, torch.Tensor]:
-    return trainer.data_collator(trainer.train_dataset[:3])
-
-
 def test_training_lowers_the_loss_and_raises_tau(make_trainer):
     trainer = make_trainer(max_steps=25)
     loss_before, tau_before = trainer.evaluate()["eval_loss"], logged(trainer, "eval_tau")[-1]
@@ -80,7 +101,8 @@ def test_training_moves_every_draft_parameter_and_none_of_the_target(make_traine
 
 def test_only_draft_parameters_get_gradients_and_reach_the_optimizer(make_trainer, target):
     trainer = make_trainer()
-    trainer.compute_loss(trainer.model, one_batch(trainer)).backward()
+    batch, weight_sum = sampled(trainer)
+    trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight_sum).backward()
     assert all(parameter.grad is not None for parameter in trainer.model.parameters())
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
     assert not target.training
@@ -88,34 +110,65 @@ def test_only_draft_parameters_get_gradients_and_reach_the_optimizer(make_traine
     assert optimised == {id(parameter) for parameter in trainer.model.parameters()}
 
 
+def sampled(trainer: DSparkTrainer, rows: int = 3) -> tuple[dict, torch.Tensor]:
+    """A batch with its anchors, and the sum of its slots' weights."""
+    batches, weight_sum = trainer.get_batch_samples(
+        iter([trainer.data_collator(trainer.train_dataset[:rows])]), 1, "cpu"
+    )
+    return batches[0], weight_sum
+
+
 @pytest.mark.parametrize(
     "weights",
-    [{}, {"cross_entropy_weight": 1.0, "l1_weight": 0.2, "confidence_weight": 0.3, "position_decay": None}],
-    ids=["default", "other"],
+    [
+        {},
+        {"cross_entropy_weight": 1.0, "l1_weight": 0.2, "confidence_weight": 0.3, "position_decay": None},
+        {"soft_cross_entropy_weight": 0.5, "l1_weight": 0.0},
+    ],
+    ids=["default", "flat", "soft"],
 )
 def test_compute_loss_is_the_weighted_objective_on_sampled_anchors(make_trainer, target, weights):
     trainer = make_trainer(**weights)
-    draft, batch = trainer.model, one_batch(trainer)
-    torch.manual_seed(5)
-    loss = trainer.compute_loss(draft, batch)
-    torch.manual_seed(5)
-    positions, mask = sample_anchors(batch["loss_mask"], 6)
-    blocks = cut_blocks(batch["input_ids"], batch["loss_mask"], positions, mask, 4)
+    draft, (batch, weight_sum) = trainer.model.train(), sampled(trainer)
+    loss, output = trainer.compute_loss(draft, batch, return_outputs=True, num_items_in_batch=weight_sum)
+
+    blocks = batch["blocks"]
     states = target_states(target, [0, 2], batch["input_ids"], batch["attention_mask"], draft.device, draft.dtype)
-    output = draft(batch["input_ids"], states.features, positions, mask, blocks.labels)
-    target_logits = target.lm_head(label_hidden(states.last_hidden, blocks))
-    expected = block_losses(
-        output.draft_logits, target_logits, blocks.labels, blocks.supervised, output.confidence_logits, **weights
+    hidden = draft.block_hidden(batch["input_ids"], states.features, blocks.layout, blocks.labels)
+    anchors = batch["input_ids"].gather(1, blocks.layout.anchor_positions)
+    previous = torch.cat([anchors[:, :, None], blocks.labels[:, :, :-1]], dim=-1)
+    draft_law = draft.slot_logits(*draft.slot_inputs(hidden, previous)).log_softmax(-1)
+    target_law = target.lm_head(label_hidden(states.last_hidden, blocks)).softmax(-1)
+    distance = (draft_law.exp() - target_law).abs().sum(-1)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(
+        draft.slot_confidence(hidden, previous), 1 - distance / 2, reduction="none"
     )
-    torch.testing.assert_close(loss, expected.total, atol=1e-6, rtol=1e-6)
-    tau = trainer._metrics["eval"]["tau"] + trainer._metrics["train"]["tau"]
-    assert tau == pytest.approx([expected_tau(expected.acceptance, blocks.supervised).item()])
+    alpha = LossWeights(
+        weights.get("cross_entropy_weight", 0.1), weights.get("l1_weight", 0.9), weights.get("confidence_weight", 1.0),
+        weights.get("soft_cross_entropy_weight", 0.0),
+    )  # fmt: skip
+    terms = (
+        alpha.cross_entropy * -draft_law.gather(-1, blocks.labels[..., None])[..., 0] + alpha.l1 * distance
+        + alpha.confidence * bce + alpha.soft_cross_entropy * -(target_law * draft_law).sum(-1)
+    )  # fmt: skip
+    decay = (
+        torch.exp(-torch.arange(4) / weights.get("position_decay", 4.0)) if "position_decay" not in weights else 1.0
+    )
+    share = blocks.supervised * decay
+    assert weight_sum.item() == pytest.approx(share.sum().item(), rel=1e-6)
+    torch.testing.assert_close(loss, (terms * share).sum() / share.sum(), atol=1e-5, rtol=1e-5)
+    logs = {"loss": 0.0}
+    trainer.log(logs)
+    acceptance = (1 - distance / 2) * blocks.supervised
+    assert logs["tau"] == pytest.approx(expected_tau(acceptance, blocks.supervised).item(), abs=1e-5)
+    torch.testing.assert_close(output.acceptance, acceptance, atol=1e-5, rtol=1e-5)
 
 
 def test_evaluation_reports_tau_and_acceptance_by_slot(make_trainer):
     trainer = make_trainer()
     returned = trainer.evaluate()
-    for name in ("eval_tau", "eval_cross_entropy", "eval_l1", "eval_confidence_loss"):
+    for name in ("tau", "cross_entropy", "l1", "confidence_loss", "confidence_ece", "confidence_auc"):
+        name = f"eval_{name}"
         assert len(logged(trainer, name)) == 1, name
     acceptance = [logged(trainer, f"eval_acceptance_{slot}")[0] for slot in range(1, 5)]
     assert all(0 < value < 1 for value in acceptance)
@@ -162,23 +215,53 @@ def test_metrics_without_confidence_head_have_no_confidence_loss(make_trainer, m
     assert logged(trainer, "tau") and not logged(trainer, "confidence_loss")
 
 
-def test_gradient_accumulation_averages_over_its_steps(make_trainer, monkeypatch):
-    norms = {}
-    for steps in (1, 2):
-        trainer = make_trainer(gradient_accumulation_steps=steps, max_steps=1, max_grad_norm=1e9)
-        batch = one_batch(trainer)
-        # The same batch, and the same anchors, in every micro-step: the mean gradient is that of one.
-        monkeypatch.setattr(trainer, "data_collator", lambda rows, batch=batch: batch)
-        original = trainer.compute_loss
+def test_two_accumulated_batches_make_the_gradient_of_all_their_blocks(make_trainer):
+    """The mean is over the slots of the whole step: a batch with few blocks does not weigh more than its blocks do."""
+    trainer = make_trainer(num_anchors=1000)  # all candidates: nothing is drawn
+    rows = [trainer.data_collator(trainer.train_dataset[part]) for part in (slice(0, 1), slice(1, 8))]
+    whole = [trainer.data_collator(trainer.train_dataset[:8])]
+    gradients = []
+    for batches in (rows, whole):
+        samples, weight_sum = trainer.get_batch_samples(iter(batches), len(batches), "cpu")
+        trainer.model.zero_grad()
+        for batch in samples:
+            trainer.training_step(trainer.model, batch, weight_sum)
+        gradients.append({name: p.grad.clone() for name, p in trainer.model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-4, msg=name)
 
-        def seeded(*args, original=original, **kwargs):
-            torch.manual_seed(9)
-            return original(*args, **kwargs)
 
-        monkeypatch.setattr(trainer, "compute_loss", seeded)
-        trainer.train()
-        norms[steps] = logged(trainer, "grad_norm")[0]
-    assert norms[2] == pytest.approx(norms[1], rel=1e-4)
+def test_evaluation_pools_its_batches(make_trainer):
+    losses = [make_trainer(num_anchors=1000, per_device_eval_batch_size=size).evaluate() for size in (1, 8)]
+    for name in ("eval_loss", "eval_tau", "eval_acceptance_2", "eval_confidence_ece", "eval_confidence_auc"):
+        assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-4), name
+
+
+def test_reported_calibration_matches_its_definition(make_trainer):
+    trainer = make_trainer(num_anchors=1000, per_device_eval_batch_size=8)
+    seen = []
+    compute_loss = trainer.compute_loss
+
+    def spying(model, inputs, *args, **kwargs):
+        loss, output = compute_loss(model, inputs, return_outputs=True)
+        seen.append((output, inputs["blocks"].supervised))
+        return loss
+
+    trainer.compute_loss = spying
+    reported = trainer.evaluate()
+    (output, supervised), confidence = seen[0], seen[0][0].confidence_logits.sigmoid()
+    survival, predicted = output.acceptance.cumprod(-1), confidence.cumprod(-1)
+    ece = sum(
+        expected_calibration_error(predicted[..., k][supervised[..., k]], survival[..., k][supervised[..., k]])
+        for k in range(4)
+    ) / 4  # fmt: skip
+    assert reported["eval_confidence_ece"] == pytest.approx(ece, abs=1e-6)
+    before = torch.cat([torch.ones_like(survival[..., :1]), survival[..., :-1]], dim=-1)
+    c, accepted = confidence[supervised], survival[supervised]
+    rejected = (before - survival)[supervised]
+    above = (c[:, None] > c).float() + 0.5 * (c[:, None] == c)
+    auc = (above * accepted[:, None] * rejected).sum() / (accepted.sum() * rejected.sum())
+    assert reported["eval_confidence_auc"] == pytest.approx(auc.item(), abs=2e-3)
 
 
 def test_resumed_run_continues_as_if_never_interrupted(make_trainer, make_draft, target, tmp_path):
@@ -191,6 +274,57 @@ def test_resumed_run_continues_as_if_never_interrupted(make_trainer, make_draft,
     for name, value in whole.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, atol=1e-6, rtol=0, msg=name)
     assert logged(resumed, "loss")[-2:] == pytest.approx(logged(whole, "loss")[-2:], abs=1e-6)
+
+
+def test_anchors_depend_on_seed_step_and_batch_alone(make_trainer):
+    """So that a resumed run, or one on other processes, has them without replaying any."""
+    trainer = make_trainer()
+    batch = trainer.data_collator(trainer.train_dataset[:3])
+
+    def anchors(*key, seed=7):
+        trainer.args.seed = seed
+        return trainer._sample_blocks(batch, key).layout.anchor_positions
+
+    first = anchors(3, 1)
+    torch.rand(5)
+    assert torch.equal(anchors(3, 1), first)
+    assert not torch.equal(anchors(3, 2), first)
+    assert not torch.equal(anchors(4, 1), first)
+    assert not torch.equal(anchors(3, 1, seed=8), first)
+
+
+def test_killed_run_resumes_on_the_same_curve(tmp_path):
+    """A process that is killed between two checkpoints, against one that was left alone."""
+    script = Path(__file__).parent / "train_tiny.py"
+    logs = {}
+    for name, kill_at in (("whole", -1), ("killed", random.Random(os.getpid()).randint(3, 8))):
+        command = [sys.executable, str(script), str(tmp_path / name), str(tmp_path / f"{name}.json")]
+        done = subprocess.run([*command, str(kill_at)], env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stderr
+        if kill_at >= 0:
+            assert not (tmp_path / f"{name}.json").exists()
+            subprocess.run([*command, "-1"], env=ENVIRONMENT, check=True, capture_output=True)
+        logs[name] = json.loads((tmp_path / f"{name}.json").read_text())
+    assert logs["killed"]["losses"] == pytest.approx(logs["whole"]["losses"], abs=1e-5)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in logs]
+    for key, value in weights[0].items():
+        torch.testing.assert_close(weights[1][key], value, atol=1e-5, rtol=0, msg=key)
+
+
+@pytest.mark.parametrize("draft", ["dspark", "eagle3"])
+def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path, draft):
+    script = Path(__file__).parent / "train_tiny.py"
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    run = [sys.executable, str(script), str(tmp_path / "one"), str(one), "-1", draft, "2"]
+    subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = [*launch, str(script), str(tmp_path / "two"), str(two), "-1", draft, "1"]
+    subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True)
+    logs = [json.loads(path.read_text()) for path in (one, two)]
+    assert logs[0]["processes"] == 1 and logs[1]["processes"] == 2
+    assert len(logs[0]["losses"]) == 10
+    for name in ("losses", "taus", "eval_losses"):
+        assert logs[1][name] == pytest.approx(logs[0][name], abs=1e-4), name
 
 
 def test_same_seed_trains_the_same_draft(make_trainer):
@@ -235,3 +369,177 @@ def test_arguments_keep_the_columns_of_the_rows(tmp_path):
 def test_trainer_refuses_a_target_that_does_not_fit(make_trainer, make_draft, make_target, target):
     with pytest.raises(ValueError, match="vocab_size: draft 48, target 50"):
         make_trainer(make_draft(target), target=make_target(vocab_size=50))
+
+
+# ---- other drafts, other sources of states
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_other_drafts_train_with_the_same_trainer(make_trainer, make_draft, target, kind):
+    if kind == "dflash":
+        draft = make_draft(target, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
+        weights = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0}
+    else:
+        draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=4, target_layer_ids=[0, 2]))
+        weights = {"cross_entropy_weight": 0.0, "l1_weight": 0.0, "soft_cross_entropy_weight": 1.0}
+    trainer = make_trainer(draft, max_steps=25, **weights)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.9 * before["eval_loss"] and after["eval_tau"] > before["eval_tau"] + 0.1
+    assert "eval_confidence_loss" not in after and all(f"eval_acceptance_{slot}" in after for slot in range(1, 5))
+
+
+def test_packed_rows_train_as_padded_ones_do(make_trainer):
+    """All anchors of the same documents: the same loss, whether they stand in one row or in many."""
+    losses = [
+        make_trainer(num_anchors=1000, packing=packing, max_length=64, per_device_eval_batch_size=8).evaluate()
+        for packing in (False, True)
+    ]
+    for name in ("eval_loss", "eval_tau", "eval_confidence_auc"):
+        assert losses[1][name] == pytest.approx(losses[0][name], rel=1e-4), name
+
+
+def test_cached_states_train_without_a_target(make_trainer, make_draft, target, rows, tmp_path):
+    draft = make_draft(target)
+    cache_features(target, draft.config, rows, tmp_path / "cache", progress=False)
+    online = make_trainer(draft, feature_cache_dir=None).evaluate()
+    fresh = make_draft(target)
+    fresh._borrowed = ()
+    cached = make_trainer(fresh, target=None, feature_cache_dir=str(tmp_path / "cache"))
+    assert cached.evaluate()["eval_loss"] == pytest.approx(online["eval_loss"], rel=1e-2)  # rounded to bfloat16
+    cached.train()
+    assert len(logged(cached, "loss")) == 4
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_cache_fills_while_training(make_trainer, make_draft, target, tmp_path, packing):
+    folder = str(tmp_path / "cache")
+    trainer = make_trainer(feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, packing=packing, max_length=64)
+    trainer.train()
+    forward, calls = target.get_decoder().forward, []
+    target.get_decoder().forward = lambda **kwargs: calls.append(1) or forward(**kwargs)
+    again = make_trainer(
+        make_draft(target), feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, max_length=64
+    )  # padded now: the cache knows documents, not rows
+    again.train()
+    target.get_decoder().forward = forward
+    assert not calls, "the target ran although all states were on disk"
+    assert len(FeatureCache(folder, trainer.model.config)) == 8
+
+
+def test_training_goes_on_without_its_cache_when_the_disk_is_full(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(feature_cache_dir=str(tmp_path / "cache"))
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(trainer.source._cache, "add", full)
+    with pytest.warns(UserWarning, match="nothing more is added to the cache: .*No space left on device"):
+        trainer.train()
+    assert len(logged(trainer, "loss")) == 4
+
+
+def test_states_that_are_nowhere_to_be_had_are_an_error_before_training(
+    make_trainer, make_draft, target, rows, tmp_path
+):
+    with pytest.raises(ValueError, match="the target's states are needed: pass target=..., or args.feature_cache_dir"):
+        make_trainer(make_draft(target), target=None)
+    cache_features(target, make_draft(target).config, rows[:5], tmp_path / "cache", progress=False)
+    with pytest.raises(ValueError, match="3 of 8 rows are not in the feature cache .* there is no target to compute"):
+        make_trainer(make_draft(target), target=None, feature_cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_cache_of_another_model_is_refused(make_trainer, make_draft, make_target, target, rows, tmp_path):
+    draft, other = make_draft(target), make_target(seed=5)
+    cache_features(target, draft.config, rows, tmp_path / "cache", progress=False)
+    with pytest.raises(ValueError, match="was made with another target"):
+        make_trainer(draft, target=other, feature_cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["messages", "prompt and completion"])
+def test_conversations_are_tokenised_by_the_targets_tokenizer(make_draft, target, tmp_path, chat_tokenizer, chat):
+    if chat:
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": "what is up"},
+                    {"role": "assistant", "content": "not much " * 4},
+                ]
+            }
+        ] * 4
+    else:
+        rows = [{"prompt": "what is up", "completion": "not much " * 4}] * 4
+    arguments = DSparkTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1
+    )
+    trainer = DSparkTrainer(make_draft(target), target, arguments, train_dataset=rows, processing_class=chat_tokenizer)
+    trainer.train()
+    assert logged(trainer, "train_loss")
+
+
+# ---- bad input
+
+
+def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=3)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    original = trainer.source.states
+
+    def broken(*args, **kwargs):
+        states = original(*args, **kwargs)
+        states.features[0, 0, 0] = torch.nan
+        return states
+
+    trainer.source.states = broken
+    with pytest.raises(FloatingPointError, match="the loss is nan at step 0; .* target's own states are not finite"):
+        trainer.train()
+    saved = load_file(tmp_path / "run" / "bad_batch_step_0_0.safetensors")
+    assert {"input_ids", "loss_mask", "anchor_positions"} <= saved.keys()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+
+
+def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, tmp_path):
+    make_trainer(save_strategy="steps", save_steps=2).train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    for overrides, message in (
+        (
+            {"gradient_accumulation_steps": 2},
+            r"batches per step \(processes x gradient_accumulation_steps\): then 1, now 2",
+        ),
+        ({"num_anchors": 5}, "num_anchors: then 6, now 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(make_draft(target), **overrides).train(resume_from_checkpoint=checkpoint)
+
+
+def test_rows_without_answers_are_refused_before_training(make_draft, target, tmp_path):
+    arguments = DSparkTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    rows = [{"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0] * 7}]
+    with pytest.raises(ValueError, match="supervised"):
+        DSparkTrainer(make_draft(target), target, arguments, train_dataset=rows)
+    with pytest.raises(ValueError, match="48"):
+        rows = [{"input_ids": [1, 2, 3, 4, 5, 6, 48], "loss_mask": [1] * 7}]
+        DSparkTrainer(make_draft(target), target, arguments, train_dataset=rows)
+
+
+def test_bfloat16_and_gradient_checkpointing_train(make_trainer):
+    trainer = make_trainer(max_steps=3, bf16=True, gradient_checkpointing=True)
+    trainer.train()
+    plain = make_trainer(max_steps=3)
+    plain.train()
+    assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=2e-2)
+
+
+def test_any_causal_lm_may_be_the_target(make_draft, rows, tmp_path):
+    config = LlamaConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    other = LlamaForCausalLM(config)
+    arguments = DSparkTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=1
+    )
+    trainer = DSparkTrainer(make_draft(other), other, arguments, train_dataset=rows)
+    trainer.train()
+    assert logged(trainer, "train_loss")

@@ -1,16 +1,21 @@
 """DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, without changing a
 token."""
 
+from importlib import import_module
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .calibration import TemperatureScaling, measure_calibration
 from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
 from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
+from .configuration_eagle3 import Eagle3Config
+from .evaluation import AcceptanceReport, measure_acceptance
 from .generate_hook import decode_with
 from .generate_hook import install as _install_generate_hook
 from .generate_many import Completion, generate_many
 from .modeling_dspark import DSparkDraftModel
+from .modeling_eagle3 import Eagle3DraftModel
 from .policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
@@ -31,12 +36,14 @@ from .throughput import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputT
 
 __version__ = "0.1.0.dev0"
 
-AutoConfig.register(DSparkConfig.model_type, DSparkConfig)
-AutoModel.register(DSparkConfig, DSparkDraftModel)
-AutoModelForCausalLM.register(DSparkConfig, DSparkDraftModel)
+for _config, _model in ((DSparkConfig, DSparkDraftModel), (Eagle3Config, Eagle3DraftModel)):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)
+    AutoModelForCausalLM.register(_config, _model)
 _install_generate_hook()
 
 __all__ = [
+    "AcceptanceReport",
     "AdaptiveDrafting",
     "AdditiveCost",
     "Completion",
@@ -46,8 +53,11 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkTrainer",
     "DSparkTrainingArguments",
+    "Eagle3Config",
+    "Eagle3DraftModel",
     "EarlyStopScheduler",
     "EliminationScheduler",
+    "FeatureCache",
     "ForwardCost",
     "FullBlock",
     "GlobalScheduler",
@@ -62,6 +72,7 @@ __all__ = [
     "SlotCache",
     "TemperatureScaling",
     "ThroughputTable",
+    "cache_features",
     "calibrate",
     "check_target",
     "collect_rounds",
@@ -69,16 +80,27 @@ __all__ = [
     "find_cost",
     "generate_many",
     "load_cost",
+    "measure_acceptance",
     "measure_calibration",
     "profile_throughput",
+    "regenerate",
+    "regenerate_with_endpoint",
     "save_cost",
 ]
 
 
-def __getattr__(name: str):
-    # The trainer needs accelerate and is slow to import: only who trains pays for it.
-    if name in ("DSparkTrainer", "DSparkTrainingArguments"):
-        from . import trainer
+# Who only decodes does not pay for what training needs, which is slow to import.
+_IMPORTED_WHEN_USED = {
+    "DSparkTrainer": "trainer",
+    "DSparkTrainingArguments": "trainer",
+    "FeatureCache": "feature_cache",
+    "cache_features": "feature_cache",
+    "regenerate": "regeneration",
+    "regenerate_with_endpoint": "regeneration",
+}
 
-        return getattr(trainer, name)
+
+def __getattr__(name: str):
+    if name in _IMPORTED_WHEN_USED:
+        return getattr(import_module(f".{_IMPORTED_WHEN_USED[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,37 +1,93 @@
-"""`DSparkTrainer`: transformers' `Trainer` with the target in process and the three DSpark losses.
+"""`DSparkTrainer`: transformers' `Trainer` for drafts, with the frozen target in process, its states on disk, or both.
 
-Knows nothing of generation. One step reads top to bottom in [`DSparkTrainer.compute_loss`].
+Knows nothing of generation, nor of what kind of draft it trains. One step reads top to bottom in
+[`DSparkTrainer.compute_loss`].
 """
 
-from collections import defaultdict
+import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from safetensors.torch import save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from .data import BlockCollator, cut_blocks, label_hidden, sample_anchors, target_states
-from .losses import BlockLosses, block_losses, expected_tau
+from .block_attention import BlockLayout
+from .conversations import prepare_rows
+from .data import (
+    AnchoredBlocks,
+    BlockCollator,
+    PackedRows,
+    PackedStream,
+    cut_blocks,
+    label_hidden,
+    require_separable_documents,
+    sample_anchors,
+)
+from .draft_model import DraftModel, DraftTrainingOutput
+from .feature_cache import FeatureCache
+from .losses import LossWeights, position_weights
 from .modeling_dspark import DSparkDraftModel
+from .target_source import TargetSource
+from .training_metrics import BlockMetrics
+
+RUN_FACTS_FILE = "dspark_run.json"
+SPLITS = ("train", "eval")
 
 
 @dataclass
 class DSparkTrainingArguments(TrainingArguments):
     """Arguments of [`DSparkTrainer`]; those of `TrainingArguments` keep their meaning.
 
+    What a batch, an anchor and a loss are, belongs here; what the draft is, to its config.
+
     Args:
-        num_anchors (`int`): Blocks per row and step at most.
+        num_anchors (`int`): Blocks per row and step at most. Rows hold several documents when packed.
         cross_entropy_weight, l1_weight, confidence_weight (`float`): Weights of the three losses (DSpark Eq. 12).
+        soft_cross_entropy_weight (`float`): Weight of the cross-entropy to the target's law.
         position_decay (`float`, *optional*): Slots after which a loss weighs 1/e; `None` weighs all slots alike.
+        max_length (`int`, *optional*): Rows are cut to this many tokens; `None` leaves them as they are.
+        packing (`bool`): Join short documents into rows of `max_length`.
+        chat_template_kwargs (`dict`, *optional*): For the tokenizer's chat template, such as
+            `{"enable_thinking": False}`.
+        feature_cache_dir (`str`, *optional*): The target's states are read from this folder as far as they are there,
+            and computed and added otherwise. Without a target, all must be there.
+        dataset_num_proc (`int`, *optional*): Processes that tokenise.
     """
 
     num_anchors: int = field(default=64, metadata={"help": "Blocks per row and step at most."})
     cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy (Eq. 9)."})
     l1_weight: float = field(default=0.9, metadata={"help": "Weight of the L1 distance to the target's law (Eq. 10)."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss (Eq. 11)."})
+    soft_cross_entropy_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the cross-entropy to the target's law (Eagle3's objective)."}
+    )
     position_decay: float | None = field(
         default=4.0, metadata={"help": "Slots after which a loss weighs 1/e; None weighs all slots alike."}
     )
+    max_length: int | None = field(default=2048, metadata={"help": "Rows are cut to this many tokens."})
+    packing: bool = field(default=False, metadata={"help": "Join short documents into rows of max_length."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "For the chat template, as JSON, such as '{\"enable_thinking\": false}'."}
+    )
+    feature_cache_dir: str | None = field(
+        default=None, metadata={"help": "Where the target's states are kept; filled while training if need be."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+
+    # Trainer parses strings for these fields: one more than its own.
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,108 +95,301 @@ class DSparkTrainingArguments(TrainingArguments):
         self.remove_unused_columns = False
         if self.num_anchors < 1:
             raise ValueError(f"num_anchors must be at least 1, got {self.num_anchors}")
-        if self.position_decay is not None and self.position_decay <= 0:
-            raise ValueError(f"position_decay must be positive or None, got {self.position_decay}")
+        if self.packing and self.max_length is None:
+            raise ValueError("packing joins documents into rows of max_length tokens: give one, got None")
+        self.loss_weights()  # refuses wrong values
+
+    def loss_weights(self) -> LossWeights:
+        """Return the weights of the losses."""
+        return LossWeights(
+            self.cross_entropy_weight,
+            self.l1_weight,
+            self.confidence_weight,
+            self.soft_cross_entropy_weight,
+            self.position_decay,
+        )
 
 
 class DSparkTrainer(Trainer):
-    """Trains a draft on rows of `input_ids` and `loss_mask` (see [`~data.tokenize_prompt_completion`]).
+    """Trains a draft, DSpark, DFlash or Eagle3, on conversations that its target wrote.
 
     Args:
-        model ([`DSparkDraftModel`]): The draft; only its own parameters are trained.
-        target (`PreTrainedModel`): The frozen target, in process.
-        args ([`DSparkTrainingArguments`]): Run facts.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; gives the padding token.
+        model ([`DraftModel`] or `str`): The draft, or where a DSpark draft is loaded from. Only its own parameters
+            are trained.
+        target (`PreTrainedModel`, `str`, *optional*): The frozen target, in process: any causal LM, quantised or
+            spread over devices as it may be. Without one, `args.feature_cache_dir` must hold its states.
+        args ([`DSparkTrainingArguments`], *optional*): Run facts.
+        train_dataset, eval_dataset (*optional*): Rows of `messages`, of `prompt` and `completion`, of `text`, or of
+            `input_ids` and `loss_mask`; see [`~conversations.prepare_rows`]. `eval_dataset` may be a dictionary.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; that of the target's
+            repository unless given.
         kwargs: As for `Trainer`.
 
     Raises:
-        ValueError: If draft and target do not fit.
+        ValueError: If draft, target, cached states and data do not fit, before anything is trained.
 
     DSpark Section 3.3.
     """
 
     def __init__(
         self,
-        model: DSparkDraftModel,
-        target: PreTrainedModel,
-        args: DSparkTrainingArguments,
+        model: DraftModel | str,
+        target: PreTrainedModel | str | None = None,
+        args: DSparkTrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
-        self.target = target.eval().requires_grad_(False)
-        model.bind(target)
+        args = args or DSparkTrainingArguments()
+        model = DSparkDraftModel.from_pretrained(model) if isinstance(model, str) else model
+        target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if isinstance(target, str) else target
+        if processing_class is None:
+            processing_class = _tokenizer_of(target)
+        cache = None
+        if args.feature_cache_dir is not None:
+            cache = FeatureCache(args.feature_cache_dir, model.config, target, args.process_index)
+        if target is None and cache is None:
+            raise ValueError(
+                "the target's states are needed: pass target=..., or args.feature_cache_dir that holds them"
+            )
+        self.source = TargetSource(target, cache, model.config, args.device)
+        self.source.lend_to(model)
+        if args.packing and target is not None:
+            require_separable_documents(target, model.config.target_layer_ids)
+        # One process at a time: the first one tokenises for all, and makes the cache's folder.
+        with args.main_process_first():
+            train_dataset = self._prepare_dataset(train_dataset, model, processing_class, args)
+        if isinstance(eval_dataset, dict):
+            eval_dataset = {
+                name: self._prepare_dataset(part, model, processing_class, args) for name, part in eval_dataset.items()
+            }
+        else:
+            eval_dataset = self._prepare_dataset(eval_dataset, model, processing_class, args)
         pad_token_id = getattr(processing_class, "pad_token_id", None)
         kwargs.setdefault("data_collator", BlockCollator(pad_token_id or 0))
-        super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
-        # The loss is a mean over this batch's slots; Trainer divides it by the accumulation steps.
-        self.model_accepts_loss_kwargs = False
-        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        super().__init__(
+            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            processing_class=processing_class, **kwargs,
+        )  # fmt: skip
+        self.add_callback(_RunCallback(self))
+        # compute_loss divides by the weights of the whole step, over accumulation steps and processes.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+        self.loss_weights = args.loss_weights()
+        self._metrics = {split: BlockMetrics(model.config.block_size) for split in SPLITS}
+        self._eval_batches = 0
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        model: DraftModel,
+        processing_class: PreTrainedTokenizerBase | None,
+        args: DSparkTrainingArguments,
+    ) -> Any:
+        if dataset is None:
+            return None
+        rows = prepare_rows(
+            dataset, processing_class, model.config.block_size, model.config.vocab_size, args.max_length,
+            args.chat_template_kwargs, args.dataset_num_proc,
+        )  # fmt: skip
+        self.source.require_rows(rows)
+        if not args.packing:
+            return rows
+        return PackedRows(rows, args.max_length) if hasattr(rows, "__len__") else PackedStream(rows, args.max_length)
+
+    # One step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | None]:
+        """Draw the anchors of all batches of a step, so that the weights of the whole step are known beforehand."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        weight_sum = torch.zeros((), device=device)
+        for index, batch in enumerate(batches):
+            # The same anchors, whichever process has the batch: two processes equal two accumulation steps.
+            number = index * self.args.world_size + self.args.process_index
+            batch["blocks"] = self._sample_blocks(batch, (self.state.global_step, number))
+            weights = position_weights(batch["blocks"].supervised, self.loss_weights.position_decay)
+            weight_sum += weights.sum().to(device)
+        return batches, self.accelerator.reduce(weight_sum, "sum")
+
+    def _sample_blocks(self, batch: dict[str, torch.Tensor], key: tuple[int, ...]) -> AnchoredBlocks:
+        # Keyed, not drawn from the global state: a resumed run has the same anchors without replaying any.
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        anchors, real = sample_anchors(batch["loss_mask"], batch["position_ids"], self.args.num_anchors, generator)
+        layout = BlockLayout(anchors, real, batch["position_ids"], self._draft.config.block_size)
+        return cut_blocks(batch["input_ids"], batch["loss_mask"], layout)
+
+    @property
+    def _draft(self) -> DraftModel:
+        return self.accelerator.unwrap_model(self.model)
 
     def compute_loss(
         self,
         model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """One training step: features, anchors, blocks, losses."""
-        draft = self.accelerator.unwrap_model(model)
-        states = target_states(
-            self.target, draft.config.target_layer_ids, inputs["input_ids"], inputs["attention_mask"],
-            draft.device, draft.dtype,
+    ) -> torch.Tensor | tuple[torch.Tensor, DraftTrainingOutput]:
+        """One training step: the target's states, anchored blocks, the draft's losses.
+
+        Args:
+            model: The draft, wrapped as the launcher wants it.
+            inputs: A batch, with `blocks` that are sampled already.
+            return_outputs: Whether to return the draft's output as well.
+            num_items_in_batch: Sum of the slots' weights over the whole step: all micro-batches of all processes.
+        """
+        blocks: AnchoredBlocks = inputs["blocks"]
+        states = self.source.states(inputs, self._draft, packed=self.args.packing)
+        output = model(
+            inputs["input_ids"], states.features, label_hidden(states.last_hidden, blocks), blocks.layout,
+            blocks.labels, blocks.supervised, self.loss_weights, num_items_in_batch,
         )  # fmt: skip
-        positions, anchor_mask = sample_anchors(inputs["loss_mask"], self.args.num_anchors)
-        blocks = cut_blocks(inputs["input_ids"], inputs["loss_mask"], positions, anchor_mask, draft.config.block_size)
-        output = model(inputs["input_ids"], states.features, positions, anchor_mask, blocks.labels)
-        with torch.no_grad():
-            target_logits = draft.base_logits(label_hidden(states.last_hidden, blocks))
-        losses = block_losses(
-            output.draft_logits, target_logits, blocks.labels, blocks.supervised, output.confidence_logits,
-            self.args.cross_entropy_weight, self.args.l1_weight, self.args.confidence_weight, self.args.position_decay,
-        )  # fmt: skip
-        self._record(losses, blocks.supervised, "train" if model.training else "eval")
-        return (losses.total, {"loss": losses.total}) if return_outputs else losses.total
+        self._metrics["train" if model.training else "eval"].add(output, blocks.supervised)
+        loss = output.loss
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+        return (loss, output) if return_outputs else loss
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One forward and backward pass; stops before a loss that is not a number reaches the weights."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(self._save_bad_batch(inputs, loss))
+        return loss
+
+    def _save_bad_batch(self, inputs: dict[str, Any], loss: torch.Tensor) -> str:
+        path = (
+            Path(self.args.output_dir)
+            / f"bad_batch_step_{self.state.global_step}_{self.args.process_index}.safetensors"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.cpu().contiguous() for name, value in inputs.items() if torch.is_tensor(value)}
+        tensors["anchor_positions"] = inputs["blocks"].layout.anchor_positions.cpu().contiguous()
+        save_file(tensors, path)
+        states = self.source.states(inputs, self._draft, packed=self.args.packing)
+        finite = bool(torch.isfinite(states.features).all() and torch.isfinite(states.last_hidden).all())
+        broken = [name for name, value in self._draft.named_parameters() if not torch.isfinite(value).all()]
+        if not finite:
+            reason = "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
+        elif broken:
+            reason = f"the draft's weights are not finite already ({broken[0]}): resume from an earlier checkpoint"
+        else:
+            reason = "lower learning_rate, set max_grad_norm, or train in bfloat16 instead of float16"
+        return (
+            f"the loss is {loss.item()} at step {self.state.global_step}; the weights were not changed by it, and the "
+            f"batch is in {path}. Likely cure: {reason}."
+        )
+
+    # Evaluation and reports
 
     def prediction_step(
         self,
         model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
         """Evaluation needs the loss and the metrics, no predictions."""
         inputs = self._prepare_inputs(inputs)
+        number = self._eval_batches * self.args.world_size + self.args.process_index
+        self._eval_batches += 1
+        inputs["blocks"] = self._sample_blocks(inputs, (-1, number))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate with the same anchors each time, leaving the training's random state alone."""
+        self._eval_batches = 0
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.args.seed)
             return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the mean of what the steps since the last report recorded."""
-        split = "eval" if any(name.startswith("eval_") for name in logs) else "train"
-        prefix = "eval_" if split == "eval" else ""
-        means = {f"{prefix}{name}": sum(values) / len(values) for name, values in self._metrics[split].items()}
-        self._metrics[split].clear()
-        logs.update(means)  # in place: evaluate() returns this dictionary, and the best model is chosen from it
+        """Add what the batches since the last report add up to, over all processes."""
+        evaluated = [name for name in logs if name.endswith("_loss") and name.startswith("eval")]
+        metrics = self._metrics["eval" if evaluated else "train"]
+        values = metrics.reduced(self.accelerator, self.loss_weights)
+        # In place: evaluate() returns this dictionary, and the best model is chosen from it.
+        prefix = evaluated[0].removesuffix("loss") if evaluated else ""
+        if evaluated or "loss" in logs:
+            logs.update({f"{prefix}{name}": value for name, value in values.items() if evaluated or name != "loss"})
+        metrics.reset()
         super().log(logs, start_time)
 
-    def _record(self, losses: BlockLosses, supervised: torch.Tensor, split: str) -> None:
-        metrics = {
-            "cross_entropy": losses.cross_entropy.mean.item(),
-            "l1": losses.l1.mean.item(),
-            "tau": expected_tau(losses.acceptance, supervised).item(),
+    # Resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; a resumed run must have the facts of the one it continues.
+
+        Raises:
+            ValueError: If it does not, naming each difference.
+        """
+        if isinstance(resume_from_checkpoint, str):
+            self._require_same_run(Path(resume_from_checkpoint) / RUN_FACTS_FILE)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.source.flush()
+
+    def run_facts(self) -> dict[str, Any]:
+        """Return what a run must have in common with the one it continues."""
+        args = self.args
+        return {
+            "batches per step (processes x gradient_accumulation_steps)": args.world_size
+            * args.gradient_accumulation_steps,
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "seed": args.seed,
+            "data_seed": args.data_seed,
+            "num_anchors": args.num_anchors,
+            "max_length": args.max_length,
+            "packing": args.packing,
+            "rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
         }
-        if losses.confidence is not None:
-            metrics["confidence_loss"] = losses.confidence.mean.item()
-        counts = supervised.flatten(0, -2).sum(dim=0)
-        sums = (losses.acceptance * supervised).flatten(0, -2).sum(dim=0)
-        for slot, (total, count) in enumerate(zip(sums.tolist(), counts.tolist(), strict=True), start=1):
-            if count > 0:
-                metrics[f"acceptance_{slot}"] = total / count
-        for name, value in metrics.items():
-            self._metrics[split][name].append(value)
+
+    def _require_same_run(self, path: Path) -> None:
+        if not path.exists():  # a checkpoint of another trainer
+            return
+        before, now = json.loads(path.read_text()), self.run_facts()
+        different = [
+            f"{name}: then {before[name]}, now {now[name]}"
+            for name in now
+            if name in before and before[name] != now[name]
+        ]
+        if different:
+            raise ValueError(
+                f"{path.parent} belongs to a run with other facts ({'; '.join(different)}): its loss curve cannot be "
+                "continued. Restore them (half the processes need twice the gradient_accumulation_steps), or start "
+                "anew from its weights with DSparkDraftModel.from_pretrained."
+            )
+
+
+class _RunCallback(TrainerCallback):
+    """Leaves the facts of the run in each checkpoint; lets each epoch read what other processes have cached."""
+
+    def __init__(self, trainer: DSparkTrainer) -> None:
+        self._trainer = trainer
+
+    def on_epoch_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.source.refresh()
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            (folder / RUN_FACTS_FILE).write_text(json.dumps(self._trainer.run_facts(), indent=1) + "\n")
+
+
+def _tokenizer_of(target: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in the target's repository; `None` if there is none: tokenised rows need none."""
+    name = getattr(target, "name_or_path", "")
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,164 @@
+"""DSpark, DFlash and Eagle3 drafts of one target on three domains: same data, same steps, same trainer.
+
+python examples/domains.py --gsm8k train.jsonl --prose tinyshakespeare.txt --output_dir out/domains
+python examples/train_target.py --train_file out/domains/*_train.jsonl --test_file out/domains/*_test.jsonl \\
+    --num_hidden_layers 6 --epochs 2 --output_dir out/domains/target
+python benchmarks/domains.py --work_dir out/domains --output benchmarks/results/domains.json
+
+Every stage resumes where it stopped. The training curves go into the result.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from pair import GREEDY, SAMPLING, write_result
+from provenance import provenance
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_dspark import (
+    DSparkConfig,
+    DSparkDraftModel,
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    Eagle3Config,
+    Eagle3DraftModel,
+    measure_acceptance,
+    regenerate,
+)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from muon import MuonWithAdamW  # noqa: E402
+
+DOMAINS = ("math", "code", "prose")
+GAMMA = 7
+DSPARK = {"cross_entropy_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0, "position_decay": 4.0}
+DFLASH = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0, "position_decay": 4.0}
+# 0.8 to the power of the step, as DeepSpec weighs Eagle3's steps.
+EAGLE3 = {
+    "cross_entropy_weight": 0.0, "l1_weight": 0.0, "confidence_weight": 0.0, "soft_cross_entropy_weight": 1.0,
+    "position_decay": 4.4814,
+}  # fmt: skip
+DRAFTS = {
+    "dspark_2": (2, 128, DSPARK),
+    "dflash_2": (2, 0, DFLASH),
+    "dflash_5": (5, 0, DFLASH),
+    "eagle3": (1, None, EAGLE3),
+}
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load_target(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    target = AutoModelForCausalLM.from_pretrained(work_dir / "target", dtype=torch.float32).eval()
+    return target, AutoTokenizer.from_pretrained(work_dir / "target")
+
+
+def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
+    """Let the target write what the drafts are trained on; a poor domain is answered several times."""
+    answers = {}
+    for domain in DOMAINS:
+        prompts = [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")][:num_prompts]
+        path = work_dir / f"{domain}_answers.jsonl"
+        regenerate(
+            target, tokenizer, prompts, path, num_samples=-(-num_prompts // len(prompts)), batch_size=64,
+            max_new_tokens=max_new_tokens, **SAMPLING,
+        )  # fmt: skip
+        answers[domain] = [
+            {name: row[name] for name in ("prompt_ids", "completion_ids")}
+            for row in read_rows(path)
+            if len(row.get("completion_ids", ())) > 1
+        ]
+    return answers
+
+
+def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftModel | Eagle3DraftModel:
+    num_layers, markov_rank, _ = DRAFTS[name]
+    facts = {"block_size": GAMMA, "target_layer_ids": [0, 1, 2, 3, 4]}
+    torch.manual_seed(0)
+    if markov_rank is None:
+        return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
+    return DSparkDraftModel(
+        DSparkConfig.from_target(
+            target.config,
+            **facts,
+            num_hidden_layers=num_layers,
+            markov_rank=markov_rank,
+            mask_token_id=tokenizer.mask_token_id,
+            enable_confidence_head=markov_rank > 0,
+            confidence_head_with_markov=markov_rank > 0,
+        )  # fmt: skip
+    )
+
+
+def train(name: str, target, tokenizer, rows: list[dict], folder: Path, steps: int) -> list[dict]:
+    """Train one draft to its end, and return its curve."""
+    if not (folder / "curve.json").exists():
+        draft = make_draft(name, target, tokenizer)
+        arguments = DSparkTrainingArguments(
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, per_device_eval_batch_size=16,
+            num_anchors=32, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
+            save_steps=100, save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none",
+            seed=0, max_length=384, **DRAFTS[name][2],
+        )  # fmt: skip
+        optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
+        trainer = DSparkTrainer(
+            draft, target, arguments, train_dataset=rows[300:], eval_dataset=rows[:300], processing_class=tokenizer,
+            optimizers=(optimizer, None),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
+        trainer.evaluate()
+        draft.save_pretrained(folder)
+        curve = [
+            {key: round(value, 4) for key, value in entry.items() if key in ("step", "loss", "tau", "eval_tau")}
+            for entry in trainer.state.log_history
+        ]
+        (folder / "curve.json").write_text(json.dumps(curve))
+    return json.loads((folder / "curve.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work_dir", default="out/domains", help="holds data and target, gets answers and drafts")
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--num_prompts", type=int, default=1500, help="answered per domain")
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")
+    parser.add_argument("--max_new_tokens", type=int, default=160)
+    parser.add_argument("--output", help="name of a result file")
+    options = parser.parse_args()
+
+    work_dir = Path(options.work_dir)
+    target, tokenizer = load_target(work_dir)
+    answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
+    # Domain by turns, so that every batch and the evaluation rows hold all three.
+    rows = [row for group in zip(*answers.values(), strict=False) for row in group]
+    result = {"provenance": provenance(), "steps": options.steps, "rows": len(rows), "drafts": {}}
+    for name in options.drafts:
+        curve = train(name, target, tokenizer, rows, work_dir / name, options.steps)
+        kind = Eagle3DraftModel if DRAFTS[name][1] is None else DSparkDraftModel
+        draft = kind.from_pretrained(work_dir / name).eval()
+        measured = {}
+        for domain in DOMAINS:
+            prompts = read_rows(work_dir / f"{domain}_test.jsonl")[: options.num_test_prompts]
+            for regime, sampling in (("temperature 1", SAMPLING), ("greedy", GREEDY)):
+                torch.manual_seed(0)
+                report = measure_acceptance(
+                    target, draft, prompts, tokenizer, batch_size=32, max_new_tokens=options.max_new_tokens, **sampling
+                )
+                measured.setdefault(domain, {})[regime] = report.to_dict()
+                print(name, domain, regime, f"{report.tau:.2f}", [f"{rate:.2f}" for rate in report.acceptance])
+        result["drafts"][name] = {
+            "parameters": draft.num_parameters(), "layers": DRAFTS[name][0], "curve": curve, "measured": measured,
+        }  # fmt: skip
+    if options.output:
+        write_result(Path(options.output).name, result)
+
+
+if __name__ == "__main__":
+    main()
