@@ -10,7 +10,7 @@ from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
 from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
-from .evaluation import AcceptanceReport, measure_acceptance
+from .evaluation import AcceptanceReport, compare_domains, measure_acceptance, measure_domains, tokens_per_pass
 from .generate_hook import decode_with
 from .generate_hook import install as _install_generate_hook
 from .generate_many import Completion, generate_many
@@ -76,16 +76,19 @@ __all__ = [
     "calibrate",
     "check_target",
     "collect_rounds",
+    "compare_domains",
     "decode_with",
     "find_cost",
     "generate_many",
     "load_cost",
     "measure_acceptance",
     "measure_calibration",
+    "measure_domains",
     "profile_throughput",
     "regenerate",
     "regenerate_with_endpoint",
     "save_cost",
+    "tokens_per_pass",
 ]
 
 

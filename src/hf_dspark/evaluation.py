@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidate_generator import RoundStatistics
@@ -87,3 +88,97 @@ def measure_acceptance(
     finally:
         draft.policy = before
     return AcceptanceReport.of(draft.last_stats, draft.config.block_size, len(texts), tokens)
+
+
+def measure_domains(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Mapping[str, Iterable[Any]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **kwargs: Any,
+) -> dict[str, AcceptanceReport]:
+    """Measure a draft on several domains.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DraftModel`]): Its draft.
+        prompts (`Mapping`): Prompts of each domain.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
+        kwargs: For [`measure_acceptance`].
+
+    Returns:
+        One [`AcceptanceReport`] per domain.
+    """
+    return {name: measure_acceptance(target, draft, part, tokenizer, **kwargs) for name, part in prompts.items()}
+
+
+def compare_domains(before: Mapping[str, AcceptanceReport], after: Mapping[str, AcceptanceReport]) -> str:
+    """Return a Markdown table of tau and of the acceptance at the first and last position, before and after.
+
+    Args:
+        before, after (`Mapping`): From [`measure_domains`], with the same domains.
+
+    Raises:
+        ValueError: If the domains differ.
+    """
+    if before.keys() != after.keys():
+        raise ValueError(f"before has the domains {sorted(before)}, after has {sorted(after)}: measure the same ones")
+    lines = [
+        "| domain | tau before | tau after | change | position 1 | last position |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, old in before.items():
+        new = after[name]
+        first, last = ((old.acceptance[place], new.acceptance[place]) for place in (0, -1))
+        lines.append(
+            f"| {name} | {old.tau:.2f} | {new.tau:.2f} | {new.tau / old.tau - 1:+.0%} "
+            f"| {first[0]:.2f} → {first[1]:.2f} | {last[0]:.2f} → {last[1]:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def tokens_per_pass(
+    target: PreTrainedModel,
+    prompts: Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_new_tokens: int = 128,
+    **generate_kwargs: Any,
+) -> float:
+    """Return the tau of transformers' own assisted decoding: `use_mtp=True`, prompt lookup, another assistant.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes; for `use_mtp`, one with multi-token-prediction layers.
+        prompts (`Iterable`): Texts or token ids, decoded one by one.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
+        max_new_tokens (`int`): Of each prompt.
+        generate_kwargs: For `generate()`, the kind of assistance among them.
+
+    Returns:
+        `float`: Tokens per forward pass of the target. The prefill and its token count as none, as everywhere here.
+
+    Raises:
+        ValueError: If no pass followed a prefill.
+    """
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    tokens = 0
+    handle = target.register_forward_hook(count)
+    try:
+        for prompt in prompts:
+            ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+            input_ids = torch.tensor([ids], device=target.device)
+            output = target.generate(
+                input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **generate_kwargs
+            )
+            tokens += output.shape[1] - len(ids) - 1
+            passes -= 1
+    finally:
+        handle.remove()
+    if passes == 0:
+        raise ValueError("nothing was decoded behind the first token: pass prompts, and max_new_tokens above 1")
+    return tokens / passes
