@@ -52,7 +52,13 @@ def _function_row(lines: list[str], node: ast.FunctionDef) -> Iterator[dict[str,
     rows = text.splitlines(keepends=True)
     prompt, completion = "".join(rows[: first_line - node.lineno + 1]), "".join(rows[first_line - node.lineno + 1 :])
     if len(completion) >= 60 and len(text) <= MAX_CHARACTERS:
-        yield {"prompt": prompt, "completion": completion}
+        yield split_before_white_space(prompt, completion)
+
+
+def split_before_white_space(prompt: str, completion: str) -> dict[str, str]:
+    """Let the completion have the white space between the two, as a tokenizer joins it with what follows."""
+    stripped = prompt.rstrip()
+    return {"prompt": stripped, "completion": prompt[len(stripped) :] + completion}
 
 
 def prose_rows(path: str) -> Iterator[dict[str, str]]:
@@ -61,7 +67,7 @@ def prose_rows(path: str) -> Iterator[dict[str, str]]:
     for speech in Path(path).read_text().split("\n\n"):
         scene.append(speech)
         if sum(map(len, scene)) > 700 and len(scene) > 1:
-            yield {"prompt": scene[0][:500] + "\n\n", "completion": "\n\n".join(scene[1:])[:MAX_CHARACTERS]}
+            yield split_before_white_space(scene[0][:500] + "\n\n", "\n\n".join(scene[1:])[:MAX_CHARACTERS])
             scene = []
 
 

@@ -65,7 +65,8 @@ def main() -> None:
     trainer = DSparkTrainer(draft, target, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
     for regime, sampling in (("sampled", SAMPLING), ("greedy", {"do_sample": False})):
-        report = calibrate(target, draft, code[100:160], tokenizer, regime, progress=False, **sampling)
+        fresh = code[options.num_test_prompts : 2 * options.num_test_prompts]
+        report = calibrate(target, draft, fresh, tokenizer, regime, progress=False, **sampling)
         print(f"{regime}: calibration error of the survival {report.mean_ece[0]:.1%} -> {report.mean_ece[1]:.1%}")
     draft.save_pretrained(folder)
     print(compare_domains(before, measure_domains(target, draft, held_out, tokenizer, batch_size=16, **SAMPLING)))

@@ -327,6 +327,18 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path, draft)
         assert logs[1][name] == pytest.approx(logs[0][name], abs=1e-4), name
 
 
+def test_sharded_parameters_get_the_same_gradients(tmp_path):
+    script, output = Path(__file__).parent / "shard_tiny.py", tmp_path / "gradients.safetensors"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*launch, str(script), str(output)], env=ENVIRONMENT, check=True, capture_output=True)
+    values = load_file(output)
+    names = [name.removeprefix("alone.") for name in values if name.startswith("alone.")]
+    assert len(names) > 20
+    assert values["loss.sharded"].item() == pytest.approx(values["loss.alone"].item(), abs=1e-6)
+    for name in names:
+        torch.testing.assert_close(values[f"sharded.{name}"], values[f"alone.{name}"], atol=1e-6, rtol=1e-5, msg=name)
+
+
 def test_same_seed_trains_the_same_draft(make_trainer):
     weights = []
     for seed in (7, 7, 8):
