@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--replayed", type=int, default=300, help="texts of the old domain, which keep it in memory")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--num_test_prompts", type=int, default=40)
+    parser.add_argument("--max_new_tokens", type=int, default=128)
     options = parser.parse_args()
 
     folder = Path(options.output_dir)
@@ -47,14 +48,15 @@ def main() -> None:
     random.Random(0).shuffle(code)
     math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
     held_out = {"code": code[: options.num_test_prompts], "math": math[: options.num_test_prompts]}
-    before = measure_domains(target, draft, held_out, tokenizer, batch_size=16, **SAMPLING)
+    measuring = {"batch_size": 16, "max_new_tokens": options.max_new_tokens} | SAMPLING
+    before = measure_domains(target, draft, held_out, tokenizer, **measuring)
 
     # This target writes its questions as well: the old domain needs no data, only the word that starts it.
     sources = {"code": (code[-options.num_prompts :], 1), "math": (["Question:"], options.replayed)}
     rows = []
     for name, (prompts, num_samples) in sources.items():
         path = folder / f"{name}.jsonl"
-        regenerate(target, tokenizer, prompts, path, draft, num_samples, 32, max_new_tokens=128, **SAMPLING)
+        regenerate(target, tokenizer, prompts, path, draft, num_samples, **measuring)
         rows += [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(0).shuffle(rows)
 
@@ -66,10 +68,12 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
     for regime, sampling in (("sampled", SAMPLING), ("greedy", {"do_sample": False})):
         fresh = code[options.num_test_prompts : 2 * options.num_test_prompts]
-        report = calibrate(target, draft, fresh, tokenizer, regime, progress=False, **sampling)
+        report = calibrate(
+            target, draft, fresh, tokenizer, regime, progress=False, max_new_tokens=options.max_new_tokens, **sampling
+        )
         print(f"{regime}: calibration error of the survival {report.mean_ece[0]:.1%} -> {report.mean_ece[1]:.1%}")
     draft.save_pretrained(folder)
-    print(compare_domains(before, measure_domains(target, draft, held_out, tokenizer, batch_size=16, **SAMPLING)))
+    print(compare_domains(before, measure_domains(target, draft, held_out, tokenizer, **measuring)))
 
 
 if __name__ == "__main__":

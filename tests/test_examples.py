@@ -12,7 +12,7 @@ SMALL = {
     "NUM_REPLAYED": 2,
     "NUM_STEPS": 2,
     "NUM_TEST_PROMPTS": 2,
-    "MAX_NEW_TOKENS": 24,
+    "MAX_NEW_TOKENS": 16,
 }
 
 
@@ -42,7 +42,7 @@ def test_the_fine_tuning_notebook_runs(in_examples, tmp_path, capsys):
 def test_the_fine_tuning_script_runs_and_resumes(in_examples, tmp_path, capsys, monkeypatch):
     import finetune
 
-    words = "--num_prompts 6 --replayed 2 --steps 2 --num_test_prompts 2 --output_dir".split()
+    words = "--num_prompts 6 --replayed 2 --steps 2 --num_test_prompts 2 --max_new_tokens 16 --output_dir".split()
     monkeypatch.setattr(sys, "argv", ["finetune.py", *words, str(tmp_path)])
     finetune.main()
     assert "| math |" in capsys.readouterr().out

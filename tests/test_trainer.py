@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_dspark
 from hf_dspark import (
+    DSparkConfig,
     DSparkDraftModel,
     DSparkTrainer,
     DSparkTrainingArguments,
@@ -555,3 +556,63 @@ def test_any_causal_lm_may_be_the_target(make_draft, rows, tmp_path):
     trainer = DSparkTrainer(make_draft(other), other, arguments, train_dataset=rows)
     trainer.train()
     assert logged(trainer, "train_loss")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_targets_train_drafts(make_target, rows, tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path / "target")
+    target = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map="cpu", dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32
+        ),
+    )  # fmt: skip
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, block_size=4, markov_rank=8))
+    arguments = DSparkTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=8, logging_steps=1,
+        learning_rate=3e-3, feature_cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    trainer = DSparkTrainer(draft, target, arguments, train_dataset=rows)
+    trainer.train()
+    assert logged(trainer, "loss")[-1] < logged(trainer, "loss")[0]
+    assert all(parameter.dtype == torch.float32 for parameter in draft.parameters())
+
+
+def test_offloaded_targets_train_drafts(make_trainer, make_draft, make_target, rows, tmp_path):
+    make_target().save_pretrained(tmp_path / "target")
+    device_map = {
+        "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
+        "model.layers.3": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
+    }  # fmt: skip
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=device_map, offload_folder=str(tmp_path / "offload")
+    )
+    plain = make_trainer(make_draft(make_target())).evaluate()
+    assert make_trainer(make_draft(offloaded), target=offloaded).evaluate()["eval_loss"] == pytest.approx(
+        plain["eval_loss"], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "torch"])
+def test_data_sets_of_every_kind_train(make_draft, target, rows, tmp_path, kind):
+    if kind == "torch":
+
+        class Rows(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter(rows)
+
+        data = Rows()
+    else:
+        datasets = pytest.importorskip("datasets")
+        data = datasets.Dataset.from_list(rows)
+        data = data.to_iterable_dataset() if kind == "stream" else data
+    for packing in (False, True):
+        arguments = DSparkTrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=2, max_length=64,
+            per_device_train_batch_size=2, packing=packing, logging_steps=1,
+        )  # fmt: skip
+        trainer = DSparkTrainer(make_draft(target), target, arguments, train_dataset=data, eval_dataset={"a": rows})
+        trainer.train()
+        assert len(logged(trainer, "loss")) == 2
+        assert trainer.evaluate()["eval_a_tau"] > 1
