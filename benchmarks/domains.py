@@ -66,7 +66,7 @@ def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_toke
         prompts = [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")][:num_prompts]
         path = work_dir / f"{domain}_answers.jsonl"
         regenerate(
-            target, tokenizer, prompts, path, num_samples=-(-num_prompts // len(prompts)), batch_size=64,
+            target, tokenizer, prompts, path, num_samples=max(1, num_prompts // len(prompts)), batch_size=64,
             max_new_tokens=max_new_tokens, **SAMPLING,
         )  # fmt: skip
         answers[domain] = [
