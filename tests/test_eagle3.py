@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from test_lossless import ROUNDING, TargetLaw, extend, output_law, total_variation
 from test_modeling import ForcedSampler, close, layout_of
@@ -418,7 +420,9 @@ def test_a_round_that_fails_behind_the_draft_leaves_the_others_right(target, dra
 def test_inputs_embeds_give_the_same_continuation(target, draft):
     embeds = target.get_input_embeddings()(torch.tensor(PROMPTS[:1]))
     expected = plain_answers(target, PROMPTS[:1])[0][len(PROMPTS[0]) :]
-    for own in (False, True):
+    # Older versions decode embeddings wrongly in their own loop, where they are refused.
+    fixed = Version(transformers.__version__) >= Version("5.23.0")
+    for own in (False, True) if fixed else (False,):
         draft.use_transformers_loop = own
         assert target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)[0].tolist() == expected
 
