@@ -544,6 +544,16 @@ def test_bfloat16_and_gradient_checkpointing_train(make_trainer):
     assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=2e-2)
 
 
+@pytest.mark.slow
+def test_compiled_training_is_on_the_same_curve(make_trainer):
+    curves = []
+    for compiled in (False, True):
+        trainer = make_trainer(torch_compile=compiled)
+        trainer.train()
+        curves.append(logged(trainer, "loss"))
+    assert curves[1] == pytest.approx(curves[0], abs=1e-5)
+
+
 def test_any_causal_lm_may_be_the_target(make_draft, rows, tmp_path):
     config = LlamaConfig(
         vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,

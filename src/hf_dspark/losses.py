@@ -268,25 +268,28 @@ def _slot_losses(
     Written out, because autograd would keep and pass over several tensors of this size. With s = sign(p_d - p_t):
     ∂Σ|p_d - p_t|/∂logits = p_d (s - Σ p_d s).
     """
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    label_logits = logits.gather(-1, labels[:, None])
-    nll = (normaliser - label_logits)[:, 0]
+    log_probs = logits.log_softmax(dim=-1)
+    nll = -log_probs.gather(-1, labels[:, None])[:, 0]
     soft_nll: torch.Tensor | float = 0.0
     if weights.soft_cross_entropy > 0:
-        soft_nll = normaliser[:, 0] - torch.linalg.vecdot(target_probs, logits)
-    draft_probs = (logits - normaliser).exp_()
+        soft_nll = -_row_products(target_probs, log_probs)
+    draft_probs = log_probs.exp_()
     signs = draft_probs - target_probs
     distance = signs.norm(p=1, dim=-1)
     if not trained:
         return nll, soft_nll, distance, None
     signs.sign_()
-    offset = torch.linalg.vecdot(draft_probs, signs)[:, None]
-    gradient = signs.sub_(offset).mul_(weights.l1).add_(weights.cross_entropy + weights.soft_cross_entropy)
-    gradient.mul_(draft_probs)
+    offsets = weights.cross_entropy + weights.soft_cross_entropy - weights.l1 * _row_products(draft_probs, signs)
+    gradient = signs.mul_(weights.l1 * shares[:, None]).add_((shares * offsets)[:, None]).mul_(draft_probs)
     if weights.soft_cross_entropy > 0:
-        gradient.sub_(target_probs, alpha=weights.soft_cross_entropy)
-    gradient.scatter_add_(-1, labels[:, None], torch.full_like(label_logits, -weights.cross_entropy))
-    return nll, soft_nll, distance, gradient.mul_(shares[:, None])
+        gradient.addcmul_(target_probs, shares[:, None], value=-weights.soft_cross_entropy)
+    gradient.scatter_add_(-1, labels[:, None], (-weights.cross_entropy * shares)[:, None])
+    return nll, soft_nll, distance, gradient
+
+
+def _row_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the scalar product of each row of two matrices, without writing the products down."""
+    return (first[:, None] @ second[:, :, None])[:, 0, 0]
 
 
 def expected_tau(acceptance: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
