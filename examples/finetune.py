@@ -52,7 +52,10 @@ def main() -> None:
     before = measure_domains(target, draft, held_out, tokenizer, **measuring)
 
     # This target writes its questions as well: the old domain needs no data, only the word that starts it.
-    sources = {"code": (code[-options.num_prompts :], 1), "math": (["Question:"], options.replayed)}
+    sources = {
+        "code": (code[2 * options.num_test_prompts :][: options.num_prompts], 1),
+        "math": (["Question:"], options.replayed),
+    }
     rows = []
     for name, (prompts, num_samples) in sources.items():
         path = folder / f"{name}.jsonl"

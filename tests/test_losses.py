@@ -173,6 +173,23 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
         torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-4)
 
 
+def test_gradients_in_float16_survive_a_large_step():
+    """Divided by the weights of 10^6 slots they would be zero before a loss scale reaches them."""
+    torch.manual_seed(2)
+    hidden, head = torch.randn(1, 2, 4, 8), torch.randn(50, 8)
+    labels, supervised = torch.randint(0, 50, (1, 2, 4)), torch.ones(1, 2, 4, dtype=torch.bool)
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        leaf = hidden.clone().to(dtype).requires_grad_()
+        scores = SlotScores(
+            lambda x: x @ head.to(x.dtype).T, [leaf], [], lambda x: x @ head.T, torch.zeros(1, 2, 4, 8), 50
+        )
+        losses = block_losses(scores, labels, supervised, None, LossWeights(), weight_sum=torch.tensor(1e6))
+        (losses.total * 65536).backward()
+        gradients.append(leaf.grad.float())
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
+
+
 def test_a_pooled_denominator_makes_parts_add_up_to_the_whole():
     draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
     whole = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)

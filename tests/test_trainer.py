@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
 import hf_dspark
 from hf_dspark import (
@@ -430,11 +436,11 @@ def test_the_cache_fills_while_training(make_trainer, make_draft, target, tmp_pa
     folder = str(tmp_path / "cache")
     trainer = make_trainer(feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, packing=packing, max_length=64)
     trainer.train()
-    forward, calls = target.get_decoder().forward, []
-    target.get_decoder().forward = lambda **kwargs: calls.append(1) or forward(**kwargs)
     again = make_trainer(
         make_draft(target), feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, max_length=64
     )  # padded now: the cache knows documents, not rows
+    forward, calls = target.get_decoder().forward, []
+    target.get_decoder().forward = lambda **kwargs: calls.append(1) or forward(**kwargs)
     again.train()
     target.get_decoder().forward = forward
     assert not calls, "the target ran although all states were on disk"
@@ -459,7 +465,7 @@ def test_states_that_are_nowhere_to_be_had_are_an_error_before_training(
     with pytest.raises(ValueError, match="the target's states are needed: pass target=..., or args.feature_cache_dir"):
         make_trainer(make_draft(target), target=None)
     cache_features(target, make_draft(target).config, rows[:5], tmp_path / "cache", progress=False)
-    with pytest.raises(ValueError, match="3 of 8 rows are not in the feature cache .* there is no target to compute"):
+    with pytest.raises(ValueError, match="3 of 16 rows are not in the feature cache .* there is no target to compute"):
         make_trainer(make_draft(target), target=None, feature_cache_dir=str(tmp_path / "cache"))
 
 
@@ -468,6 +474,13 @@ def test_a_cache_of_another_model_is_refused(make_trainer, make_draft, make_targ
     cache_features(target, draft.config, rows, tmp_path / "cache", progress=False)
     with pytest.raises(ValueError, match="was made with another target"):
         make_trainer(draft, target=other, feature_cache_dir=str(tmp_path / "cache"))
+
+
+def test_computed_and_cached_states_are_the_same(make_trainer, tmp_path):
+    """So that a run that was interrupted sees what one that was not would have seen."""
+    trainer = make_trainer(feature_cache_dir=str(tmp_path / "cache"))
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert len(trainer.source._cache) == 8
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["messages", "prompt and completion"])
@@ -522,8 +535,69 @@ def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, 
         ),
         ({"num_anchors": 5}, "num_anchors: then 6, now 5"),
     ):
-        with pytest.raises(ValueError, match=message):
-            make_trainer(make_draft(target), **overrides).train(resume_from_checkpoint=checkpoint)
+        for where in (checkpoint, Path(checkpoint), True):
+            with pytest.raises(ValueError, match=message):
+                make_trainer(make_draft(target), **overrides).train(resume_from_checkpoint=where)
+
+
+def test_resuming_needs_a_checkpoint(make_trainer, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="there is no checkpoint to resume from"):
+        make_trainer().train(resume_from_checkpoint=True)
+
+
+def test_mistakes_with_the_arguments_are_named(make_draft, target, tmp_path):
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match="args must be DSparkTrainingArguments, got TrainingArguments"):
+        DSparkTrainer(make_draft(target), target, plain, train_dataset=[])
+    arguments = DSparkTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="the rows are not tokenised, and there is no tokenizer"):
+        DSparkTrainer(make_draft(target), target, arguments, train_dataset=[{"prompt": "a", "completion": "b"}])
+    with pytest.warns(UserWarning, match="the draft's weights are torch.bfloat16, in which small updates are lost"):
+        rows = [{"input_ids": [1] * 9, "loss_mask": [1] * 9}]
+        DSparkTrainer(make_draft(target).bfloat16(), target, arguments, train_dataset=rows)
+
+
+def test_a_target_whose_logits_are_computed_otherwise_is_refused(make_trainer, make_draft, target):
+    with pytest.raises(ValueError, match="does something to its logits that this draft's config does not say"):
+        make_trainer(make_draft(target, logit_scale=0.5))
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_drafts_are_loaded_by_name_with_wide_weights(make_draft, target, rows, tmp_path, kind):
+    if kind == "dspark":
+        draft = make_draft(target)
+    else:
+        draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=4, target_layer_ids=[0, 2]))
+    draft.bfloat16().save_pretrained(tmp_path / "draft")
+    arguments = DSparkTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = DSparkTrainer(str(tmp_path / "draft"), target, arguments, train_dataset=rows)
+    assert type(trainer.model) is type(draft) and trainer.model.dtype == torch.float32
+
+
+def test_other_evaluations_have_their_own_names_and_sums(make_trainer, rows):
+    trainer = make_trainer()
+    alone = trainer.evaluate()["eval_tau"]
+    other = trainer.evaluate(rows[:2], metric_key_prefix="test")
+    assert other["test_tau"] != alone and "eval_tau" not in other
+    assert trainer.evaluate()["eval_tau"] == alone
+
+
+def test_several_processes_train_on_streams(tmp_path):
+    script = Path(__file__).parent / "train_tiny.py"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = [*launch, str(script), str(tmp_path / "run"), str(tmp_path / "log.json"), "-1", "stream"]
+    subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True)
+    log = json.loads((tmp_path / "log.json").read_text())
+    assert log["processes"] == 2 and len(log["losses"]) == 10
+
+
+def test_workers_and_length_groups_feed_packed_rows(make_trainer):
+    trainer = make_trainer(
+        packing=True, max_length=40, dataloader_num_workers=1, train_sampling_strategy="group_by_length", max_steps=2
+    )
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 2
 
 
 def test_rows_without_answers_are_refused_before_training(make_draft, target, tmp_path):

@@ -1,6 +1,6 @@
 """Train a tiny draft in a process of its own, as the trainer's tests of killed and of several processes need it.
 
-python tests/train_tiny.py OUTPUT_DIR LOG_FILE KILL_AT_STEP [dspark|eagle3] [ACCUMULATION]
+python tests/train_tiny.py OUTPUT_DIR LOG_FILE KILL_AT_STEP [dspark|eagle3|stream] [ACCUMULATION]
 """
 
 import json
@@ -33,6 +33,16 @@ class KillAt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows that come one by one."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
 
 
 def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", accumulation: int = 1) -> None:
@@ -69,7 +79,12 @@ def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", acc
         eval_steps=5, **weights,
     )  # fmt: skip
     trainer = DSparkTrainer(
-        draft, target, arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[KillAt(kill_at)]
+        draft,
+        target,
+        arguments,
+        train_dataset=Stream(rows) if kind == "stream" else rows,
+        eval_dataset=rows[:8],
+        callbacks=[KillAt(kill_at)],
     )
     checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -215,4 +215,4 @@ def flex_attend_blocks(
 def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=True)  # lengths change from batch to batch

@@ -353,6 +353,8 @@ class _RowReader:
         """Return ids, mask, and the longest run of supervised tokens."""
         if not isinstance(row, Mapping):
             raise ValueError(f"row {index} must be a dict, got {_shortened(row)}")
+        if self.tokenizer is None and "input_ids" not in row:
+            raise ValueError("the rows are not tokenised, and there is no tokenizer: pass the target's one")
         try:
             tokens = tokenize_row(row, self.tokenizer, self.max_length, self.chat_template_kwargs)
         except ValueError as error:
@@ -373,6 +375,11 @@ class _StreamedRows(torch.utils.data.IterableDataset):
 
     def __init__(self, stream: Iterable[Any], reader: _RowReader) -> None:
         self._stream, self._reader = stream, reader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the stream be shuffled anew, if it can be."""
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         for index, row in enumerate(self._stream):

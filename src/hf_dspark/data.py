@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .block_attention import BlockLayout
+from .draft_model import input_device
 from .feature_capture import FeatureCapture
 
 
@@ -132,6 +133,11 @@ class PackedStream(torch.utils.data.IterableDataset):
     def __init__(self, rows: Any, max_length: int) -> None:
         self._rows = rows
         self._max_length = max_length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the rows be shuffled anew, if they can be."""
+        if hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         waiting: list[dict[str, Any]] = []
@@ -263,29 +269,38 @@ def target_states(
 
     DSpark Section 5.1.
     """
-    rows: dict[str, Any] = {"attention_mask": attention_mask.to(target.device)}
+    batch = len(input_ids)
+    rows: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
     if position_ids is not None:
-        rows = {"position_ids": position_ids.to(target.device)}
+        rows = {"input_ids": input_ids, "position_ids": position_ids}
+        # Flash attention is told of documents only in a batch of one; the others would pay for it with a wider mask.
+        if "flash" in str(target.config._attn_implementation):
+            rows = {name: value.reshape(1, -1) for name, value in rows.items()}
+    home = input_device(target.get_input_embeddings())  # of an offloaded target, `target.device` is none
     with FeatureCapture(target, target_layer_ids) as capture:
-        output = target.get_decoder()(input_ids=input_ids.to(target.device), use_cache=False, **rows)
+        output = target.get_decoder()(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
         features = capture.take(device, dtype)
-    return TargetStates(features, output.last_hidden_state.to(device=device, dtype=dtype))
+    last_hidden = output.last_hidden_state.to(device=device, dtype=dtype)
+    return TargetStates(*(states.reshape(batch, -1, states.shape[-1]) for states in (features, last_hidden)))
 
 
 def require_separable_documents(target: PreTrainedModel, target_layer_ids: list[int]) -> None:
     """Raise a `ValueError` if this target lets a document in a packed row see the one before it.
 
-    Compares one short document behind another with the same document alone.
+    Compares documents behind others, in two rows, with the same documents alone.
     """
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randint(0, vocab_size, (1, length), generator=generator) for length in (7, 9))
-    positions = torch.cat([torch.arange(7), torch.arange(9)])[None]
-    packed = torch.cat([first, second], dim=1)
+    packed = torch.randint(0, vocab_size, (2, 16), generator=generator)
+    lengths = (7, 11)  # of the first document in each of two rows
+    positions = torch.stack([torch.cat([torch.arange(first), torch.arange(16 - first)]) for first in lengths])
     device, dtype = torch.device("cpu"), torch.float32
     together = target_states(target, target_layer_ids, packed, torch.ones_like(packed), device, dtype, positions)
-    alone = target_states(target, target_layer_ids, second, torch.ones_like(second), device, dtype)
-    difference = (together.last_hidden[:, 7:] - alone.last_hidden).norm() / alone.last_hidden.norm()
+    difference = torch.zeros(())
+    for row, first in enumerate(lengths):
+        second = packed[row : row + 1, first:]
+        alone = target_states(target, target_layer_ids, second, torch.ones_like(second), device, dtype).last_hidden
+        difference = torch.maximum(difference, (together.last_hidden[row, first:] - alone).norm() / alone.norm())
     if not difference < 0.05:  # rounding in bfloat16 is well below, a foreign document far above
         raise ValueError(
             f"{type(target).__name__} does not keep the documents of a packed row apart (its states differ by "

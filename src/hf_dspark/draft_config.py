@@ -308,5 +308,6 @@ def _embedding_scale(text: PreTrainedConfig) -> float:
 
 def _logit_scale(text: PreTrainedConfig) -> float:
     if (scaling := getattr(text, "logits_scaling", None)) is not None:
-        return 1.0 / float(scaling)
-    return float(getattr(text, "logit_scale", None) or 1.0)
+        # Granite divides by it, HyperCLOVA X multiplies.
+        return float(scaling) if text.model_type.startswith("hyperclovax") else 1.0 / float(scaling)
+    return float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0)

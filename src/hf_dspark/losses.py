@@ -171,10 +171,10 @@ def block_losses(
     """
     slot_weights = position_weights(supervised, weights.position_decay)[supervised]
     own_sum = slot_weights.sum()
-    shares = slot_weights / ((own_sum if weight_sum is None else weight_sum) + DENOMINATOR_EPSILON)
+    inverse = 1.0 / ((own_sum if weight_sum is None else weight_sum) + DENOMINATOR_EPSILON)
     selected = scores.select(supervised)
     total, nll, soft_nll, distance = _VocabularyLosses.apply(
-        selected, labels[supervised], shares, weights, chunk_size or scores.chunk_size,
+        selected, labels[supervised], slot_weights, inverse, weights, chunk_size or scores.chunk_size,
         *selected.draft_inputs, *selected.draft_parameters,
     )  # fmt: skip
     slot_acceptance = (1.0 - 0.5 * distance).clamp(0.0, 1.0)  # Eq. 8
@@ -183,7 +183,7 @@ def block_losses(
         bce = F.binary_cross_entropy_with_logits(
             confidence_logits[supervised].float(), slot_acceptance, reduction="none"
         )
-        total = total + weights.confidence * (shares * bce).sum()  # Eq. 11
+        total = total + weights.confidence * inverse * (slot_weights * bce).sum()  # Eq. 11
         confidence = WeightedSum((slot_weights * bce.detach()).sum(), own_sum)
 
     def weighted(values: torch.Tensor) -> WeightedSum:
@@ -212,7 +212,8 @@ class _VocabularyLosses(torch.autograd.Function):
         ctx: Any,
         scores: SlotScores,
         labels: torch.Tensor,
-        shares: torch.Tensor,
+        slot_weights: torch.Tensor,
+        inverse: torch.Tensor,
         weights: LossWeights,
         chunk_size: int,
         *tensors: torch.Tensor,
@@ -228,9 +229,10 @@ class _VocabularyLosses(torch.autograd.Function):
             with torch.set_grad_enabled(trained):
                 leaves = [tensor[chunk].detach().requires_grad_(trained) for tensor in inputs]
                 logits = scores.draft(*leaves)
-            nll[chunk], soft_nll[chunk], distance[chunk], gradient = _slot_losses(
-                logits.detach().float(), target_probs, labels[chunk], shares[chunk], weights, trained
-            )
+            with torch.autocast(labels.device.type, enabled=False):  # logits are float32 from here on
+                nll[chunk], soft_nll[chunk], distance[chunk], gradient = _slot_losses(
+                    logits.detach().float(), target_probs, labels[chunk], slot_weights[chunk], weights, trained
+                )
             if not trained:
                 continue
             wanted = [tensor for tensor in parameters if tensor.requires_grad]
@@ -241,25 +243,28 @@ class _VocabularyLosses(torch.autograd.Function):
             for whole, tensor in zip(parameter_gradients, parameters, strict=True):
                 if tensor.requires_grad and (part := next(parts)) is not None:
                     whole += part
-        total = (shares * (weights.cross_entropy * nll + weights.l1 * distance)).sum()
+        total = (slot_weights * (weights.cross_entropy * nll + weights.l1 * distance)).sum()
         if weights.soft_cross_entropy > 0:
-            total = total + weights.soft_cross_entropy * (shares * soft_nll).sum()
+            total = total + weights.soft_cross_entropy * (slot_weights * soft_nll).sum()
         ctx.save_for_backward(
-            *input_gradients, *(g.to(p.dtype) for g, p in zip(parameter_gradients, parameters, strict=True))
+            inverse, *input_gradients, *(g.to(p.dtype) for g, p in zip(parameter_gradients, parameters, strict=True))
         )
         ctx.mark_non_differentiable(nll, soft_nll, distance)
-        return total, nll, soft_nll, distance
+        return total * inverse, nll, soft_nll, distance
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, None, None, *(gradient.to(saved.dtype) * saved for saved in ctx.saved_tensors)
+        # Divided by the weights of a whole step, gradients in float16 would vanish before the loss scale reaches them.
+        inverse, *gradients = ctx.saved_tensors
+        factor = gradient.float() * inverse
+        return *(None,) * 6, *((saved.float() * factor).to(saved.dtype) for saved in gradients)
 
 
 def _slot_losses(
     logits: torch.Tensor,
     target_probs: torch.Tensor,
     labels: torch.Tensor,
-    shares: torch.Tensor,
+    slot_weights: torch.Tensor,
     weights: LossWeights,
     trained: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor, torch.Tensor | None]:
@@ -280,10 +285,10 @@ def _slot_losses(
         return nll, soft_nll, distance, None
     signs.sign_()
     offsets = weights.cross_entropy + weights.soft_cross_entropy - weights.l1 * _row_products(draft_probs, signs)
-    gradient = signs.mul_(weights.l1 * shares[:, None]).add_((shares * offsets)[:, None]).mul_(draft_probs)
+    gradient = signs.mul_(weights.l1 * slot_weights[:, None]).add_((slot_weights * offsets)[:, None]).mul_(draft_probs)
     if weights.soft_cross_entropy > 0:
-        gradient.addcmul_(target_probs, shares[:, None], value=-weights.soft_cross_entropy)
-    gradient.scatter_add_(-1, labels[:, None], (-weights.cross_entropy * shares)[:, None])
+        gradient.addcmul_(target_probs, slot_weights[:, None], value=-weights.soft_cross_entropy)
+    gradient.scatter_add_(-1, labels[:, None], (-weights.cross_entropy * slot_weights)[:, None])
     return nll, soft_nll, distance, gradient
 
 

@@ -199,6 +199,8 @@ class DSparkAttention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BlockLayout
     ) -> torch.Tensor:
         if self.config._attn_implementation == "flex_attention":
+            if self.training and self.config.attention_dropout > 0:
+                raise ValueError("flex attention knows no dropout: set attention_dropout=0, or use sdpa")
             output = flex_attend_blocks(query, key, value, layout, self.sliding_window, self.scaling)
         else:
             dropout = self.config.attention_dropout if self.training else 0.0

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .conversations import read_messages, tokenize_row
-from .draft_model import DraftModel
+from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
 from .generate_many import generate_many
 
@@ -441,6 +441,10 @@ def _answer_in_batches(
 
     The batches are the same whatever is done already, and one that was interrupted is drawn again as a whole.
     """
+    config = target.generation_config
+    rules = ("stop_strings", "stopping_criteria", "max_time")
+    if any(options.get(name) or getattr(config, name, None) for name in rules):
+        batch_size = 1  # in a batch, nobody says where a rule ended a row: its padding may be a token like others
     real = [job for job in jobs if job is not None]
     for sample in sorted({job.sample for job in real}):
         own = sorted((job for job in real if job.sample == sample), key=lambda job: -len(job.prompt_ids))
@@ -495,17 +499,14 @@ def _generate(
     attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
     limits = {"max_length": None, "max_new_tokens": max(job.new_tokens for job in batch)}
     torch.manual_seed(int(_digest(key), 16) % 2**63)
+    home = input_device(target.get_input_embeddings())
     output = target.generate(
-        input_ids.to(target.device), attention_mask=attention_mask.to(target.device),
+        input_ids.to(home), attention_mask=attention_mask.to(home),
         **{"pad_token_id": pad, **options, **limits}, tokenizer=tokenizer, return_dict_in_generate=False,
     )  # fmt: skip
     answers = []
     for row in output[:, width:].tolist():
         end = next((place + 1 for place, token in enumerate(row) if token in eos), None)
-        if end is None and len(row) > 0:  # a criterion may have ended it: what follows is padding
-            end = len(row)
-            while "stopping_criteria" in options and end > 1 and row[end - 1] == pad:
-                end -= 1
         answers.append(row[:end])
     return answers
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,6 +69,7 @@ class ShardStore:
         self._index = folder / f"index-{rank:05d}.jsonl"
         self._buffer: dict[str, torch.Tensor] = {}
         self._cleaned = False
+        self._lock: TextIO | None = None
         self._handles: OrderedDict[str, Any] = OrderedDict()
         self._verified: set[str] = set()
         self.refresh()
@@ -164,14 +165,37 @@ class ShardStore:
         self._buffer = {}
 
     def close(self) -> None:
-        """Close all files. Reading opens them again."""
+        """Close all files, and give the rank back. Reading and writing open them again."""
         self._handles.clear()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock, self._cleaned = None, False
+
+    def _claim(self) -> None:
+        """Create the folder, and make sure that no other process writes under this rank; that ends with the process.
+
+        Raises:
+            ValueError: If another one does.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.folder / f"writer-{self.rank:05d}.lock", "w")
+        try:
+            import fcntl
+        except ImportError:  # not on this system
+            return
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(
+                f"something else is writing to {self.folder} as rank {self.rank}: wait for it, use another folder, or "
+                "another rank"
+            ) from error
 
     def remove_leftovers(self) -> None:
         """Create the folder; once, remove what an interrupted process of this rank has left in it."""
         if self._cleaned:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim()
         finished: set[str] = set()
         if self._index.exists():
             finished = {shard.file for shard in read_index(self._index)}

@@ -4,6 +4,8 @@ Knows nothing of blocks, losses or drafts' insides.
 """
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .data import TargetStates, target_states
-from .draft_model import DraftModel
+from .draft_model import DraftModel, input_device
 from .feature_cache import FeatureCache
 
 ROW_PARTS = ("input_ids", "position_ids", "attention_mask")
@@ -44,20 +46,22 @@ class TargetSource:
         """Bind the draft to the target, or to what the cache keeps of it."""
         if self._target is not None:
             draft.bind(self._target)
+            require_same_logits(self._target, draft)
             return
         lent = self._cache.borrowed(self._device)
         draft.bind_parts(lent.embedding, lent.lm_head, lent.dtype)
 
-    def require_rows(self, rows: Any) -> None:
+    def require_rows(self, rows: Sequence[Any], announce: bool = True) -> None:
         """See to it that all documents can be had, before training starts.
 
         Args:
-            rows (`Sequence`): Rows of one document each. Of a stream, nothing is known beforehand.
+            rows (`Sequence`): Rows of one document each.
+            announce (`bool`): Print what they need on disk, and check that it is there.
 
         Raises:
             ValueError: If some are neither cached nor can be computed, or the disk is too small for them.
         """
-        if self._cache is None or rows is None or not hasattr(rows, "__len__"):
+        if self._cache is None:
             return
         missing = self._cache.missing(rows)
         if missing and self._target is None:
@@ -66,7 +70,7 @@ class TargetSource:
                 "no target to compute them: pass target=..., or fill the cache with the same data, tokenizer and "
                 "max_length"
             )
-        if missing:
+        if missing and announce:
             self._cache.require_space(sum(map(len, missing)))
             self._cache.prepare()
 
@@ -90,12 +94,21 @@ class TargetSource:
             raise ValueError(f"a document is not in the feature cache {self._cache.folder}, and there is no target")
         states = self._computed(batch, draft, packed)
         if self._has_room:
-            try:
+            with self._going_on():
                 self._add(rows, states)
-            except OSError as error:  # training is worth more than its cache
-                self._has_room = False
-                warnings.warn(f"training goes on, but nothing more is added to the cache: {error}", stacklevel=2)
-        return states
+        # As they are read back: what a batch sees must not depend on what was cached before it.
+        return TargetStates(
+            *(part.to(torch.bfloat16).to(part.dtype) for part in (states.features, states.last_hidden))
+        )
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Training is worth more than its cache: a disk that is full ends the latter only."""
+        try:
+            yield
+        except OSError as error:
+            self._has_room = False
+            warnings.warn(f"training goes on, but nothing more is added to the cache: {error}", stacklevel=3)
 
     def _add(self, rows: list[tuple[torch.Tensor, ...]], states: TargetStates) -> None:
         for index, row in enumerate(rows):
@@ -119,13 +132,37 @@ class TargetSource:
     def flush(self) -> None:
         """Write what the cache has not written yet."""
         if self._cache is not None and self._has_room:
-            self._cache.flush()
+            with self._going_on():
+                self._cache.flush()
 
 
 def _placed(target: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Move the target to the device, unless it was spread or quantised: then it is where it must be."""
     placed = getattr(target, "hf_device_map", None) is not None or getattr(target, "is_quantized", False)
     return target if placed else target.to(device)
+
+
+@torch.no_grad()
+def require_same_logits(target: PreTrainedModel, draft: DraftModel) -> None:
+    """Raise a `ValueError` if the draft, given the target's own last hidden states, computes other logits.
+
+    Families differ in what they do around the LM head; a factor that the draft's config does not know would be a wrong
+    law to learn, and to draft from.
+    """
+    home, vocab_size = input_device(target.get_input_embeddings()), draft.config.vocab_size
+    input_ids = torch.arange(1, 9, device=home)[None] % vocab_size
+    logits = target(input_ids=input_ids, use_cache=False).logits.float().cpu()
+    states = target_states(
+        target, draft.config.target_layer_ids, input_ids, torch.ones_like(input_ids), draft.device, torch.float32
+    )
+    ours = draft.base_logits(states.last_hidden).float().cpu()
+    difference = ((ours - logits).norm() / logits.norm()).item()
+    if not difference < 0.1:  # rounding of half-precision and quantised heads is well below
+        raise ValueError(
+            f"{type(target).__name__} does something to its logits that this draft's config does not say (they differ "
+            f"by {difference:.0%}): set logit_scale={draft.config.logit_scale}, final_logit_softcapping="
+            f"{draft.config.final_logit_softcapping} to what the target does"
+        )
 
 
 def _documents(

@@ -6,24 +6,30 @@ Knows nothing of generation, nor of what kind of draft it trains. One step reads
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from .block_attention import BlockLayout
+from .configuration_eagle3 import Eagle3Config
 from .conversations import prepare_rows
 from .data import (
     AnchoredBlocks,
@@ -39,6 +45,7 @@ from .draft_model import DraftModel, DraftTrainingOutput
 from .feature_cache import FeatureCache
 from .losses import LossWeights, position_weights
 from .modeling_dspark import DSparkDraftModel
+from .modeling_eagle3 import Eagle3DraftModel
 from .target_source import TargetSource
 from .training_metrics import BlockMetrics
 
@@ -114,7 +121,7 @@ class DSparkTrainer(Trainer):
     """Trains a draft, DSpark, DFlash or Eagle3, on conversations that its target wrote.
 
     Args:
-        model ([`DraftModel`] or `str`): The draft, or where a DSpark draft is loaded from. Only its own parameters
+        model ([`DraftModel`] or `str`): The draft, or where it is loaded from. Only its own parameters
             are trained.
         target (`PreTrainedModel`, `str`, *optional*): The frozen target, in process: any causal LM, quantised or
             spread over devices as it may be. Without one, `args.feature_cache_dir` must hold its states.
@@ -142,7 +149,19 @@ class DSparkTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = args or DSparkTrainingArguments()
-        model = DSparkDraftModel.from_pretrained(model) if isinstance(model, str) else model
+        if not isinstance(args, DSparkTrainingArguments):
+            raise TypeError(f"args must be DSparkTrainingArguments, got {type(args).__name__}")
+        if args.n_gpu > 1:  # DataParallel cannot split blocks, nor place a borrowed head
+            warnings.warn("training on one GPU of several: start it with `accelerate launch` to use all", stacklevel=2)
+            args._n_gpu = 1
+        # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
+        model = _load_draft(model) if isinstance(model, str) else model
+        if model.dtype in (torch.float16, torch.bfloat16):
+            warnings.warn(
+                f"the draft's weights are {model.dtype}, in which small updates are lost: load it with "
+                "dtype=torch.float32, and set bf16=True to compute in bfloat16",
+                stacklevel=2,
+            )
         target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if isinstance(target, str) else target
         if processing_class is None:
             processing_class = _tokenizer_of(target)
@@ -157,15 +176,24 @@ class DSparkTrainer(Trainer):
         self.source.lend_to(model)
         if args.packing and target is not None:
             require_separable_documents(target, model.config.target_layer_ids)
+        self._read_rows = partial(
+            prepare_rows, tokenizer=processing_class, block_size=model.config.block_size,
+            vocab_size=model.config.vocab_size, max_length=args.max_length,
+            chat_template_kwargs=args.chat_template_kwargs, num_proc=args.dataset_num_proc,
+        )  # fmt: skip
+        several = isinstance(eval_dataset, dict)
+        given = [train_dataset, *(eval_dataset.values() if several else [eval_dataset])]
         # One process at a time: the first one tokenises for all, and makes the cache's folder.
         with args.main_process_first():
-            train_dataset = self._prepare_dataset(train_dataset, model, processing_class, args)
-        if isinstance(eval_dataset, dict):
-            eval_dataset = {
-                name: self._prepare_dataset(part, model, processing_class, args) for name, part in eval_dataset.items()
-            }
-        else:
-            eval_dataset = self._prepare_dataset(eval_dataset, model, processing_class, args)
+            read = [None if part is None else self._read_rows(part) for part in given]
+            known = [row for rows in read if hasattr(rows, "__len__") for row in rows]
+            self.source.require_rows(known, announce=args.process_index == 0)
+        self._packed_length = args.max_length if args.packing else None
+        train_dataset, *evaluated = map(self._packed, read)
+        eval_dataset = dict(zip(eval_dataset, evaluated, strict=True)) if several else evaluated[0]
+        if any(isinstance(part, IterableDataset) for part in (train_dataset, *evaluated)):
+            # Else accelerate joins the batches of several processes, which are of different lengths.
+            args.accelerator_config.dispatch_batches = args.accelerator_config.dispatch_batches or False
         pad_token_id = getattr(processing_class, "pad_token_id", None)
         kwargs.setdefault("data_collator", BlockCollator(pad_token_id or 0))
         super().__init__(
@@ -179,24 +207,13 @@ class DSparkTrainer(Trainer):
         self.loss_weights = args.loss_weights()
         self._metrics = {split: BlockMetrics(model.config.block_size) for split in SPLITS}
         self._eval_batches = 0
+        self._reported = "eval_"
 
-    def _prepare_dataset(
-        self,
-        dataset: Any,
-        model: DraftModel,
-        processing_class: PreTrainedTokenizerBase | None,
-        args: DSparkTrainingArguments,
-    ) -> Any:
-        if dataset is None:
-            return None
-        rows = prepare_rows(
-            dataset, processing_class, model.config.block_size, model.config.vocab_size, args.max_length,
-            args.chat_template_kwargs, args.dataset_num_proc,
-        )  # fmt: skip
-        self.source.require_rows(rows)
-        if not args.packing:
+    def _packed(self, rows: Any) -> Any:
+        """Join rows if asked to; returns `None` for `None`."""
+        if rows is None or self._packed_length is None:
             return rows
-        return PackedRows(rows, args.max_length) if hasattr(rows, "__len__") else PackedStream(rows, args.max_length)
+        return (PackedRows if hasattr(rows, "__len__") else PackedStream)(rows, self._packed_length)
 
     # One step
 
@@ -259,7 +276,10 @@ class DSparkTrainer(Trainer):
     ) -> torch.Tensor:
         """One forward and backward pass; stops before a loss that is not a number reaches the weights."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
+        bad = (~torch.isfinite(loss)).float()
+        if self.args.world_size > 1:  # all processes stop, or the others would wait for ever
+            bad = self.accelerator.reduce(bad, "sum")
+        if bad:
             raise FloatingPointError(self._save_bad_batch(inputs, loss))
         return loss
 
@@ -274,7 +294,8 @@ class DSparkTrainer(Trainer):
         save_file(tensors, path)
         states = self.source.states(inputs, self._draft, packed=self.args.packing)
         finite = bool(torch.isfinite(states.features).all() and torch.isfinite(states.last_hidden).all())
-        broken = [name for name, value in self._draft.named_parameters() if not torch.isfinite(value).all()]
+        weights = ((name, getattr(value, "_local_tensor", value)) for name, value in self._draft.named_parameters())
+        broken = [name for name, value in weights if not torch.isfinite(value).all()]
         if not finite:
             reason = "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
         elif broken:
@@ -304,22 +325,36 @@ class DSparkTrainer(Trainer):
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate with the same anchors each time, leaving the training's random state alone."""
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate with the same anchors each time, leaving the training's random state alone.
+
+        Args:
+            eval_dataset: Rows as for the trainer, or the name of one of its evaluation sets; its own unless given.
+            ignore_keys, metric_key_prefix: As for `Trainer`.
+        """
+        own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
+        is_new = not isinstance(eval_dataset, (str, dict, type(None)))
+        if is_new and not any(eval_dataset is part for part in own):
+            eval_dataset = self._packed(self._read_rows(eval_dataset))
         self._eval_batches = 0
+        self._metrics["eval"].reset()
+        self._reported = f"{metric_key_prefix}_"
         with torch.random.fork_rng(devices=[]):
-            return super().evaluate(*args, **kwargs)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the batches since the last report add up to, over all processes."""
-        evaluated = [name for name in logs if name.endswith("_loss") and name.startswith("eval")]
-        metrics = self._metrics["eval" if evaluated else "train"]
-        values = metrics.reduced(self.accelerator, self.loss_weights)
         # In place: evaluate() returns this dictionary, and the best model is chosen from it.
-        prefix = evaluated[0].removesuffix("loss") if evaluated else ""
-        if evaluated or "loss" in logs:
-            logs.update({f"{prefix}{name}": value for name, value in values.items() if evaluated or name != "loss"})
-        metrics.reset()
+        if f"{self._reported}loss" in logs:
+            values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
+            logs.update({f"{self._reported}{name}": value for name, value in values.items()})
+            self._metrics["eval"].reset()
+        elif "loss" in logs:
+            values = self._metrics["train"].reduced(self.accelerator, self.loss_weights)
+            logs.update({name: value for name, value in values.items() if name != "loss"})
+            self._metrics["train"].reset()
         super().log(logs, start_time)
 
     # Resuming
@@ -330,7 +365,12 @@ class DSparkTrainer(Trainer):
         Raises:
             ValueError: If it does not, naming each difference.
         """
-        if isinstance(resume_from_checkpoint, str):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"there is no checkpoint to resume from in {self.args.output_dir}")
+        if resume_from_checkpoint:
+            resume_from_checkpoint = str(resume_from_checkpoint)
             self._require_same_run(Path(resume_from_checkpoint) / RUN_FACTS_FILE)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -382,6 +422,14 @@ class _RunCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (folder / RUN_FACTS_FILE).write_text(json.dumps(self._trainer.run_facts(), indent=1) + "\n")
+
+
+def _load_draft(path: str) -> DraftModel:
+    """Load a draft of whatever kind, with weights that training can move."""
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    architectures = [str(name) for name in config.get("architectures") or ()]
+    is_eagle3 = config.get("model_type") == Eagle3Config.model_type or any("Eagle3" in name for name in architectures)
+    return (Eagle3DraftModel if is_eagle3 else DSparkDraftModel).from_pretrained(path, dtype=torch.float32)
 
 
 def _tokenizer_of(target: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:

@@ -49,7 +49,9 @@ class BlockMetrics:
             supervised (`torch.BoolTensor` of shape `[B, N, γ]`): Slots that count.
         """
         # Stays on the device: nothing here waits for an accelerator.
-        self._sums = sums = {name: value.to(supervised.device) for name, value in self._sums.items()}
+        device = supervised.device
+        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
+        self._sums = sums = {name: value.to(device, wide) for name, value in self._sums.items()}
         terms = [getattr(output, name) for name in TERMS]
         nothing = torch.zeros_like(output.weight_sum)
         sums["losses"] += torch.stack([output.weight_sum, *(nothing if term is None else term for term in terms)])
