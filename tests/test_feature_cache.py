@@ -470,3 +470,19 @@ def test_few_shards_are_open_at_a_time(target, tmp_path, monkeypatch):
 def test_impossible_options_are_refused(target, tmp_path, options):
     with pytest.raises(ValueError, match="must"):
         fill(target, tmp_path, **options)
+
+
+def test_two_writers_of_one_rank_are_refused(target, tmp_path):
+    """One would take the other's unfinished shards for leftovers."""
+    pytest.importorskip("fcntl")
+    states = torch.zeros(len(ROWS[0]), 64), torch.zeros(len(ROWS[0]), 32)
+    first, second = (FeatureCache(tmp_path, config_of(target), target) for _ in range(2))
+    first.add(ROWS[0], *states)
+    with pytest.raises(ValueError, match="something else is writing to .* as rank 0: wait for it, use another folder"):
+        second.add(ROWS[0], *states)
+    with first:
+        pass  # done
+    second.refresh()
+    other = FeatureCache(tmp_path, config_of(target), target, rank=1)
+    other.add(ROWS[1], torch.zeros(len(ROWS[1]), 64), torch.zeros(len(ROWS[1]), 32))
+    other.flush()

@@ -427,3 +427,15 @@ def test_answers_are_written_in_batches_of_similar_length(pair, tokenizer, tmp_p
     assert regeneration.regenerate is regenerate
     regenerate(pair[0], tokenizer, PROMPTS, tmp_path / "a", batch_size=2, progress=False, **SAMPLED)
     assert widths == [[2, 6], [2, 3], [2, 2]]
+
+
+def test_stop_strings_end_answers_as_alone(run, pair, tokenizer):
+    """In a batch the rows that end first are filled up, with a token that this target also writes."""
+    longest = run(name="whole.jsonl", **GREEDY | {"eos_token_id": None})
+    stop = longest[0, 0]["text"][2]
+    lines = run(**GREEDY | {"eos_token_id": None}, stop_strings=[stop])
+    assert len({len(line["completion_ids"]) for line in lines.values()}) > 1
+    for index, line in lines.items():
+        whole = longest[index]["text"]
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert line["text"] == whole[:end]

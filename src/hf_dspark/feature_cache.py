@@ -291,8 +291,8 @@ class FeatureCache:
             return
         if self._target is None:
             raise ValueError("only a cache that was opened with the target can be written: pass target=...")
+        self._store.remove_leftovers()
         if self._read_meta() is None or not (self.folder / WEIGHTS_FILE).exists():
-            self._store.remove_leftovers()
             size, digest = self._store.write(WEIGHTS_FILE, BorrowedModules.copy_of(self._target).save)
             meta = {"format": FORMAT_VERSION, "facts": self._facts, "weights": {"bytes": size, "sha256": digest}}
             self._store.write(META_FILE, lambda path: path.write_text(json.dumps(meta, indent=2) + "\n"))
