@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from muon import MuonWithAdamW  # noqa: E402
 
 DOMAINS = ("math", "code", "prose")
+REGIMES = {"temperature 1": SAMPLING, "greedy": GREEDY}
 GAMMA = 7
 DSPARK = {"cross_entropy_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0, "position_decay": 4.0}
 DFLASH = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0, "position_decay": 4.0}
@@ -122,6 +123,20 @@ def train(name: str, target, tokenizer, rows: list[dict], folder: Path, steps: i
     return json.loads((folder / "curve.json").read_text())
 
 
+def markdown(result: dict) -> str:
+    """Return tau of each draft by domain, and the acceptance by position at temperature 1, as tables."""
+    lines = ["| tau, temperature 1 \\| greedy | parameters | " + " | ".join(DOMAINS) + " |", "|---" * 5 + "|"]
+    for name, draft in result["drafts"].items():
+        cells = [" \\| ".join(f"{draft['measured'][d][r]['tau']:.2f}" for r in REGIMES) for d in DOMAINS]
+        lines.append(f"| {name} | {draft['parameters'] / 1e6:.1f} M | " + " | ".join(cells) + " |")
+    lines += ["", "| acceptance, positions 1 to 7 | " + " | ".join(DOMAINS) + " |", "|---" * 4 + "|"]
+    for name, draft in result["drafts"].items():
+        rates = [draft["measured"][domain]["temperature 1"]["acceptance"] for domain in DOMAINS]
+        cells = [" ".join(f"{rate:.2f}".lstrip("0") for rate in part) for part in rates]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work_dir", default="out/domains", help="holds data and target, gets answers and drafts")
@@ -131,7 +146,11 @@ def main() -> None:
     parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")
     parser.add_argument("--max_new_tokens", type=int, default=160)
     parser.add_argument("--output", help="name of a result file")
+    parser.add_argument("--table", help="only print the tables of this result file")
     options = parser.parse_args()
+    if options.table:
+        print(markdown(json.loads(Path(options.table).read_text())))
+        return
 
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
@@ -146,7 +165,7 @@ def main() -> None:
         measured = {}
         for domain in DOMAINS:
             prompts = read_rows(work_dir / f"{domain}_test.jsonl")[: options.num_test_prompts]
-            for regime, sampling in (("temperature 1", SAMPLING), ("greedy", GREEDY)):
+            for regime, sampling in REGIMES.items():
                 torch.manual_seed(0)
                 report = measure_acceptance(
                     target, draft, prompts, tokenizer, batch_size=32, max_new_tokens=options.max_new_tokens, **sampling
