@@ -132,7 +132,7 @@ def markdown(result: dict) -> str:
     lines += ["", "| acceptance, positions 1 to 7 | " + " | ".join(DOMAINS) + " |", "|---" * 4 + "|"]
     for name, draft in result["drafts"].items():
         rates = [draft["measured"][domain]["temperature 1"]["acceptance"] for domain in DOMAINS]
-        cells = [" ".join(f"{rate:.2f}".lstrip("0") for rate in part) for part in rates]
+        cells = [" ".join("–" if rate is None else f"{rate:.2f}".lstrip("0") for rate in part) for part in rates]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

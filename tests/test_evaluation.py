@@ -62,8 +62,9 @@ def test_a_position_that_was_never_reached_has_no_acceptance():
         def accepted_at(self, position):
             return 0
 
-    rates = AcceptanceReport.of(Rounds(), 2, prompts=1, tokens=3).acceptance
-    assert rates[0] == 0.0 and math.isnan(rates[1])
+    report = AcceptanceReport.of(Rounds(), 2, prompts=1, tokens=3)
+    assert report.acceptance[0] == 0.0 and math.isnan(report.acceptance[1])
+    assert report.to_dict()["acceptance"] == [0.0, None]
 
 
 def test_plain_decoding_takes_one_pass_per_token(target):

@@ -3,6 +3,7 @@
 Knows nothing of training or of figures.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -41,8 +42,9 @@ class AcceptanceReport:
         return cls(statistics.tau, rates, prompts, statistics.rounds, tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a JSON file holds."""
-        return asdict(self) | {"tau": round(self.tau, 4), "acceptance": [round(rate, 4) for rate in self.acceptance]}
+        """Return what a JSON file holds; `None` for a position that was never reached."""
+        rates = [None if math.isnan(rate) else round(rate, 4) for rate in self.acceptance]
+        return asdict(self) | {"tau": round(self.tau, 4), "acceptance": rates}
 
 
 def measure_acceptance(
