@@ -33,11 +33,11 @@ SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="out/finetuned")
-    parser.add_argument("--num_prompts", type=int, default=600, help="of the new domain")
-    parser.add_argument("--replayed", type=int, default=200, help="texts of the old domain, which keep it in memory")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--num_prompts", type=int, default=500, help="of the new domain")
+    parser.add_argument("--replayed", type=int, default=250, help="texts of the old domain, which keep it in memory")
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--num_test_prompts", type=int, default=40)
-    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--max_new_tokens", type=int, default=96)
     options = parser.parse_args()
 
     folder = Path(options.output_dir)
