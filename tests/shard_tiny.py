@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from train_tiny import tiny_target
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.block_attention import BlockLayout
@@ -23,18 +23,7 @@ def main(output_file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    target = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=48,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=12,
-            initializer_range=0.2,
-        )  # fmt: skip
-    ).requires_grad_(False)
+    target = tiny_target().requires_grad_(False)
     config = DSparkConfig.from_target(target.config, num_hidden_layers=2, block_size=4, target_layer_ids=[0, 2])
     draft = DSparkDraftModel(config).bind(target)
     torch.nn.init.normal_(draft.markov_head.markov_w2.weight, std=0.1)

@@ -45,9 +45,9 @@ class Stream(torch.utils.data.IterableDataset):
         return iter(self.rows)
 
 
-def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", accumulation: int = 1) -> None:
-    torch.manual_seed(0)
-    target = Qwen3ForCausalLM(
+def tiny_target() -> Qwen3ForCausalLM:
+    """A target of the size of the tests' own, with random weights."""
+    return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=48,
             hidden_size=32,
@@ -59,6 +59,11 @@ def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", acc
             initializer_range=0.2,
         )  # fmt: skip
     )
+
+
+def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", accumulation: int = 1) -> None:
+    torch.manual_seed(0)
+    target = tiny_target()
     facts = {"block_size": 4, "target_layer_ids": [0, 2]}
     if kind == "eagle3":
         draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from .slot_cache import grouped_attention
 
 # Block rows attended to at a time. Each sees its own block only: a larger chunk wastes more work on the blocks beside
 # it, a smaller one makes more calls.
@@ -147,20 +148,13 @@ def attend_blocks(
     DSpark Eq. 3, Section 5.1.
     """
     length = layout.position_ids.shape[1]
-    batch, kv_heads, _, size = key.shape
-    group = query.shape[1] // kv_heads
+    group = query.shape[1] // key.shape[1]
     outputs = []
     for chunk in layout.chunks:
         rows = slice(length + chunk.rows.start, length + chunk.rows.stop)
-        # Heads that share keys become more rows of one head: keys need not be repeated.
-        folded = query[:, :, chunk.rows].unflatten(1, (kv_heads, group)).flatten(2, 3)
-        attended = F.scaled_dot_product_attention(
-            folded,
-            torch.cat([key[:, :, chunk.context], key[:, :, rows]], dim=2),
-            torch.cat([value[:, :, chunk.context], value[:, :, rows]], dim=2),
-            attn_mask=chunk.mask(window, group), dropout_p=dropout, scale=scaling,
-        )  # fmt: skip
-        outputs.append(attended.unflatten(2, (group, -1)).flatten(1, 2))
+        keys, values = (torch.cat([part[:, :, chunk.context], part[:, :, rows]], dim=2) for part in (key, value))
+        mask = chunk.mask(window, group)
+        outputs.append(grouped_attention(query[:, :, chunk.rows], keys, values, mask, scaling, dropout=dropout))
     return torch.cat(outputs, dim=2)
 
 

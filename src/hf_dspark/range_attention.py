@@ -1,14 +1,15 @@
 """Attention of single rows, each to a range of a sequence's keys and to a few keys of its own.
 
-The ranges are kept as token indices; no mask over the whole sequence is ever made. Torch only: knows nothing of models
-or losses.
+The ranges are kept as token indices; no mask over the whole sequence is ever made. Knows nothing of models or
+losses.
 """
 
 import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+
+from .slot_cache import grouped_attention
 
 # Rows attended to at a time: those of a chunk share the stretch of keys that any of them sees.
 CHUNK_ROWS = 128
@@ -87,8 +88,7 @@ class KeyRanges:
             `torch.Tensor` of shape `[B, heads, R, size]`.
         """
         seen_key, seen_value = context[:2] if context else (key, value)
-        kv_heads = key.shape[1]
-        group = query.shape[1] // kv_heads
+        group = query.shape[1] // key.shape[1]
         own_key, own_value = append_own(context[2:], key, value) if context else (None, None)
         num_own = own_key.shape[3] if context else 0
         outputs = []
@@ -97,12 +97,8 @@ class KeyRanges:
             if num_own > 0:
                 keys = torch.cat([keys, own_key[:, :, chunk.rows].flatten(2, 3)], dim=2)
                 values = torch.cat([values, own_value[:, :, chunk.rows].flatten(2, 3)], dim=2)
-            # Heads that share keys become more rows of one head: keys need not be repeated.
-            folded = query[:, :, chunk.rows].unflatten(1, (kv_heads, group)).flatten(2, 3)
-            attended = F.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=chunk.mask(num_own, group), dropout_p=dropout, scale=scaling
-            )
-            outputs.append(attended.unflatten(2, (group, -1)).flatten(1, 2))
+            mask = chunk.mask(num_own, group)
+            outputs.append(grouped_attention(query[:, :, chunk.rows], keys, values, mask, scaling, dropout=dropout))
         return torch.cat(outputs, dim=2)
 
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -331,6 +332,7 @@ def grouped_attention(
     mask: torch.Tensor | None,
     scaling: float | None,
     is_causal: bool = False,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention with fewer key than query heads, the group folded into the query rows instead of repeating keys.
 
@@ -340,18 +342,20 @@ def grouped_attention(
         mask (`torch.Tensor` of shape `[R, 1, group * width or width, slots]`, *optional*): From [`fold_mask`].
         scaling (`float`, *optional*): Of the scores.
         is_causal (`bool`): Instead of a mask: query i sees slots 0..i.
+        dropout (`float`): Of the attention weights, in training.
 
     Returns:
         `torch.Tensor` of shape `[R, heads, width, value_size]`.
     """
     group, width = query.shape[1] // key.shape[1], query.shape[2]
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     if is_causal:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=group > 1)
+        return attend(query, key, value, is_causal=True, enable_gqa=group > 1)
     if mask is not None and mask.shape[2] == width and group > 1:  # too wide to be folded
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+        return attend(query, key, value, attn_mask=mask, enable_gqa=True)
     if group > 1:
         query = query.unflatten(1, (-1, group)).flatten(2, 3)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    output = attend(query, key, value, attn_mask=mask)
     return output.unflatten(2, (group, width)).flatten(1, 2) if group > 1 else output
 
 

@@ -3,6 +3,7 @@
 Knows nothing of blocks, losses or drafts' insides.
 """
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,11 +52,11 @@ class TargetSource:
         lent = self._cache.borrowed(self._device)
         draft.bind_parts(lent.embedding, lent.lm_head, lent.dtype)
 
-    def require_rows(self, rows: Sequence[Any], announce: bool = True) -> None:
+    def require_rows(self, sets: Sequence[Sequence[Any]], announce: bool = True) -> None:
         """See to it that all documents can be had, before training starts.
 
         Args:
-            rows (`Sequence`): Rows of one document each.
+            sets (`Sequence`): Data sets of rows of one document each; looked at only if there is a cache.
             announce (`bool`): Print what they need on disk, and check that it is there.
 
         Raises:
@@ -63,12 +64,12 @@ class TargetSource:
         """
         if self._cache is None:
             return
-        missing = self._cache.missing(rows)
+        missing = self._cache.missing(itertools.chain.from_iterable(sets))
         if missing and self._target is None:
             raise ValueError(
-                f"{len(missing)} of {len(rows)} rows are not in the feature cache {self._cache.folder}, and there is "
-                "no target to compute them: pass target=..., or fill the cache with the same data, tokenizer and "
-                "max_length"
+                f"{len(missing)} of {sum(map(len, sets))} rows are not in the feature cache {self._cache.folder}, "
+                "and there is no target to compute them: pass target=..., or fill the cache with the same data, "
+                "tokenizer and max_length"
             )
         if missing and announce:
             self._cache.require_space(sum(map(len, missing)))

@@ -186,8 +186,7 @@ class DSparkTrainer(Trainer):
         # One process at a time: the first one tokenises for all, and makes the cache's folder.
         with args.main_process_first():
             read = [None if part is None else self._read_rows(part) for part in given]
-            known = [row for rows in read if hasattr(rows, "__len__") for row in rows]
-            self.source.require_rows(known, announce=args.process_index == 0)
+            self.source.require_rows([rows for rows in read if hasattr(rows, "__len__")], args.process_index == 0)
         self._packed_length = args.max_length if args.packing else None
         train_dataset, *evaluated = map(self._packed, read)
         eval_dataset = dict(zip(eval_dataset, evaluated, strict=True)) if several else evaluated[0]
