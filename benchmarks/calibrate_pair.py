@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pair import PAIR, REGIMES, calibration_prompts, held_out_prompts, load_pair, write_result
-from provenance import provenance
 from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, calibrate
 from hf_dspark.calibration import CalibrationRounds, calibrated_confidence, conditional_auc, measure_calibration
 from hf_dspark.collection import collect_rounds
+from hf_dspark.provenance import provenance
 
 NUM_REPLAYED = 100  # requests in pair_rounds.json
 

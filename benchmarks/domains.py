@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from pair import GREEDY, SAMPLING, write_result
-from provenance import provenance
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -29,6 +28,7 @@ from hf_dspark import (
     measure_acceptance,
     regenerate,
 )
+from hf_dspark.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from muon import MuonWithAdamW  # noqa: E402

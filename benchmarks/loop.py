@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 from pair import RESULTS, held_out_prompts, load_pair
 from profile_machine import random_pair
-from provenance import provenance
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -28,6 +27,7 @@ from hf_dspark import FullBlock
 from hf_dspark.decoding import DecodingLoop
 from hf_dspark.generate_hook import default_policy
 from hf_dspark.profiling import _passes_by_columns, _passes_by_slots
+from hf_dspark.provenance import provenance
 from hf_dspark.sampling import VerifiedBlock, greedy_sampler
 from hf_dspark.slot_cache import SlotCache
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from pair import held_out_prompts, load_pair
-from provenance import provenance
 
 from hf_dspark import FullBlock
+from hf_dspark.provenance import provenance
 
 
 def resident_bytes() -> int:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy
 import torch
-from provenance import provenance
 from simulator import LINE, Recording, load_rounds
 from tqdm import tqdm
 
@@ -37,6 +36,7 @@ from hf_dspark.policies import (
     SLOLimit,
     survival,
 )
+from hf_dspark.provenance import provenance
 from hf_dspark.throughput import Load, StepCost, ThroughputTable
 
 LAG = 2

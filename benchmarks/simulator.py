@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy
 import torch
-from provenance import provenance
 from tqdm import tqdm
 
 from hf_dspark import load_cost
@@ -38,6 +37,7 @@ from hf_dspark.policies import (
     RoundOutcome,
     SLOLimit,
 )
+from hf_dspark.provenance import provenance
 from hf_dspark.throughput import ForwardCost, LinearCost, Load, StepCost
 
 WINDOW_SECONDS = 5.0

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 from pair import GREEDY, held_out_prompts, load_pair
-from provenance import provenance
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, RoundStatistics
 from hf_dspark.generate_hook import default_policy
+from hf_dspark.provenance import provenance
 
 
 @dataclass

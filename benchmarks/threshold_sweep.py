@@ -7,11 +7,11 @@ import argparse
 
 import torch
 from pair import REGIMES, RESULTS, held_out_prompts, load_pair, write_result
-from provenance import provenance
 from simulator import load_rounds
 from tqdm import tqdm
 
 from hf_dspark import ConfidenceThreshold, Load
+from hf_dspark.provenance import provenance
 
 
 def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float], **options) -> list[dict]:

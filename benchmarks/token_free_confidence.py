@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from pair import SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
-from provenance import provenance
 
 from hf_dspark import GlobalScheduler, Policy, PrefixScheduler, ThroughputTable, load_cost
 from hf_dspark.calibration import (
@@ -23,6 +22,7 @@ from hf_dspark.calibration import (
     measure_calibration,
 )
 from hf_dspark.collection import collect_rounds
+from hf_dspark.provenance import provenance
 from hf_dspark.throughput import Load
 
 CONCURRENCY = (1, 4, 16, 64)

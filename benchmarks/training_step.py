@@ -19,13 +19,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from pair import write_result
-from provenance import provenance
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.block_attention import BlockLayout, visible_to_blocks
 from hf_dspark.data import cut_blocks, label_hidden, sample_anchors
 from hf_dspark.losses import DENOMINATOR_EPSILON, LossWeights, position_weights
+from hf_dspark.provenance import provenance
 
 
 def attend_densely(query, key, value, layout, window, scaling, dropout=0.0):

@@ -25,6 +25,7 @@ from hf_dspark import (
     measure_domains,
     regenerate,
 )
+from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
 SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
@@ -69,14 +70,20 @@ def main() -> None:
     )  # fmt: skip
     trainer = DSparkTrainer(draft, target, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    calibration_error = {}
     for regime, sampling in (("sampled", SAMPLING), ("greedy", {"do_sample": False})):
         fresh = code[options.num_test_prompts : 2 * options.num_test_prompts]
         report = calibrate(
             target, draft, fresh, tokenizer, regime, progress=False, max_new_tokens=options.max_new_tokens, **sampling
         )
+        calibration_error[regime] = report.mean_ece
         print(f"{regime}: calibration error of the survival {report.mean_ece[0]:.1%} -> {report.mean_ece[1]:.1%}")
     draft.save_pretrained(folder)
-    print(compare_domains(before, measure_domains(target, draft, held_out, tokenizer, **measuring)))
+    after = measure_domains(target, draft, held_out, tokenizer, **measuring)
+    print(compare_domains(before, after))
+    results = {"provenance": provenance(), "calibration_error": calibration_error, "log": trainer.state.log_history}
+    results |= {name: {"before": before[name].to_dict(), "after": after[name].to_dict()} for name in held_out}
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
