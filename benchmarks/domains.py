@@ -52,7 +52,7 @@ DRAFTS = {
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().strip().split("\n")]
 
 
 def load_target(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -26,7 +26,7 @@ def load_pair(
 
 def held_out_prompts() -> list[str]:
     """Return the 50 shipped prompts: questions of GSM8K's test file that no fit has seen."""
-    return [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    return [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
 
 
 def calibration_prompts(test_file: str, count: int) -> list[str]:
@@ -36,7 +36,7 @@ def calibration_prompts(test_file: str, count: int) -> list[str]:
         ValueError: If a line is no question, naming it.
     """
     reserved, prompts = set(held_out_prompts()), []
-    for number, line in enumerate(Path(test_file).read_text().splitlines(), start=1):
+    for number, line in enumerate(Path(test_file).read_text().strip().split("\n"), start=1):
         try:
             prompt = f"Question: {json.loads(line)['question']}\nAnswer:"
         except (json.JSONDecodeError, KeyError, TypeError) as error:

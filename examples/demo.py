@@ -27,7 +27,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
-    prompts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
     print(f"target: {target.num_parameters() / 1e6:.1f} M parameters; draft: {draft.num_parameters() / 1e6:.1f} M\n")
 
     def answer(prompt: str, **kwargs) -> tuple[list[int], float]:

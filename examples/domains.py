@@ -22,7 +22,7 @@ MAX_CHARACTERS = 1500
 
 def math_rows(path: str) -> Iterator[dict[str, str]]:
     """Questions and answers of GSM8K."""
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_text().strip().split("\n"):
         row = json.loads(line)
         yield {"prompt": f"Question: {row['question']}\nAnswer:", "completion": f" {row['answer']}"}
 

@@ -47,7 +47,7 @@ def main() -> None:
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
     code = [row["prompt"] for row in code_rows()]
     random.Random(0).shuffle(code)
-    math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
     held_out = {"code": code[: options.num_test_prompts], "math": math[: options.num_test_prompts]}
     measuring = {"batch_size": 16, "max_new_tokens": options.max_new_tokens} | SAMPLING
     before = measure_domains(target, draft, held_out, tokenizer, **measuring)
@@ -61,7 +61,7 @@ def main() -> None:
     for name, (prompts, num_samples) in sources.items():
         path = folder / f"{name}.jsonl"
         regenerate(target, tokenizer, prompts, path, draft, num_samples, **measuring)
-        rows += [json.loads(line) for line in path.read_text().splitlines()]
+        rows += [json.loads(line) for line in path.read_text().strip().split("\n")]
     random.Random(0).shuffle(rows)
 
     arguments = DSparkTrainingArguments(

@@ -25,7 +25,7 @@ def regenerate(
     """Answer every question `num_samples` times; answers that are already in `output_file` are skipped."""
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(target_path)
-    questions = [json.loads(line)["question"] for line in Path(train_file).read_text().splitlines()]
+    questions = [json.loads(line)["question"] for line in Path(train_file).read_text().strip().split("\n")]
     prompts = [f"Question: {question}\nAnswer:" for question in questions]
     report = regeneration.regenerate(
         target, tokenizer, prompts, output_file, draft, num_samples, batch_size,

@@ -39,7 +39,7 @@ def main() -> None:
         confidence_head_with_markov=options.markov_rank > 0,
     )  # fmt: skip
     draft = DSparkDraftModel(config)
-    lines = [json.loads(line) for line in answers.read_text().splitlines()]
+    lines = [json.loads(line) for line in answers.read_text().strip().split("\n")]
     lines.sort(key=lambda line: (line["index"], line["sample"]))
     rows = prepare_rows(lines, tokenizer, config.block_size, target.config.vocab_size, max_length=512)
     arguments = DSparkTrainingArguments(

@@ -27,7 +27,7 @@ EOS, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 
 
 def read_texts(paths: list[str]) -> list[str]:
-    rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
+    rows = [json.loads(line) for path in paths for line in Path(path).read_text().strip().split("\n")]
     return [
         f"{row['prompt']}{row['completion']}{EOS}"
         if "prompt" in row

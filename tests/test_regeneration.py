@@ -98,6 +98,11 @@ def test_samples_of_a_prompt_differ_and_follow_the_seed(run):
     assert len(answers) > 1
 
 
+def test_a_line_is_one_row_to_every_reader_of_lines(run):
+    prompt = "a\u2028b\x85c\u2029d"
+    assert run(prompts=[prompt])[0, 0]["prompt"] == prompt  # read by `str.splitlines()`
+
+
 def test_the_random_state_is_the_callers(run):
     before = torch.get_rng_state()
     run()

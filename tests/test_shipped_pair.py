@@ -28,7 +28,7 @@ def shipped():
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32).eval()
-    prompts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    prompts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
     return target, draft, [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
 
 

@@ -570,6 +570,10 @@ def _answer_of(output: Any, prompt: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- the file
 
 
+# What `str.splitlines()` takes for the end of a line though JSON lets it stand: escaped, rows survive such readers.
+_LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+
+
 class _AnswerFile:
     """JSON lines that grow, and beside them what they were made with.
 
@@ -630,7 +634,7 @@ class _AnswerFile:
     def append(self, record: dict[str, Any]) -> None:
         """Write a line."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS) + "\n")
         if "error" in record:
             self._num_failed += 1
         else:
