@@ -45,6 +45,7 @@ EAGLE3 = {
 }  # fmt: skip
 DRAFTS = {
     "dspark_2": (2, 128, DSPARK),
+    "dspark_5": (5, 128, DSPARK),
     "dflash_2": (2, 0, DFLASH),
     "dflash_5": (5, 0, DFLASH),
     "eagle3": (1, None, EAGLE3),
@@ -159,9 +160,10 @@ def main() -> None:
     rows = [row for group in zip(*answers.values(), strict=False) for row in group]
     result = {"provenance": provenance(), "steps": options.steps, "rows": len(rows), "drafts": {}}
     for name in options.drafts:
-        curve = train(name, target, tokenizer, rows, work_dir / name, options.steps)
+        folder = work_dir / f"{name}_{options.steps}"
+        curve = train(name, target, tokenizer, rows, folder, options.steps)
         kind = Eagle3DraftModel if DRAFTS[name][1] is None else DSparkDraftModel
-        draft = kind.from_pretrained(work_dir / name).eval()
+        draft = kind.from_pretrained(folder).eval()
         measured = {}
         for domain in DOMAINS:
             prompts = read_rows(work_dir / f"{domain}_test.jsonl")[: options.num_test_prompts]
