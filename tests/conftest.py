@@ -125,6 +125,8 @@ def make_draft():
             with torch.no_grad():
                 for name, parameter in draft.named_parameters():
                     parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+                if config.draft_vocab_size is not None:
+                    draft.d2t.copy_(torch.arange(config.draft_vocab_size))  # every second token
         return draft.bind(target).eval()
 
     return build

@@ -69,6 +69,8 @@ def make_pair(make_target, gamma=2, seed=0, **overrides):
         for parameter in draft.parameters():  # far from the target, so that rejections matter
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.6)
+        if config.draft_vocab_size is not None:
+            draft.d2t.copy_(torch.tensor([0, 1]))  # tokens 0 and 2
         if config.confidence_head_with_markov:
             # c_k is high behind tokens 0 and 2 and low behind token 1, so a threshold of 0.5 cuts behind it.
             wanted = torch.tensor([2.0, -2.0, 2.0])
@@ -164,6 +166,8 @@ HEADS = {
     "rnn": {"markov_head_type": "rnn"},
     "hidden_only_confidence": {"confidence_head_with_markov": False},
     "draft_top_k": {"draft_top_k": 2},
+    "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
+    "pruned": {"draft_vocab_size": 2},
 }
 
 

@@ -40,6 +40,14 @@ HEADS = {
     "dflash": {"markov_rank": 0, "enable_confidence_head": False},
 }
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+LAYOUTS = {
+    "full": {},
+    "sliding": SLIDING,
+    "sliding_from_anchor": SLIDING | {"sliding_window": 3, "sliding_from_anchor": True, "causal_sliding": True},
+    "causal_sliding": SLIDING | {"causal_sliding": True},
+    "fill_in": SLIDING | {"sample_from_anchor": False},
+    "pruned": {"draft_vocab_size": 20},
+}
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5, rtol: float = 1e-4) -> None:
@@ -138,7 +146,7 @@ def teacher_forced(draft, input_ids, features, layout, labels):
     """Hidden states, logits and confidences of all slots, as the training pass has them chunk by chunk."""
     hidden = draft.block_hidden(input_ids, features, layout, labels)
     anchors = input_ids.gather(1, layout.anchor_positions)
-    previous_ids = torch.cat([anchors[:, :, None], labels[:, :, :-1]], dim=-1)
+    previous_ids = draft.previous_ids(anchors, labels)
     logits = draft.slot_logits(*draft.slot_inputs(hidden, previous_ids))
     return hidden, logits, draft.slot_confidence(hidden, previous_ids)
 
@@ -326,7 +334,7 @@ def test_backbone_matches_a_naive_reference(make_draft, target, overrides, conte
     close(actual[0], expected)
 
 
-@pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
 @torch.no_grad()
 def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target, overrides):
     draft = make_draft(target, **overrides)
@@ -335,7 +343,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         fresh = features[:, committed : committed + new_rows]
         committed += new_rows
         anchors = torch.randint(0, 47, (2,))
-        forced = torch.randint(0, 47, (2, 4))
+        forced = torch.randint(0, 20, (2, 4)) * 2
         stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
         at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
         assert cache.lengths == [committed, committed]
@@ -344,7 +352,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-@pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
@@ -353,19 +361,19 @@ def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, targ
     input_ids, features = torch.randint(0, 47, (1, 24)), torch.randn(1, 24, 64)
     anchors = torch.tensor([[1, 7, 8, 19]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchors[0]])[None]
-    layout = layout_of(anchors, anchors > 0, 24, 4)
+    layout = draft.block_layout(anchors, anchors > 0, torch.arange(24)[None])
     _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     for index, anchor in enumerate(anchors[0].tolist()):
         block = draft.draft_block(
             input_ids[:, anchor], features[:, :anchor], SlotCache(), ForcedSampler(labels[:, index])
         )
-        close(logits[:, index].log_softmax(-1), block.law.probs.log(), atol=1e-5)
+        close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
         if block.confidence_logits is not None:
             close(confidence[:, index], block.confidence_logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-@pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
@@ -382,7 +390,7 @@ def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, tar
     ]  # fmt: skip
     anchor_positions = torch.tensor([[start + own for start, own in anchors]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
-    layout = BlockLayout(anchor_positions, anchor_positions >= 0, positions, 4)
+    layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
     assert len(layout.chunks) > 2 and layout.chunks[-1].context.start > 0
     _, logits, _ = teacher_forced(draft, input_ids, features, layout, labels)
     for index, (start, own) in enumerate(anchors):
@@ -392,7 +400,7 @@ def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, tar
             SlotCache(),
             ForcedSampler(labels[:, index]),
         )
-        close(logits[:, index].log_softmax(-1), block.law.probs.log(), atol=1e-5)
+        close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
 
 
 @torch.no_grad()
@@ -580,6 +588,31 @@ def test_draft_top_k_of_the_whole_vocabulary_changes_nothing(make_draft, target)
         for m in (plain, whole)
     ]
     close(laws[1], laws[0])
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, -2], [0, 0, 46], [0, 5, 5]], ids=["twice", "outside", "right"])
+def test_pruned_vocabularies_name_distinct_tokens_of_the_target(make_draft, target, offsets):
+    draft = make_draft(target, draft_vocab_size=3, draft_top_k=None)
+    draft.d2t.copy_(torch.tensor(offsets))
+    if offsets[-1] == 5:
+        assert draft.draft_token_ids().tolist() == [0, 6, 7]
+    else:
+        with pytest.raises(ValueError, match="distinct tokens of the target's vocabulary of 48"):
+            draft.draft_token_ids()
+
+
+@torch.no_grad()
+def test_pruned_drafts_propose_what_an_unpruned_one_restricted_to_their_tokens_would(make_draft, target):
+    whole, pruned = make_draft(target), make_draft(target, draft_vocab_size=20)
+    kept = pruned.draft_token_ids()
+    state = whole.state_dict()
+    state |= {"d2t": pruned.d2t, "lm_head.weight": target.lm_head.weight[kept]}
+    state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][kept]
+    pruned.load_state_dict(state)
+    anchors, features, forced = torch.tensor([5, 6]), torch.randn(2, 9, 64), kept[torch.tensor([[1, 2, 3, 4]] * 2)]
+    laws = [m.draft_block(anchors, features, SlotCache(2), ForcedSampler(forced)).law for m in (whole, pruned)]
+    restricted = laws[0].probs[..., kept] / laws[0].probs[..., kept].sum(-1, keepdim=True)
+    close(laws[1].dense(VOCAB).probs[..., kept], restricted)
 
 
 # ---- checkpoints

@@ -20,6 +20,35 @@ CHUNK_ROWS = 128
 
 
 @dataclass(frozen=True)
+class SlidingWindow:
+    """What the slots of a block see in a sliding layer. Works on numbers and tensors of them.
+
+    Args:
+        size (`int`): Tokens.
+        from_anchor (`bool`): All slots see the same context, the last `size` tokens before the anchor, and the window
+            does not reach into the block (speculators). Else each slot counts from itself: 0 <= query - key < size.
+        causal (`bool`): Whether a slot sees no later slot of its block.
+    """
+
+    size: int
+    from_anchor: bool = False
+    causal: bool = False
+
+    def sees_context(self, slot: Any, distance: Any) -> Any:
+        """Tell whether a slot sees a context token, the anchor's position less the token's being `distance`."""
+        return distance <= self.size if self.from_anchor else distance + slot < self.size
+
+    def sees_slot(self, slot: Any, other: Any) -> Any:
+        """Tell whether a slot sees another one of its block."""
+        near = (slot - other < self.size) | self.from_anchor
+        return near & (other <= slot) if self.causal else near
+
+    def first_seen(self, anchor: int) -> int:
+        """Return the position of the first token that the block of an anchor sees."""
+        return max(0, anchor - self.size + (not self.from_anchor))
+
+
+@dataclass(frozen=True)
 class BlockLayout:
     """Where the N blocks of each row stand.
 
@@ -29,12 +58,19 @@ class BlockLayout:
         anchor_mask (`torch.BoolTensor` of shape `[B, N]`): False for dummies, which fill rows with too few anchors.
         position_ids (`torch.LongTensor` of shape `[B, S]`): Position of each token in its document.
         block_size (`int`): γ.
+        sample_from_anchor (`bool`): Whether the anchor's slot predicts; if not, a block has γ+1 slots.
     """
 
     anchor_positions: torch.Tensor
     anchor_mask: torch.Tensor
     position_ids: torch.Tensor
     block_size: int
+    sample_from_anchor: bool = True
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of a block."""
+        return self.block_size + (not self.sample_from_anchor)
 
     @functools.cached_property
     def starts(self) -> torch.Tensor:
@@ -43,20 +79,20 @@ class BlockLayout:
 
     @functools.cached_property
     def block_position_ids(self) -> torch.Tensor:
-        """Positions of the block rows in their documents, `[B, N*γ]`."""
+        """Positions of the block rows in their documents, `[B, N*slots]`."""
         anchors = self.position_ids.gather(1, self.anchor_positions)
-        slots = torch.arange(self.block_size, device=anchors.device)
+        slots = torch.arange(self.num_slots, device=anchors.device)
         return (anchors[:, :, None] + slots).flatten(1)
 
     @functools.cached_property
-    def flex_masks(self) -> dict[int | None, Any]:
+    def flex_masks(self) -> dict[SlidingWindow | None, Any]:
         """Block masks of flex attention by window: made once, and used by all layers."""
         return {}
 
     @functools.cached_property
     def chunks(self) -> list["Chunk"]:
         """The blocks in groups of neighbours, each with the stretch of context that any of them sees."""
-        per_chunk = max(1, CHUNK_ROWS // self.block_size)
+        per_chunk = max(1, CHUNK_ROWS // self.num_slots)
         # One synchronisation on an accelerator, for all layers of a pass.
         bounds = torch.stack(
             [
@@ -89,36 +125,36 @@ class Chunk:
     @property
     def rows(self) -> slice:
         """The block rows."""
-        gamma = self.layout.block_size
-        return slice(self.blocks.start * gamma, self.blocks.stop * gamma)
+        size = self.layout.num_slots
+        return slice(self.blocks.start * size, self.blocks.stop * size)
 
     @functools.cached_property
-    def _masks(self) -> dict[tuple[int | None, int], torch.Tensor]:
+    def _masks(self) -> dict[tuple[SlidingWindow | None, int], torch.Tensor]:
         return {}
 
-    def mask(self, window: int | None, group: int) -> torch.Tensor:
-        """Return who sees whom, `[B, 1, group*c*γ, context + c*γ]`: made once, and used by all layers."""
+    def mask(self, window: SlidingWindow | None, group: int) -> torch.Tensor:
+        """Return who sees whom, `[B, 1, group*c*slots, context + c*slots]`: made once, and used by all layers."""
         if (window, group) not in self._masks:
             self._masks[window, group] = self._visible(window).repeat(1, 1, group, 1)
         return self._masks[window, group]
 
-    def _visible(self, window: int | None) -> torch.Tensor:
+    def _visible(self, window: SlidingWindow | None) -> torch.Tensor:
         layout, device = self.layout, self.layout.anchor_positions.device
         anchors = layout.anchor_positions[:, self.blocks, None, None]
         tokens = torch.arange(self.context.start, self.context.stop, device=device)
-        slots = torch.arange(layout.block_size, device=device)[:, None]
+        slots = torch.arange(layout.num_slots, device=device)[:, None]
         context = (tokens < anchors) & (tokens >= layout.starts[:, self.blocks, None, None])
         context = context & layout.anchor_mask[:, self.blocks, None, None]
-        context = context.expand(-1, -1, layout.block_size, -1)
+        context = context.expand(-1, -1, layout.num_slots, -1)
         if window is not None:
-            context = context & (anchors + slots - tokens < window)
+            context = context & window.sees_context(slots, anchors - tokens)
         batch, count = context.shape[:2]
         # A dummy sees itself as well: rows that see nothing would be NaN.
         own = torch.eye(count, dtype=torch.bool, device=device)[:, None, :, None]
-        own = own.expand(-1, layout.block_size, -1, layout.block_size).clone()
+        own = own.expand(-1, layout.num_slots, -1, layout.num_slots).clone()
         if window is not None:
-            own &= (slots - slots.T < window)[None, :, None, :]
-        own = own.reshape(1, count, layout.block_size, -1).expand(batch, -1, -1, -1)
+            own &= window.sees_slot(slots, slots.T)[None, :, None, :]
+        own = own.reshape(1, count, layout.num_slots, -1).expand(batch, -1, -1, -1)
         return torch.cat([context, own], dim=-1).flatten(1, 2)[:, None]
 
 
@@ -127,23 +163,23 @@ def attend_blocks(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: BlockLayout,
-    window: int | None,
+    window: SlidingWindow | None,
     scaling: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attend from block rows to context and own block, chunk by chunk.
 
     Args:
-        query (`torch.Tensor` of shape `[B, heads, N*γ, size]`): Of the block rows.
-        key, value (`torch.Tensor` of shape `[B, kv_heads, S + N*γ, size]`): Of the context rows, then of the block
+        query (`torch.Tensor` of shape `[B, heads, N*slots, size]`): Of the block rows.
+        key, value (`torch.Tensor` of shape `[B, kv_heads, S + N*slots, size]`): Of the context rows, then of the block
             rows.
         layout ([`BlockLayout`]): Where the blocks stand.
-        window (`int`, *optional*): Tokens a sliding layer sees: query - key < window.
+        window ([`SlidingWindow`], *optional*): Of a sliding layer.
         scaling (`float`): Factor on the scores.
         dropout (`float`): Of the attention weights.
 
     Returns:
-        `torch.Tensor` of shape `[B, heads, N*γ, size]`.
+        `torch.Tensor` of shape `[B, heads, N*slots, size]`.
 
     DSpark Eq. 3, Section 5.1.
     """
@@ -158,24 +194,24 @@ def attend_blocks(
     return torch.cat(outputs, dim=2)
 
 
-def visible_to_blocks(layout: BlockLayout, window: int | None) -> Callable[..., torch.Tensor]:
+def visible_to_blocks(layout: BlockLayout, window: SlidingWindow | None) -> Callable[..., torch.Tensor]:
     """Return the same rule as a function of indices, as flex attention wants it: `(b, h, query row, key row) -> bool`.
 
     Args:
         layout ([`BlockLayout`]): Where the blocks stand.
-        window (`int`, *optional*): As in [`attend_blocks`].
+        window ([`SlidingWindow`], *optional*): Of a sliding layer.
     """
     anchors, starts, real = layout.anchor_positions, layout.starts, layout.anchor_mask
-    length, gamma = layout.position_ids.shape[1], layout.block_size
+    length, size = layout.position_ids.shape[1], layout.num_slots
 
     def visible(batch, head, query_row, key_row):
-        block, slot = query_row // gamma, query_row % gamma
+        block, slot = query_row // size, query_row % size
         own_row = key_row - length
         context = (key_row < anchors[batch, block]) & (key_row >= starts[batch, block]) & real[batch, block]
-        own = (own_row >= 0) & (own_row // gamma == block)
+        own = (own_row >= 0) & (own_row // size == block)
         if window is not None:
-            context = context & (anchors[batch, block] + slot - key_row < window)
-            own = own & (slot - own_row % gamma < window)
+            context = context & window.sees_context(slot, anchors[batch, block] - key_row)
+            own = own & window.sees_slot(slot, own_row % size)
         return context | own
 
     return visible
@@ -186,7 +222,7 @@ def flex_attend_blocks(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: BlockLayout,
-    window: int | None,
+    window: SlidingWindow | None,
     scaling: float,
 ) -> torch.Tensor:
     """Do the same in one call of flex attention, which leaves out tiles that nobody sees; CUDA only when training.

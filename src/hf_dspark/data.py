@@ -201,13 +201,20 @@ def sample_anchors(
     return positions.masked_fill(~anchor_mask, 0), anchor_mask
 
 
-def cut_blocks(input_ids: torch.Tensor, loss_mask: torch.Tensor, layout: BlockLayout) -> AnchoredBlocks:
+def cut_blocks(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    layout: BlockLayout,
+    draft_token_ids: torch.Tensor | None = None,
+) -> AnchoredBlocks:
     """Return the blocks behind given anchors.
 
     Args:
         input_ids (`torch.LongTensor` of shape `[B, S]`): Token ids.
         loss_mask (`torch.BoolTensor` of shape `[B, S]`): Supervised tokens.
         layout ([`BlockLayout`]): Where the blocks stand.
+        draft_token_ids (`torch.LongTensor` of shape `[V_d]`, *optional*): What the draft can propose, if not all: a
+            block ends before any other token.
 
     Returns:
         [`AnchoredBlocks`]
@@ -224,8 +231,11 @@ def cut_blocks(input_ids: torch.Tensor, loss_mask: torch.Tensor, layout: BlockLa
     anchors = layout.position_ids.gather(1, layout.anchor_positions)[:, :, None]
     same_document = at_labels(layout.position_ids) == anchors + slots
     allowed = at_labels(loss_mask.bool()) & (positions < length) & same_document & real
+    labels = at_labels(input_ids)
+    if draft_token_ids is not None:
+        allowed &= torch.isin(labels, draft_token_ids.to(labels.device))
     # Contiguous prefix: a slot behind an unsupervised one would be trained on a prefix that is never verified.
-    return AnchoredBlocks(layout, at_labels(input_ids), allowed.long().cumprod(dim=-1).bool())
+    return AnchoredBlocks(layout, labels, allowed.long().cumprod(dim=-1).bool())
 
 
 def label_hidden(last_hidden: torch.Tensor, blocks: AnchoredBlocks) -> torch.Tensor:

@@ -24,7 +24,7 @@ class VanillaMarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = MarkovProjection(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = MarkovProjection(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -43,6 +43,12 @@ class VanillaMarkovHead(nn.Module):
         if candidate_ids is None:
             return self.markov_w2(transitions)
         return (F.embedding(candidate_ids, self.markov_w2.weight) @ transitions[..., None])[..., 0]
+
+    def add_bias(self, logits: torch.Tensor, transitions: torch.Tensor) -> torch.Tensor:
+        """Return logits `[..., V]` plus the bias of r-vectors `[..., r]`, without writing the bias down."""
+        weight = self.markov_w2.weight.to(logits.dtype)
+        added = torch.addmm(logits.flatten(0, -2), transitions.flatten(0, -2).to(logits.dtype), weight.T)
+        return added.view_as(logits)
 
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the r-vectors `[..., γ, r]` along W_1 of given previous tokens, `[..., γ, r]`."""

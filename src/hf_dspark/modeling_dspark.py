@@ -14,11 +14,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .block_attention import BlockLayout, attend_blocks, flex_attend_blocks
+from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
 from .draft_heads import MARKOV_HEADS, ConfidenceHead, MarkovProjection
 from .draft_model import DraftModel
-from .sampling import DraftBlock, Sampler, TokenLaw
+from .sampling import DraftBlock, Sampler, TokenLaw, scatter_to_vocabulary
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 
@@ -29,26 +29,26 @@ class DraftPass:
     Args:
         cache ([`SlotCache`]): The requests' context. Blocks are written behind it and never counted.
         num_features (`Sequence[int]`): New context tokens of each request.
-        block_size (`int`): γ.
+        num_slots (`int`): Rows of a block.
         device (`torch.device`): The draft's.
     """
 
     cache: SlotCache
     num_features: Sequence[int]
-    block_size: int
+    num_slots: int
     device: torch.device
 
     @functools.cached_property
     def layout(self) -> SlotLayout:
         """Context and block of each request, request by request."""
         starts = tuple(self.cache.lengths[: len(self.num_features)])
-        return SlotLayout(starts, tuple(count + self.block_size for count in self.num_features))
+        return SlotLayout(starts, tuple(count + self.num_slots for count in self.num_features))
 
     @functools.cached_property
     def blocks(self) -> SlotLayout:
         """The blocks alone."""
         starts = tuple(start + new for start, new in zip(self.layout.starts, self.num_features, strict=True))
-        return SlotLayout(starts, (self.block_size,) * len(starts))
+        return SlotLayout(starts, (self.num_slots,) * len(starts))
 
     @functools.cached_property
     def order(self) -> torch.Tensor | None:
@@ -56,7 +56,7 @@ class DraftPass:
         if len(self.num_features) == 1:
             return None
         features, blocks = torch.arange(self.layout.num_tokens).split([sum(self.num_features), self.blocks.num_tokens])
-        parts = zip(features.split(list(self.num_features)), blocks.split(self.block_size), strict=True)
+        parts = zip(features.split(list(self.num_features)), blocks.split(self.num_slots), strict=True)
         return torch.cat([part for request in parts for part in request]).to(self.device)
 
     @property
@@ -67,15 +67,15 @@ class DraftPass:
         contexts = SlotLayout(self.layout.starts, tuple(self.num_features))
         return torch.cat([part.position_ids(self.device) for part in (contexts, self.blocks)], dim=1)
 
-    def keys_from(self, window: int | None) -> int:
+    def keys_from(self, window: SlidingWindow | None) -> int:
         """Return the first slot that some block row sees."""
-        return 0 if window is None else max(0, min(self.blocks.starts) - window + 1)
+        return 0 if window is None else window.first_seen(min(self.blocks.starts))
 
     @functools.cached_property
-    def _masks(self) -> dict[int | None, torch.Tensor | None]:
+    def _masks(self) -> dict[SlidingWindow | None, torch.Tensor | None]:
         return {}
 
-    def mask(self, window: int | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return who sees which slot from `keys_from(window)` on, folded as [`grouped_attention`] wants it.
 
         `None`: all see all.
@@ -84,14 +84,15 @@ class DraftPass:
             self._masks[window] = fold_mask(self._visible(window), group, dtype)
         return self._masks[window]
 
-    def _visible(self, window: int | None) -> torch.Tensor | None:
-        slots = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
-        ends = torch.tensor(self.blocks.starts, device=self.device) + self.block_size
-        visible = None if len(set(self.blocks.starts)) == 1 else (slots < ends[:, None])[:, None, None]
-        if window is not None and self.layout.end > window:
-            near = self.blocks.row_positions(self.device)[:, None, :, None] - slots < window
+    def _visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
+        keys = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
+        own = keys - torch.tensor(self.blocks.starts, device=self.device)[:, None, None, None]  # negative: context
+        visible = None if len(set(self.blocks.starts)) == 1 else own < self.num_slots
+        if window is not None and (window.causal or self.layout.end > window.size):
+            slots = torch.arange(self.num_slots, device=self.device)[:, None]
+            near = torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
             visible = near if visible is None else near & visible
-        return None if visible is None else visible.expand(-1, -1, self.block_size, -1)
+        return None if visible is None else visible.expand(-1, -1, self.num_slots, -1)
 
 
 class DSparkRMSNorm(nn.Module):
@@ -159,7 +160,9 @@ class DSparkAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = config.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.window = None
+        if config.layer_types[layer_idx] == "sliding_attention":
+            self.window = SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
@@ -201,10 +204,10 @@ class DSparkAttention(nn.Module):
         if self.config._attn_implementation == "flex_attention":
             if self.training and self.config.attention_dropout > 0:
                 raise ValueError("flex attention knows no dropout: set attention_dropout=0, or use sdpa")
-            output = flex_attend_blocks(query, key, value, layout, self.sliding_window, self.scaling)
+            output = flex_attend_blocks(query, key, value, layout, self.window, self.scaling)
         else:
             dropout = self.config.attention_dropout if self.training else 0.0
-            output = attend_blocks(query, key, value, layout, self.sliding_window, self.scaling, dropout)
+            output = attend_blocks(query, key, value, layout, self.window, self.scaling, dropout)
         return output.transpose(1, 2)
 
     def _attend_to_slots(
@@ -213,8 +216,8 @@ class DSparkAttention(nn.Module):
         if drafting.order is not None:
             key, value = key[:, :, drafting.order], value[:, :, drafting.order]
         key, value = drafting.cache.update(key, value, self.layer_idx)
-        start = drafting.keys_from(self.sliding_window)
-        mask = drafting.mask(self.sliding_window, self.num_key_value_groups, query.dtype)
+        start = drafting.keys_from(self.window)
+        mask = drafting.mask(self.window, self.num_key_value_groups, query.dtype)
         rows = drafting.blocks.to_rows(query)
         attended = grouped_attention(rows, key[:, :, start:], value[:, :, start:], mask, self.scaling)
         return drafting.blocks.to_packed(attended)
@@ -283,6 +286,11 @@ class DSparkDraftModel(DraftModel):
         self.hidden_norm = DSparkRMSNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(hidden_size, eps)
+        if config.draft_vocab_size is not None:
+            # Rows of the target's head, and frozen as that is.
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
+            # As speculators keeps it: draft id i is the target's token i + d2t[i].
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
@@ -297,6 +305,46 @@ class DSparkDraftModel(DraftModel):
             nn.init.ones_(module.layer_scalar)
         elif isinstance(module, MarkovProjection):
             nn.init.zeros_(module.weight)
+
+    @functools.cached_property
+    def _pruned_ids(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one.
+
+        Raises:
+            ValueError: If `d2t` names tokens that the target has not, or one twice.
+        """
+        if self.config.draft_vocab_size is None:
+            return None
+        if self.d2t.device not in self._pruned_ids:
+            token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+            known = (token_ids >= 0) & (token_ids < self.config.vocab_size)
+            if not bool(known.all()) or len(token_ids.unique()) < len(token_ids):
+                raise ValueError(
+                    "the draft's d2t must name distinct tokens of the target's vocabulary of "
+                    f"{self.config.vocab_size}; it does not: load another checkpoint"
+                )
+            self._pruned_ids[self.d2t.device] = token_ids
+        return self._pruned_ids[self.d2t.device]
+
+    def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
+        """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""
+        if self.config.draft_vocab_size is None:
+            return super().base_logits(block_hidden)
+        return self.scaled_logits(self.lm_head(block_hidden))
+
+    def block_layout(
+        self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> BlockLayout:
+        """Return where this draft's training blocks stand.
+
+        Args:
+            anchor_positions, anchor_mask, position_ids: As in [`BlockLayout`].
+        """
+        config = self.config
+        return BlockLayout(anchor_positions, anchor_mask, position_ids, config.block_size, config.sample_from_anchor)
 
     def backbone(
         self,
@@ -348,7 +396,8 @@ class DSparkDraftModel(DraftModel):
         DSpark Eq. 3-7.
         """
         hidden = self.read_block(anchor_ids, features, cache, num_features)
-        return self.sample_block(hidden, self.base_logits(hidden), anchor_ids.to(self.device), sampler)
+        base_logits = self.base_logits(self.predicting(hidden))
+        return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
 
     @torch.no_grad()
     def read_block(
@@ -359,27 +408,27 @@ class DSparkDraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the parallel pass of [`~DSparkDraftModel.draft_block`]: read the new context, and return h_1..h_γ.
+        """Run the parallel pass of [`~DSparkDraftModel.draft_block`]: read the new context, and return h.
 
         Args:
             anchor_ids, features, cache, num_features, committed_ids: As there.
 
         Returns:
-            `torch.Tensor` of shape `[B, γ, d]`.
+            `torch.Tensor` of shape `[B, slots, d]`.
 
         DSpark Eq. 2-3.
         """
-        requests, gamma = anchor_ids.shape[0], self.config.block_size
+        requests, num_slots = anchor_ids.shape[0], self.config.num_slots
         if num_features is None:
             num_features = (features.shape[1],) * requests
-        drafting = DraftPass(cache, num_features, gamma, self.device)
-        block_ids = torch.full((requests, gamma), self.config.mask_token_id, device=anchor_ids.device)
+        drafting = DraftPass(cache, num_features, num_slots, self.device)
+        block_ids = torch.full((requests, num_slots), self.config.mask_token_id, device=anchor_ids.device)
         block_ids[:, 0] = anchor_ids
         block_embeds = self.embed(block_ids).flatten(0, 1)[None]
         with cache.writing(drafting.layout):
             hidden = self.backbone(
                 block_embeds, features.reshape(1, -1, features.shape[-1]), drafting.position_ids, drafting
-            ).view(requests, gamma, -1)
+            ).view(requests, num_slots, -1)
         for row, count in enumerate(num_features):
             cache.lengths[row] += count
         return hidden
@@ -390,8 +439,8 @@ class DSparkDraftModel(DraftModel):
         """Run the sequential stage: draw x_k from softmax(U_k + B_k), left to right.
 
         Args:
-            hidden (`torch.Tensor` of shape `[B, γ, d]`): h_1..h_γ.
-            base_logits (`torch.Tensor` of shape `[B, γ, V]`): U_1..U_γ.
+            hidden (`torch.Tensor` of shape `[B, slots, d]`): h.
+            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ.
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
             sampler ([`Sampler`]): Draws each token.
 
@@ -400,20 +449,27 @@ class DSparkDraftModel(DraftModel):
 
         DSpark Eq. 4.
         """
-        scores, candidate_ids = base_logits, None
+        scores, candidates = base_logits, None
         if self.config.draft_top_k is not None:  # no full-vocabulary work behind this line
-            scores, candidate_ids = scores.topk(self.config.draft_top_k, dim=-1)
+            scores, candidates = scores.topk(self.config.draft_top_k, dim=-1)
+        token_ids = self.draft_token_ids()
         previous, state = anchor_ids, None
+        if self.markov_head is not None and not self.config.sample_from_anchor:
+            _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
+        hidden = self.predicting(hidden)
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
         slots = zip(scores.unbind(dim=1), hidden.unbind(dim=1), strict=True)
         for slot, (slot_scores, slot_hidden) in enumerate(slots):
-            slot_candidates = None if candidate_ids is None else candidate_ids[:, slot]
+            slot_candidates = None if candidates is None else candidates[:, slot]
             if self.markov_head is not None:
                 embedding = self.markov_head.markov_w1(previous)
                 transition, state = self.markov_head.transition(embedding, slot_hidden, state)
                 slot_scores = slot_scores.float() + self.markov_head.bias(transition, slot_candidates)
                 embeddings.append(embedding)
+            if token_ids is not None:  # from the draft's vocabulary to the target's
+                everything = token_ids.expand(len(tokens), -1)
+                slot_candidates = everything if candidates is None else token_ids[slot_candidates]
             previous, law = sampler(slot_scores.float(), slot_candidates, tokens[:, :slot])
             tokens[:, slot] = previous
             laws.append(law)
@@ -435,22 +491,28 @@ class DSparkDraftModel(DraftModel):
         DSpark Eq. 3, Section 3.3.
         """
         anchor_ids = input_ids.gather(1, layout.anchor_positions)
-        block_ids = torch.full_like(labels, self.config.mask_token_id)
+        block_ids = labels.new_full((*anchor_ids.shape, self.config.num_slots), self.config.mask_token_id)
         block_ids[:, :, 0] = torch.where(layout.anchor_mask, anchor_ids, block_ids[:, :, 0])
         position_ids = torch.cat([layout.position_ids, layout.block_position_ids], dim=1)
         hidden = self.backbone(self.embed(block_ids.flatten(1)), features, position_ids, layout)
-        return hidden.unflatten(1, labels.shape[1:])
+        return hidden.unflatten(1, block_ids.shape[1:])
 
     def slot_inputs(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return h_k and the Markov head's r-vector of each slot, along the labels. DSpark Eq. 5-6."""
+        """Return h_k and the Markov head's r-vector of each predicting slot, along the labels. DSpark Eq. 5-6."""
         if self.markov_head is None:
-            return (hidden,)
-        return hidden, self.markov_head.teacher_forced(self.markov_head.markov_w1(previous_ids), hidden)
+            return (self.predicting(hidden),)
+        transitions = self.markov_head.teacher_forced(self.markov_head.markov_w1(previous_ids), hidden)
+        return self.predicting(hidden), self.predicting(transitions)
 
     def slot_logits(self, hidden: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return U_k + B_k. DSpark Eq. 4."""
+        """Return U_k + B_k, minus infinity for what a pruned vocabulary lacks. DSpark Eq. 4."""
         logits = self.base_logits(hidden)
-        return logits if self.markov_head is None else logits + self.markov_head.bias(*inputs)
+        if self.markov_head is not None:
+            logits = self.markov_head.add_bias(logits, *inputs)
+        token_ids = self.draft_token_ids()
+        if token_ids is None:
+            return logits
+        return scatter_to_vocabulary(logits, token_ids.expand(logits.shape), self.config.vocab_size)
 
     def slot_parameters(self) -> list[nn.Parameter]:
         """Return W_2."""
@@ -460,5 +522,7 @@ class DSparkDraftModel(DraftModel):
         """Return pre-sigmoid c_k. DSpark Eq. 7."""
         if self.confidence_head is None:
             return None
-        embedding = None if self.markov_head is None else self.markov_head.markov_w1(previous_ids)
-        return self.confidence_head(hidden, embedding)
+        embedding = None
+        if self.markov_head is not None:
+            embedding = self.predicting(self.markov_head.markov_w1(previous_ids))
+        return self.confidence_head(self.predicting(hidden), embedding)
