@@ -65,7 +65,9 @@ def small(**overrides) -> DSparkConfig:
         ("confidence_head_with_markov", {"markov_rank": 0}),
         ("draft_top_k", {"draft_top_k": 0}),
         ("draft_top_k", {"draft_top_k": 97}),
-        ("sample_from_anchor", {"sample_from_anchor": False}),
+        ("draft_vocab_size", {"draft_vocab_size": 0}),
+        ("draft_vocab_size", {"draft_vocab_size": 10**9}),
+        ("draft_top_k", {"draft_vocab_size": 8, "draft_top_k": 9}),
         ("rope_parameters", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -36,8 +36,16 @@ class DSparkConfig(DraftConfig):
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
             per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
-        sample_from_anchor (`bool`): The anchor is the first prediction position. Always true here; written because
-            serving engines guess when it is missing.
+        sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token behind its
+            own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
+            other one the token in its own place. Always written, because serving engines guess when it is missing.
+        sliding_from_anchor (`bool`): The window of sliding layers ends at the anchor: all slots see the same last
+            `sliding_window` tokens of the context, and their block (speculators).
+        causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
+        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
+            and never proposes any other token; `None` for the target's whole vocabulary.
+        embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
+            (Muse Glimmer); drafts of other projects read the bare table.
         kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the best base
             candidates only.
 
@@ -48,7 +56,6 @@ class DSparkConfig(DraftConfig):
     """
 
     model_type = "dspark"
-    deepspec_architecture: ClassVar[str] = "DSparkModel"
 
     num_hidden_layers: int = 5
     attention_scaling: float | None = None
@@ -66,6 +73,10 @@ class DSparkConfig(DraftConfig):
     confidence_head_with_markov: bool = True
     sts_temperatures: dict[str, list[float]] | None = None
     sample_from_anchor: bool = True
+    sliding_from_anchor: bool = False
+    causal_sliding: bool = False
+    draft_vocab_size: int | None = None
+    embedding_norm: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.layer_types is None:
@@ -82,8 +93,9 @@ class DSparkConfig(DraftConfig):
         )  # fmt: skip
         if "sliding_attention" in self.layer_types:
             self._require(
-                self.sliding_window is not None and self.sliding_window >= self.block_size,
-                "sliding_window", f"be at least block_size={self.block_size} when a layer is sliding",
+                self.sliding_window is not None
+                and (self.sliding_window >= self.num_slots or self.sliding_from_anchor and self.sliding_window >= 1),
+                "sliding_window", f"be at least the {self.num_slots} slots of a block when a layer is sliding",
             )  # fmt: skip
         self._require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
         self._require(self.markov_rank >= 0, "markov_rank", "be 0 (no Markov head) or positive")
@@ -101,9 +113,20 @@ class DSparkConfig(DraftConfig):
                     check_temperatures(temperatures, self.block_size)
                 except ValueError as error:
                     raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
-        self._require(
-            self.sample_from_anchor, "sample_from_anchor", "be True: this layout predicts from the anchor slot"
-        )
+        if self.draft_vocab_size is not None:
+            self._require(
+                1 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
+            )
+            if self.draft_top_k is not None:
+                self._require(
+                    self.draft_top_k <= self.draft_vocab_size,
+                    "draft_top_k", f"be at most draft_vocab_size={self.draft_vocab_size}",
+                )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block: γ, and in the fill-in layout the anchor's."""
+        return self.block_size + (not self.sample_from_anchor)
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":
@@ -115,42 +138,3 @@ class DSparkConfig(DraftConfig):
         require_decoder_only(target_config)
         depth = target_config.get_text_config(decoder=True).num_hidden_layers
         return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))
-
-    @classmethod
-    def _translate_deepspec(cls, source: dict[str, Any]) -> dict[str, Any]:
-        config = super()._translate_deepspec(source)
-        if not source.get("use_sliding_window", True):
-            config["sliding_window"] = None
-        if config.get("markov_rank", 0) == 0:
-            config["confidence_head_with_markov"] = False
-            config["markov_head_type"] = "vanilla"
-        if source["model_type"].startswith("gemma4"):
-            config.update(_translate_gemma4(config))
-        return {name: value for name, value in config.items() if name not in _LEFTOVERS}
-
-
-def _translate_gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    if set(config["layer_types"]) != {"full_attention"}:
-        raise ValueError(
-            f"Gemma 4 drafts with mixed layer types {config['layer_types']} have two head sizes in one model; only "
-            "drafts whose layers are all full_attention are supported"
-        )
-    return {
-        "head_dim": config["global_head_dim"],
-        "num_key_value_heads": config.get("num_global_key_value_heads") or config["num_key_value_heads"],
-        "hidden_act": config["hidden_activation"],
-        "attention_scaling": 1.0,
-        "value_norm": True,
-        "sandwich_norms": True,
-        "layer_scalar": True,
-        "embedding_scale": float(config["hidden_size"]) ** 0.5,
-        "sliding_window": None,
-    }
-
-
-# Facts of the target, or of DeepSpec's training, that say nothing about this draft.
-_LEFTOVERS = (
-    "num_anchors", "global_head_dim", "num_global_key_value_heads", "hidden_activation",
-    "hidden_size_per_layer_input", "enable_moe_block", "moe_intermediate_size", "num_experts", "top_k_experts",
-    "num_kv_shared_layers", "use_bidirectional_attention", "use_double_wide_mlp", "vocab_size_per_layer_input",
-)  # fmt: skip

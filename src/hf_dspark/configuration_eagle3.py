@@ -3,7 +3,7 @@
 Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from huggingface_hub.dataclasses import strict
 
@@ -24,24 +24,3 @@ class Eagle3Config(DraftConfig):
 
     model_type = "dspark_eagle3"
     is_autoregressive: ClassVar[bool] = True
-    deepspec_architecture: ClassVar[str] = "Eagle3Model"
-
-    @classmethod
-    def _translate_deepspec(cls, source: dict[str, Any]) -> dict[str, Any]:
-        if source["model_type"] != "qwen3":
-            raise ValueError(
-                f"DeepSpec's Eagle3 drafts are supported for Qwen3 targets, got one for {source['model_type']!r} "
-                f"(architectures {source['architectures']})"
-            )
-        config = super()._translate_deepspec(source)
-        if set(config.pop("layer_types", None) or ["full_attention"]) != {"full_attention"}:
-            raise ValueError(
-                f"an Eagle3 draft attends to its whole context, got layer_types={source['layer_types']}: train one "
-                "with full_attention layers"
-            )
-        config["block_size"] = config.pop("ttt_length")
-        return {name: value for name, value in config.items() if name not in _LEFTOVERS}
-
-
-# Of DeepSpec's training, or of the target: they say nothing about this draft.
-_LEFTOVERS = ("step_loss_decay", "draft_num_hidden_layers", "sliding_window")

@@ -3,21 +3,42 @@
 Model facts only. Knows nothing of how a draft computes its hidden states, of losses, machines or policies.
 """
 
-import copy
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .calibration import check_temperatures
+from .checkpoint_files import HUB_ARGUMENTS, read_config, shortened
+from .checkpoint_formats import config_from_format, recognise
+from .rope_parameters import ROPE_TYPES, full_attention_rope
 
-# Rotary types whose frequencies do not depend on the current length: cached keys stay valid as the context grows.
-ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
-# Facts of the target, or of DeepSpec's training, that say nothing about a draft.
-DEEPSPEC_LEFTOVERS = (
-    "use_sliding_window", "max_window_layers", "use_cache", "target_text_model_type", "target_model_name_or_path",
-    "transformers_version",
+# What each type needs besides rope_theta.
+ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+# Sizes far above any model there is: no product of two of them overflows, and a config cannot ask for more.
+MAX_SIZES = {
+    "vocab_size": 2**24, "hidden_size": 2**17, "intermediate_size": 2**20, "num_hidden_layers": 512,
+    "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**13, "block_size": 256,
+    "num_target_layers": 2**12, "max_position_embeddings": 2**31, "markov_rank": 2**16,
+}  # fmt: skip
+MAX_TARGET_LAYER_IDS = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Keys of a config.json that say how weights are found, patched or quantised; for a draft, the loader alone decides.
+REFUSED_KEYS = (
+    "configuration_files", "fusion_config", "kernel_config", "quantization_config", "transformers_weights",
+)  # fmt: skip
+# Keys that transformers, or its earlier versions, may write, and that say nothing about a draft.
+IGNORED_KEYS = (
+    "attn_implementation", "experts_implementation", "id2label", "label2id", "name_or_path", "num_labels",
+    "output_attentions", "use_return_dict",
 )  # fmt: skip
 
 
@@ -46,7 +67,7 @@ class DraftConfig(PreTrainedConfig):
         logit_scale (`float`): Factor on the LM head's output (Cohere; 1 / logits_scaling of Granite).
         final_logit_softcapping (`float`, *optional*): cap * tanh(logits / cap) on the LM head's output.
         block_size (`int`): γ, the number of draft tokens.
-        num_target_layers (`int`): Layers of the target.
+        num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
         draft_top_k (`int`, *optional*): Sample on the k best candidates of each slot only; the truncated law is then
@@ -62,10 +83,9 @@ class DraftConfig(PreTrainedConfig):
     enable_confidence_head: ClassVar[bool] = False
     confidence_head_with_markov: ClassVar[bool] = False
     sts_temperatures: ClassVar[dict[str, list[float]] | None] = None
+    embedding_norm: ClassVar[bool] = True
     # Whether a block takes one pass per token; if so, each context slot reads the committed token behind it, too.
     is_autoregressive: ClassVar[bool] = False
-    # How the architecture of DeepSpec's checkpoints of this kind ends.
-    deepspec_architecture: ClassVar[str] = ""
 
     vocab_size: int = 151936
     hidden_size: int = 2560
@@ -87,7 +107,7 @@ class DraftConfig(PreTrainedConfig):
     logit_scale: float | int = 1.0
     final_logit_softcapping: float | None = None
     block_size: int = 7
-    num_target_layers: int = 36
+    num_target_layers: int | None = 36
     target_layer_ids: list[int] | None = None
     draft_top_k: int | None = None
     target_model_type: str | None = None
@@ -100,6 +120,7 @@ class DraftConfig(PreTrainedConfig):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         if self.target_layer_ids is None:
+            self._require(self.num_target_layers is not None, "num_target_layers", "be known to choose tapped layers")
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
@@ -108,22 +129,23 @@ class DraftConfig(PreTrainedConfig):
 
     def _require(self, condition: bool, name: str, need: str) -> None:
         if not condition:
-            raise ValueError(f"{type(self).__name__}.{name} must {need}, got {getattr(self, name)!r}")
+            raise ValueError(f"{type(self).__name__}.{name} must {need}, got {shortened(getattr(self, name))}")
 
     def _check_values(self) -> None:
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "max_position_embeddings",
-        ):  # fmt: skip
-            self._require(getattr(self, name) >= 1, name, "be at least 1")
+        for name, largest in MAX_SIZES.items():
+            smallest = 0 if name == "markov_rank" else 1
+            if getattr(self, name) is not None or name != "num_target_layers":
+                self._require(smallest <= getattr(self, name) <= largest, name, f"lie in [{smallest}, {largest}]")
+        self._check_numbers()
         self._require(self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)")
         self._require(
             self.num_attention_heads % self.num_key_value_heads == 0,
             "num_key_value_heads", f"divide num_attention_heads={self.num_attention_heads}",
         )  # fmt: skip
         ids = self.target_layer_ids
-        last = self.num_target_layers - 1
+        last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
         self._require(len(ids) >= 1 and len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty")
+        self._require(len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}")
         self._require(
             all(-1 <= i < last for i in ids),
             "target_layer_ids", f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final "
@@ -131,12 +153,52 @@ class DraftConfig(PreTrainedConfig):
         )  # fmt: skip
         if self.draft_top_k is not None:
             self._require(1 <= self.draft_top_k <= self.vocab_size, "draft_top_k", f"lie in [1, {self.vocab_size}]")
+        self._require(self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows")
+        self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}")
+        self._check_rope()
+
+    def _check_numbers(self) -> None:
+        """Require that what enters the computation is finite in float32, and of a sign that makes sense."""
+        largest = torch.finfo(torch.float32).max
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is float:
+                self._require(abs(value) <= largest, field.name, "be finite in float32")  # NaN compares false
+        for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
+            self._require(getattr(self, name) is None or getattr(self, name) > 0, name, "be positive")
+        self._require(self.initializer_range >= 0, "initializer_range", "not be negative")
+        self._require(0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)")
+
+    def _check_rope(self) -> None:
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise ValueError(
-                f"{type(self).__name__}.rope_parameters: rope_type must be one of {ROPE_TYPES}, got {rope_type!r}. "
-                "Types whose frequencies change with the length would invalidate the draft's cached keys."
+                f"{type(self).__name__}.rope_parameters: rope_type must be one of {ROPE_TYPES}, got "
+                f"{shortened(rope_type)}. Types whose frequencies change with the length would invalidate the draft's "
+                "cached keys."
             )
+        numbers = {name: value for name, value in self.rope_parameters.items() if _is_number(value)}
+        for name in ("rope_theta", *ROPE_NUMBERS.get(rope_type, ())):
+            self._require(name in numbers, "rope_parameters", f"have a number {name} for the type {rope_type}")
+        self._require(
+            all(0 < value <= torch.finfo(torch.float32).max for value in numbers.values()),
+            "rope_parameters", "have positive numbers, finite in float32",
+        )  # fmt: skip
+        self._require(
+            len(numbers) == sum(not isinstance(value, (str, bool)) for value in self.rope_parameters.values()),
+            "rope_parameters", "have numbers, names and flags for values",
+        )  # fmt: skip
+        self._require(numbers["rope_theta"] > 1, "rope_parameters", "have a rope_theta above 1")
+        factor = numbers.get("partial_rotary_factor", 1.0)
+        self._require(
+            2 <= self.head_dim * factor <= self.head_dim,
+            "rope_parameters", f"turn between 2 and all of the {self.head_dim} entries of a head",
+        )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block, γ unless one of them predicts nothing."""
+        return self.block_size
 
     def temperatures_for(self, domain: str | None, do_sample: bool) -> list[float] | None:
         """Return the temperatures of a domain, else of the sampling regime, else the default; `None` if uncalibrated.
@@ -190,7 +252,7 @@ class DraftConfig(PreTrainedConfig):
             "initializer_range": getattr(text, "initializer_range", 0.02),
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
             "rope_parameters": full_attention_rope(getattr(text, "rope_parameters", None)),
-            "embedding_scale": _embedding_scale(text),
+            "embedding_scale": embedding_scale(text),
             "logit_scale": _logit_scale(text),
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "num_target_layers": text.num_hidden_layers,
@@ -202,37 +264,94 @@ class DraftConfig(PreTrainedConfig):
         return cls(**(facts | overrides))
 
     @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Read a checkpoint's `config.json`. Nothing that it names is followed or run.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `PathLike`): A folder, a JSON file, or a repository on the Hub.
+            kwargs: As in transformers; fields of the configuration override what is read.
+
+        Raises:
+            ValueError: If it is no sound configuration of such a draft; names file and field.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except ValueError as error:
+            message, name = shortened(error, quote=False, size=1200), str(pretrained_model_name_or_path)
+            raise ValueError(message if name in message else f"{name}: {message}") from None
+        except _MISREADINGS as error:
+            raise ValueError(f"{pretrained_model_name_or_path} has no sound config.json: {_reason(error)}") from None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build a configuration from what a `config.json` holds; unlike the constructor, distrusts it.
+
+        Args:
+            config_dict, kwargs: As in transformers.
+
+        Raises:
+            ValueError: If a key would reach beyond the model's own facts, or a value is unsound.
+        """
+        known = {key: value for key, value in config_dict.items() if key not in IGNORED_KEYS and key[:1] != "_"}
+        fields = {field.name for field in dataclasses.fields(cls)}
+        for key, value in known.items():
+            if key in REFUSED_KEYS or (key not in fields and key not in _OTHER_KEYS and hasattr(cls, key)):
+                raise ValueError(
+                    f"config.json has the key {key!r}, which is no fact about a draft: delete it if you trust the rest"
+                )
+            if key in ("dtype", "torch_dtype") and isinstance(value, str) and f"torch.{value}" not in map(str, DTYPES):
+                raise ValueError(f"{cls.__name__}.{key} must be one of {DTYPES}, got {shortened(value)}")
+            # Before anything is built that is as long as it says.
+            if type(value) is int and value > MAX_SIZES.get(key, value):
+                raise ValueError(f"{cls.__name__}.{key} must be at most {MAX_SIZES[key]}, got {value}")
+        try:
+            return super().from_dict(known, **kwargs)
+        except _MISREADINGS as error:
+            raise ValueError(f"{cls.__name__}: {_reason(error)}") from None
+
+    @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
-        """Read our own `config.json`, or DeepSpec's (a copy of the target's, told by its `architectures`)."""
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        architectures = config_dict.get("architectures") or []
-        if any(str(name).endswith(cls.deepspec_architecture) for name in architectures):
-            config_dict = cls._translate_deepspec(config_dict)
-        elif config_dict.get("model_type", cls.model_type) != cls.model_type:
+        """Read our own `config.json`, or one of another project's formats; see [`config_from_format`]."""
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        config_dict = read_config(pretrained_model_name_or_path, **hub)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _LOADER_ARGUMENTS}
+        foreign = recognise(config_dict)
+        kind = config_dict.get("model_type", cls.model_type) if foreign is None else foreign.model_type
+        if kind != cls.model_type:
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a {config_dict['model_type']!r} model (architectures "
+                f"{pretrained_model_name_or_path} holds a {config_dict.get('model_type')!r} model (architectures "
                 f"{config_dict.get('architectures')}), which is no {cls._kind()} draft: pass a checkpoint whose "
-                f"model_type is {cls.model_type!r}, or a DeepSpec one (architectures ending in "
-                f"{cls.deepspec_architecture!r})"
+                f"model_type is {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge wrote"
             )
+        if foreign is not None:
+            layout = kwargs.get("sample_from_anchor")
+            config_dict = config_from_format(config_dict, foreign, sample_from_anchor=layout)
         return config_dict, kwargs
 
     @classmethod
     def _kind(cls) -> str:
         return cls.__name__.removesuffix("Config")
 
-    @classmethod
-    def _translate_deepspec(cls, source: dict[str, Any]) -> dict[str, Any]:
-        """DeepSpec writes the target's configuration with draft fields added; `model_type` stays the target's."""
-        config = copy.deepcopy(source)
-        config["target_model_type"] = config.pop("model_type")
-        config["architectures"] = [f"{cls._kind()}DraftModel"]
-        config["model_type"] = cls.model_type
-        config["tie_word_embeddings"] = False
-        # q/k/v and o share one flag in the sources.
-        config["attention_output_bias"] = config.get("attention_bias", False)
-        config["rope_parameters"] = full_attention_rope(config.get("rope_parameters"))
-        return {name: value for name, value in config.items() if name not in DEEPSPEC_LEFTOVERS}
+
+# What code that expects sound values raises on others.
+_MISREADINGS = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
+# Keys that are properties of the base class and are turned into fields by it.
+_OTHER_KEYS = ("model_type", "torch_dtype", "rope_scaling")
+# Passed on by transformers' loaders; they say nothing about a configuration.
+_LOADER_ARGUMENTS = ("trust_remote_code", "_from_pipeline", "_from_auto", "gguf_file")
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a value, in one line."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    return shortened(" ".join(str(error).split()), quote=False, size=400)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def require_decoder_only(target_config: PreTrainedConfig) -> None:
@@ -286,21 +405,8 @@ def _gated_activation(text: PreTrainedConfig) -> str:
     return getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu"
 
 
-def full_attention_rope(rope_parameters: dict | None) -> dict | None:
-    """Return the rotary parameters of a target's full-attention layers, if a draft can use them.
-
-    Gemma 3 and 4 keep one set per layer type; a draft has one, that of the full-attention layers.
-    """
-    if rope_parameters is None:
-        return None
-    flat = rope_parameters.get("full_attention", rope_parameters)
-    flat = {key: value for key, value in flat.items() if value is not None and not isinstance(value, dict)}
-    if flat.get("rope_type", "default") not in ROPE_TYPES:
-        return {"rope_type": "default", "rope_theta": flat.get("rope_theta", 1_000_000.0)}
-    return flat
-
-
-def _embedding_scale(text: PreTrainedConfig) -> float:
+def embedding_scale(text: PreTrainedConfig) -> float:
+    """Return the factor that a target puts on its embedding rows."""
     if text.model_type.startswith("gemma"):
         return float(text.hidden_size) ** 0.5
     return float(getattr(text, "embedding_multiplier", None) or 1.0)

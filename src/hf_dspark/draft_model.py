@@ -5,16 +5,24 @@ they are neither saved, nor trained, nor moved, nor kept twice. Knows nothing of
 states, of `generate()` or of policies.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .block_attention import BlockLayout
+from .checkpoint_files import HUB_ARGUMENTS, TensorInfo, listed, load_tensors, read_tensor_infos, shortened
 from .draft_config import require_decoder_only
 from .losses import LossWeights, SlotScores, block_losses
 from .policies import Policy, RoundOutcome
@@ -75,8 +83,10 @@ class DraftModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    # DeepSpec stores copies of the target's tensors; the target's own are used.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
+    # How drafts are published is known to the edges, which models do not import: the package puts its `hub` here.
+    sharing: ClassVar[ModuleType | None] = None
+    # DeepSpec stores copies of the target's tensors; the target's own are used. speculators' t2d says what d2t says.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$", r"^t2d$"]
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -94,31 +104,87 @@ class DraftModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
         """Load one of our checkpoints or a DeepSpec one.
 
+        Checkpoints may come from strangers: of the weights, safetensors alone are read, no code is run, and names,
+        shapes and types of all tensors are compared with the config before any memory is taken.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
+            args, kwargs: As in transformers, without those that choose other files.
+
         Raises:
-            ValueError: If tensors are missing, unexpected, or of another shape than the config says.
+            ValueError: If tensors are missing, unexpected, of another shape or type than the config says, or not
+                finite; if the checkpoint is damaged or holds no safetensors.
         """
-        want_info = kwargs.pop("output_loading_info", False)
-        if "config" not in kwargs:
-            hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-            kwargs["config"] = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        if pretrained_model_name_or_path is None:  # the caller has the weights
+            return super().from_pretrained(None, *args, **kwargs)
+        _refuse_other_files(kwargs)
+        name = os.fspath(pretrained_model_name_or_path)
+        hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
+        config = kwargs.pop("config", None)
+        if not isinstance(config, PreTrainedConfig):
+            config = cls.config_class.from_pretrained(name if config is None else config, **hub)
+        infos = read_tensor_infos(name, **hub)
+        tensors = load_tensors(infos, cls._expected_tensors(config, infos, name))
+        _require_finite(tensors, name)
+        # Given the tensors, transformers looks for no files, adapters or code of its own.
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.name_or_path = model.config.name_or_path = name
+        if cls._auto_class is None:  # the repository's code is not used, nor saved along
+            vars(model.config).pop("auto_map", None)
+        try:
+            model.draft_token_ids()
+        except ValueError as error:
+            raise ValueError(f"the checkpoint {name} is damaged: {error}") from None
+        return loaded
+
+    @classmethod
+    def _expected_tensors(cls, config: PreTrainedConfig, infos: dict[str, TensorInfo], name: str) -> list[str]:
+        """Return the tensors that a draft of this config has, all of which must be there as it says."""
+        ignored = re.compile("|".join(cls._keys_to_ignore_on_load_unexpected))
+        layers = {match[1] for match in map(_LAYER.match, infos) if match}
+        if len(layers) < config.num_hidden_layers:
+            raise _misfit(name, f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}")
+        with torch.device("meta"):
+            expected = cls(copy.deepcopy(config)).state_dict()
         faults = {
-            "missing": sorted(info["missing_keys"]),
-            "unexpected": sorted(info["unexpected_keys"]),
+            "missing": sorted(expected.keys() - infos.keys()),
+            "unexpected": sorted(key for key in infos.keys() - expected.keys() if not ignored.search(key)),
             "of another shape": sorted(
-                str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"]
+                key for key in expected.keys() & infos.keys() if tuple(expected[key].shape) != infos[key].shape
+            ),
+            "of another type": sorted(
+                key
+                for key in expected.keys() & infos.keys()
+                if infos[key].dtype not in (_FLOATING if expected[key].is_floating_point() else _INTEGER)
             ),
         }
         if any(faults.values()):
-            found = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in faults.items() if keys)
+            raise _misfit(name, "; ".join(f"{fault}: {listed(keys)}" for fault, keys in faults.items() if keys))
+        return list(expected)
+
+    def push_to_hub(self, repo_id: str, results: Iterable[str | Path] = (), **kwargs: Any) -> str:
+        """Publish the draft with its model card, and with the code that lets transformers alone decode with it.
+
+        Args:
+            repo_id (`str`): The repository, `user/name`; made if it does not exist.
+            results (`Iterable`): Result files, or folders of them, that the card is made of.
+            kwargs: For [`~hub.push_draft`]: `private`, `token`, `revision`, `commit_message`, `max_shard_size`,
+                `license`, ...
+
+        Returns:
+            `str`: URL of the commit.
+
+        Raises:
+            ValueError: If a result belongs to another draft or target; nothing was uploaded.
+            OSError: If the upload failed.
+        """
+        if self.sharing is None:
             raise ValueError(
-                f"the checkpoint {pretrained_model_name_or_path} does not match its config. Tensors {found}. Check "
-                "markov_rank, markov_head_type, enable_confidence_head, num_hidden_layers and the norms in "
-                "config.json."
+                "this draft came with the code of its repository, which cannot publish: install hf_dspark, load the "
+                "draft with it, and push that"
             )
-        return (model, info) if want_info else model
+        return self.sharing.push_draft(self, repo_id, results, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module | None:
         return self._borrowed[0].embedding if self._borrowed else None
@@ -166,17 +232,34 @@ class DraftModel(PreTrainedModel):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
         embedding = self._require_target().embedding
-        rows = embedding(token_ids.to(input_device(embedding)))
+        token_ids = token_ids.to(input_device(embedding))
+        with_norm = self.config.embedding_norm or not hasattr(embedding, "embed_norm")
+        rows = embedding(token_ids) if with_norm else F.embedding(token_ids, embedding.weight)
         # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it.
         if self.config.embedding_scale != 1.0 and not hasattr(embedding, "embed_scale"):
             rows = rows * self.config.embedding_scale
         return rows.to(device=self.device, dtype=self.dtype)
 
-    def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
-        """Return U_k, the target's LM head on h_k, scaled and soft-capped; `[..., V]` in the draft's dtype."""
+    def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the target's LM head says, scaled and soft-capped; `[..., V]` in the dtype of `hidden`.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[..., d]`): Hidden states after the final norm, the target's or a draft's.
+        """
         borrowed = self._require_target()
-        hidden = block_hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype)
-        logits = borrowed.lm_head(hidden).to(block_hidden)
+        logits = borrowed.lm_head(hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype))
+        return self.scaled_logits(logits.to(hidden))
+
+    def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
+        """Return U_k, the target's LM head on h_k; `[..., V]` in the draft's dtype."""
+        return self.target_logits(block_hidden)
+
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one."""
+        return None
+
+    def scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply what the target does to the output of its LM head: a factor, then a soft cap."""
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         cap = self.config.final_logit_softcapping
@@ -229,7 +312,7 @@ class DraftModel(PreTrainedModel):
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return h_1..h_γ of N anchored blocks per row along their labels, `[B, N, γ, d]`.
+        """Return h of N anchored blocks per row along their labels, `[B, N, slots, d]`.
 
         Args:
             input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
@@ -239,14 +322,39 @@ class DraftModel(PreTrainedModel):
         """
         raise NotImplementedError
 
-    def slot_inputs(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all that [`~DraftModel.slot_logits`] needs of each slot, `[..., γ, *]` each.
+    def block_layout(
+        self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> BlockLayout:
+        """Return where this draft's training blocks stand.
 
         Args:
-            hidden (`torch.Tensor` of shape `[..., γ, d]`): h_1..h_γ.
-            previous_ids (`torch.LongTensor` of shape `[..., γ]`): x*_0..x*_{γ-1}.
+            anchor_positions, anchor_mask, position_ids: As in [`BlockLayout`].
         """
-        return (hidden,)
+        return BlockLayout(anchor_positions, anchor_mask, position_ids, self.config.block_size)
+
+    def previous_ids(self, anchor_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the token before the one that each slot predicts, `[..., slots]`.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `[...]`): x_0.
+            labels (`torch.LongTensor` of shape `[..., γ]`): x*_1..x*_γ.
+        """
+        # Where the anchor's slot predicts nothing it still passes through a recurrent head, with the anchor itself.
+        anchors = anchor_ids[..., None].expand(*anchor_ids.shape, 1 + self.config.num_slots - labels.shape[-1])
+        return torch.cat([anchors, labels[..., :-1]], dim=-1)
+
+    def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
+        """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
+        return per_slot[..., -self.config.block_size :, :]
+
+    def slot_inputs(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return all that [`~DraftModel.slot_logits`] needs of each predicting slot, `[..., γ, *]` each.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[..., slots, d]`): h of all slots.
+            previous_ids (`torch.LongTensor` of shape `[..., slots]`): From [`~DraftModel.previous_ids`].
+        """
+        return (self.predicting(hidden),)
 
     def slot_logits(self, hidden: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the draft logits `[n, V]` of any n slots.
@@ -301,11 +409,11 @@ class DraftModel(PreTrainedModel):
         """
         hidden = self.block_hidden(input_ids, features, layout, labels)
         anchor_ids = input_ids.gather(1, layout.anchor_positions)
-        previous_ids = torch.cat([anchor_ids[:, :, None], labels[:, :, :-1]], dim=-1)
+        previous_ids = self.previous_ids(anchor_ids, labels)
         confidence_logits = self.slot_confidence(hidden, previous_ids)
         scores = SlotScores(
             self.slot_logits, self.slot_inputs(hidden, previous_ids), self.slot_parameters(),
-            self.base_logits, label_hidden, self.config.vocab_size,
+            self.target_logits, label_hidden, self.config.vocab_size,
         )  # fmt: skip
         losses = block_losses(scores, labels, supervised, confidence_logits, weights or LossWeights(), weight_sum)
         soft, confidence = losses.soft_cross_entropy, losses.confidence
@@ -321,7 +429,43 @@ class DraftModel(PreTrainedModel):
         )
 
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_FLOATING, _INTEGER = ("F64", "F32", "F16", "BF16"), ("I64",)
+_LAYER = re.compile(r"layers\.(\d+)\.")
+# What would make transformers read other files, or other tensors, than those that were checked.
+_OTHER_FILES = ("gguf_file", "ignore_mismatched_sizes", "key_mapping", "state_dict", "variant")
+
+
+def _refuse_other_files(kwargs: dict[str, Any]) -> None:
+    """Take out of the arguments of `from_pretrained` those that choose files, and raise a `ValueError` if one does."""
+    if kwargs.pop("use_safetensors", True) is False or kwargs.pop("weights_only", True) is False:
+        raise ValueError(
+            "drafts are loaded from safetensors only, because pickled weights can run code: leave out "
+            "use_safetensors=False and weights_only=False"
+        )
+    if (kwargs.pop("adapter_kwargs", None) or {}).get("_adapter_model_path") is not None:
+        raise ValueError("the checkpoint holds a PEFT adapter, which a draft cannot use: merge it into the weights")
+    for name in _OTHER_FILES:
+        if given := kwargs.pop(name, None):
+            raise ValueError(
+                f"drafts cannot be loaded with {name}={shortened(given)}: all weights are read from "
+                "model.safetensors, or the shards in its index, as they are. Leave it out"
+            )
+
+
+def _misfit(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"the checkpoint {name} does not match its config. Tensors {found}. Check markov_rank, markov_head_type, "
+        "enable_confidence_head, num_hidden_layers and the norms in config.json."
+    )
+
+
+def _require_finite(tensors: dict[str, torch.Tensor], name: str) -> None:
+    """Raise a `ValueError` if a weight is not a number or infinite, which only damage explains."""
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+            raise ValueError(
+                f"the checkpoint {name} is damaged: {key} has values that are not finite. Download or train it again"
+            )
 
 
 def input_device(module: nn.Module) -> torch.device:
@@ -330,7 +474,8 @@ def input_device(module: nn.Module) -> torch.device:
     for part in getattr(hook, "hooks", [hook]):  # accelerate chains several
         if getattr(part, "execution_device", None) is not None:
             return torch.device(part.execution_device)
-    return module.weight.device
+    # Packed weights have names of their own, and may be buffers.
+    return next(itertools.chain(module.parameters(), module.buffers())).device
 
 
 def check_fits(config: PreTrainedConfig, target: PreTrainedModel) -> None:
@@ -340,7 +485,11 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel) -> None:
     facts = {
         "vocab_size": (config.vocab_size, text.vocab_size),
         "hidden_size": (config.hidden_size, text.hidden_size),
-        "num_target_layers": (config.num_target_layers, text.num_hidden_layers),
+        # Where a checkpoint does not say how deep its target was, that its last layer is not tapped is what is known.
+        "num_target_layers": (
+            config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2),
+            text.num_hidden_layers,
+        ),
     }
     wrong = [f"{name}: draft {ours}, target {theirs}" for name, (ours, theirs) in facts.items() if ours != theirs]
     if wrong:

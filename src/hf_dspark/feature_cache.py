@@ -193,7 +193,7 @@ class FeatureCache:
             meta = json.loads(path.read_text())
             version, found = meta["format"], dict(meta["facts"])
             sane = version != FORMAT_VERSION or list(map(type, meta["weights"].values())) == [int, str]
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             sane = False
         if not sane:
             raise ValueError(f"{path} is damaged: delete the folder and fill the cache again")

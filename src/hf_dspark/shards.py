@@ -247,7 +247,7 @@ def read_index(path: Path) -> list[Shard]:
     for number, line in enumerate(path.read_text().rpartition("\n")[0].splitlines(), start=1):
         try:
             shards.append(Shard(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"line {number} of {path} is damaged ({error}). Delete the line, and fill the cache with the target: "
                 "its rows are computed again"
