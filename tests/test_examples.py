@@ -39,6 +39,58 @@ def test_the_fine_tuning_notebook_runs(in_examples, tmp_path, capsys):
     assert (tmp_path / "model.safetensors").exists()
 
 
+def run_notebook(name: str, small: dict) -> dict:
+    """Execute the code of a notebook with small settings; return what it left."""
+    namespace: dict = {}
+    for cell in json.loads((EXAMPLES / name).read_text())["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), name, "exec"), namespace)
+        if "parameters" in cell["metadata"].get("tags", ()):
+            assert small.keys() == {key for key in namespace if key.isupper()}
+            namespace |= small
+    return namespace
+
+
+def test_the_quickstart_notebook_gives_the_same_tokens(in_examples, capsys):
+    left = run_notebook("quickstart.ipynb", {"NUM_PROMPTS": 4, "MAX_NEW_TOKENS": 24})
+    assert left["assisted"] == left["plain"] and len(left["plain"]) == 24
+    printed = capsys.readouterr().out
+    assert "tau" in printed and "threshold" in printed
+
+
+def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, tmp_path, capsys, monkeypatch):
+    import matplotlib
+
+    from hf_dspark.profiling import known_profiles
+
+    matplotlib.use("Agg")
+    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
+    small = {"NUM_PROMPTS": 4, "NUM_TEST_PROMPTS": 3, "MAX_NEW_TOKENS": 32, "BATCH_SIZES": (1, 2), "REPETITIONS": 1}
+    try:
+        left = run_notebook("calibrate_and_schedule.ipynb", small | {"OUTPUT_DIR": str(tmp_path / "out")})
+    finally:
+        known_profiles.cache_clear()
+        matplotlib.pyplot.close("all")
+    assert left["report"].scaling.temperatures == left["draft"].config.sts_temperatures["sampled"]
+    assert left["draft"].config.sts_temperatures.keys() == {"default", "greedy", "sampled"}
+    assert (tmp_path / "out" / "config.json").exists() and list((tmp_path / "cache").glob("*.json"))
+    assert (tmp_path / "out" / "reliability.png").stat().st_size > 10_000
+    assert "scheduled" in capsys.readouterr().out
+
+
+def test_the_sharing_notebook_writes_a_card_from_results_and_loads_it_back(in_examples, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    small = {"NUM_PROMPTS": 3, "NUM_CALIBRATION_PROMPTS": 4, "MAX_NEW_TOKENS": 24, "HUB_REPOSITORY": None}
+    left = run_notebook("share.ipynb", small | {"FOLDER": str(tmp_path / "shared")})
+    printed = capsys.readouterr().out
+    assert "the same tokens: True" in printed and type(left["loaded"]).__module__.startswith("hf_dspark.")
+    card = (tmp_path / "shared" / "README.md").read_text()
+    assert f"| {left['domains']['math'].tau:.2f} |" in card and card in printed
+
+
 def test_the_fine_tuning_script_runs_and_resumes(in_examples, tmp_path, capsys, monkeypatch):
     import finetune
 

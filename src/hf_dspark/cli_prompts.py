@@ -1,0 +1,204 @@
+"""Prompt files of the command line: JSON Lines in, prompts and the faults of single lines out.
+
+Knows nothing of models; of a tokenizer only its chat template.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .conversations import read_messages
+
+FORMS = "a string, or an object with 'prompt', 'question', 'messages', 'conversations' or 'turns'"
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be answered.
+
+    Args:
+        content (`str` or `list[dict]`): A text or messages.
+        later_turns (`tuple[str, ...]`): What the user says after the first answer, the second, and so on.
+        tools (*optional*): For the chat template.
+    """
+
+    content: str | list[dict[str, Any]]
+    later_turns: tuple[str, ...] = ()
+    tools: Any = None
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file holds.
+
+    Args:
+        name (`str`): The file.
+        prompts (`list[Prompt]`): Of its sound lines, in their order.
+        faults (`list[str]`): What is wrong with the others, with their numbers.
+    """
+
+    name: str
+    prompts: list[Prompt]
+    faults: list[str]
+
+
+def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = True) -> PromptFile:
+    """Read prompts, leaving out malformed lines.
+
+    Args:
+        path (`str`): JSON Lines; `-` is stdin.
+        limit (`int`, *optional*): Take this many prompts at most.
+        several_turns (`bool`): Whether conversations with open turns are wanted.
+
+    Raises:
+        ValueError: If there is no such file, or no prompt in it.
+    """
+    rows, faults = read_json_lines(path)
+    prompts = []
+    for number, row in rows:
+        if limit is not None and len(prompts) == limit:
+            break
+        try:
+            prompt = _read_prompt(row)
+            if prompt.later_turns and not several_turns:
+                raise ValueError("has several turns, which eval and calibrate answer: give 'messages' here")
+        except ValueError as error:
+            faults.append(f"{path} line {number}: {error}")
+            continue
+        prompts.append(prompt)
+    if not prompts:
+        found = f" ({faults[0]})" if faults else ""
+        raise ValueError(f"{path} holds no prompt: each line must be JSON, {FORMS}{found}")
+    return PromptFile(path, prompts, faults)
+
+
+def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[str]]:
+    """Return the numbered values of a file, and what is wrong with the lines that are no JSON.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    if path != STDIN and not Path(path).is_file():
+        raise ValueError(f"{path}: there is no such file")
+    rows, faults = [], []
+    # Bytes: what else Unicode takes for the end of a line may stand inside of a JSON string.
+    content = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((number, json.loads(line)))
+        except ValueError as error:  # UnicodeDecodeError, too
+            faults.append(f"{path} line {number} is not JSON: {error}")
+    return rows, faults
+
+
+def as_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, no_chat_template: bool = False) -> Prompt:
+    """Make a text a user's message, if the tokenizer has a chat template that may be used.
+
+    Raises:
+        ValueError: If the prompt needs a chat template, and there is none.
+    """
+    if no_chat_template or not tokenizer.chat_template:
+        if prompt.later_turns or not isinstance(prompt.content, str):
+            reason = "which --no_chat_template forbids" if no_chat_template else "which this tokenizer lacks"
+            raise ValueError(f"messages and several turns need a chat template, {reason}: give texts")
+        return prompt
+    if isinstance(prompt.content, str):
+        return replace(prompt, content=[{"role": "user", "content": prompt.content}])
+    return prompt
+
+
+def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> list[int]:
+    """Return the tokens of a prompt, through the chat template if it is a conversation.
+
+    Args:
+        prompt ([`Prompt`]): From [`as_chat`].
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        thinking (`bool`, *optional*): `enable_thinking` for the template; not given if `None`.
+
+    Raises:
+        ValueError: If it has no tokens, or the template refuses it.
+    """
+    if isinstance(prompt.content, str):
+        ids = tokenizer(prompt.content)["input_ids"]
+    else:
+        options = {} if thinking is None else {"enable_thinking": thinking}
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt.content,
+                tools=prompt.tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **options,
+            )["input_ids"]
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template refuses {_shortened(prompt.content)}: {error}") from error
+    if not ids:
+        raise ValueError(f"a prompt has no tokens: {_shortened(prompt.content)}")
+    return ids
+
+
+def expand_turns(prompts: Sequence[Prompt], answer: Callable[[list[Prompt]], list[str]]) -> list[Prompt]:
+    """Return one prompt per turn: the conversation so far, with answers to the turns before.
+
+    Args:
+        prompts (`Sequence[Prompt]`): Conversations, as messages where there are later turns.
+        answer (`Callable`): Returns the answers to some prompts, in their order.
+    """
+    expanded, open_prompts = list(prompts), [prompt for prompt in prompts if prompt.later_turns]
+    while open_prompts:
+        answers = answer(open_prompts)
+        following = [_next_turn(prompt, text) for prompt, text in zip(open_prompts, answers, strict=True)]
+        expanded += following
+        open_prompts = [prompt for prompt in following if prompt.later_turns]
+    return expanded
+
+
+def _next_turn(prompt: Prompt, answer: str) -> Prompt:
+    said, *later = prompt.later_turns
+    messages = [*prompt.content, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    return replace(prompt, content=messages, later_turns=tuple(later))
+
+
+def _read_prompt(row: Any) -> Prompt:
+    if isinstance(row, str):
+        return _text(row)
+    if not isinstance(row, Mapping):
+        raise ValueError(f"must be {FORMS}, got {_shortened(row)}")
+    given = {name: value for name, value in row.items() if value is not None}
+    names = ("turns", "messages", "conversations", "prompt", "question")
+    name = next((name for name in names if name in given), None)
+    if name is None:
+        raise ValueError(f"must be {FORMS}, got an object with {sorted(given) or 'nothing'}")
+    value, tools = given[name], given.get("tools")
+    if name == "turns":
+        if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
+            raise ValueError(f"'turns' must be a list of strings, the user's, got {_shortened(value)}")
+        return Prompt(value[0], tuple(value[1:]), tools)
+    if isinstance(value, str):
+        return replace(_text(value), tools=tools)
+    messages = read_messages(value)
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]  # it is answered anew
+    if not messages:
+        raise ValueError(f"{name!r} holds no message before the answer")
+    return Prompt(messages, tools=tools)
+
+
+def _text(text: str) -> Prompt:
+    if not text:
+        raise ValueError("the prompt is empty")
+    return Prompt(text)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
