@@ -18,12 +18,12 @@ from hf_dspark.throughput import ThroughputTable
 def own_cache(tmp_path, monkeypatch):
     """Each test has an empty cache and no shipped tables, and has been told nothing."""
     shipped = tmp_path / "package"
-    (shipped / "tables").mkdir(parents=True)
+    shipped.mkdir()
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(profiling.resources, "files", lambda package: shipped)
+    monkeypatch.setattr(profiling, "SHIPPED_TABLES", shipped)
     monkeypatch.setattr(profiling, "_told", set())
     known_profiles.cache_clear()
-    yield shipped / "tables"
+    yield shipped
     known_profiles.cache_clear()
 
 

@@ -5,15 +5,18 @@ from importlib import import_module
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from . import hub as _hub
 from .calibration import TemperatureScaling, measure_calibration
 from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
 from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
+from .draft_model import DraftModel as _DraftModel
 from .evaluation import AcceptanceReport, compare_domains, measure_acceptance, measure_domains, tokens_per_pass
 from .generate_hook import decode_with
 from .generate_hook import install as _install_generate_hook
 from .generate_many import Completion, generate_many
+from .hub import push_draft, save_repository, write_card, write_remote_code
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
 from .policies import (
@@ -41,6 +44,7 @@ for _config, _model in ((DSparkConfig, DSparkDraftModel), (Eagle3Config, Eagle3D
     AutoModel.register(_config, _model)
     AutoModelForCausalLM.register(_config, _model)
 _install_generate_hook()
+_DraftModel.sharing = _hub
 
 __all__ = [
     "AcceptanceReport",
@@ -85,10 +89,14 @@ __all__ = [
     "measure_calibration",
     "measure_domains",
     "profile_throughput",
+    "push_draft",
     "regenerate",
     "regenerate_with_endpoint",
     "save_cost",
+    "save_repository",
     "tokens_per_pass",
+    "write_card",
+    "write_remote_code",
 ]
 
 

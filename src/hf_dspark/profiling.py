@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 GEOMETRY = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
             "vocab_size")  # fmt: skip
+# Not there where this module is part of a draft's remote code.
+SHIPPED_TABLES = Path(__file__).parent / "tables"
 
 
 @dataclass(frozen=True)
@@ -371,10 +372,7 @@ def known_profiles() -> dict[str, ThroughputProfile]:
     """Return this user's measurements, then the shipped ones, by origin."""
     profiles = {}
     files = sorted(cache_folder().glob("*.json")) if cache_folder().is_dir() else []
-    shipped = sorted(
-        (path for path in (resources.files("hf_dspark") / "tables").iterdir() if path.name.endswith(".json")),
-        key=lambda path: path.name,
-    )
+    shipped = sorted(SHIPPED_TABLES.glob("*.json"))
     for origin, path in [(f"{path}", path) for path in files] + [(f"shipped {path.name}", path) for path in shipped]:
         try:
             profiles[origin] = ThroughputProfile.from_dict(json.loads(path.read_text()), origin)

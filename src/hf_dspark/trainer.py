@@ -8,18 +8,19 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -28,7 +29,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from .block_attention import BlockLayout
+from .checkpoint_files import read_config, read_json
 from .configuration_eagle3 import Eagle3Config
 from .conversations import prepare_rows
 from .data import (
@@ -51,6 +52,13 @@ from .training_metrics import BlockMetrics
 
 RUN_FACTS_FILE = "dspark_run.json"
 SPLITS = ("train", "eval")
+# What a result file says about a run; no paths, no tokens.
+REPORTED_ARGUMENTS = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
+    "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "seed", "data_seed",
+    "num_anchors", "cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight",
+    "position_decay", "max_length", "packing", "chat_template_kwargs",
+)  # fmt: skip
 
 
 @dataclass
@@ -172,6 +180,7 @@ class DSparkTrainer(Trainer):
             raise ValueError(
                 "the target's states are needed: pass target=..., or args.feature_cache_dir that holds them"
             )
+        self.target = target
         self.source = TargetSource(target, cache, model.config, args.device)
         self.source.lend_to(model)
         if args.packing and target is not None:
@@ -236,8 +245,8 @@ class DSparkTrainer(Trainer):
         digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         anchors, real = sample_anchors(batch["loss_mask"], batch["position_ids"], self.args.num_anchors, generator)
-        layout = BlockLayout(anchors, real, batch["position_ids"], self._draft.config.block_size)
-        return cut_blocks(batch["input_ids"], batch["loss_mask"], layout)
+        layout = self._draft.block_layout(anchors, real, batch["position_ids"])
+        return cut_blocks(batch["input_ids"], batch["loss_mask"], layout, self._draft.draft_token_ids())
 
     @property
     def _draft(self) -> DraftModel:
@@ -356,6 +365,79 @@ class DSparkTrainer(Trainer):
             self._metrics["train"].reset()
         super().log(logs, start_time)
 
+    # Sharing
+
+    def run_report(self) -> dict[str, Any]:
+        """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last."""
+        arguments = self.args.to_dict()
+        of_split = (
+            [entry for entry in self.state.log_history if name in entry] for name in ("loss", f"{self._reported}loss")
+        )
+        metrics = {name: value for entries in of_split for name, value in (entries[-1] if entries else {}).items()}
+        return {
+            "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": self.args.world_size},
+            "num_rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
+            "steps": self.state.global_step,
+            "metrics": metrics,
+        }
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset: str | list[str] | None = None, **card: Any
+    ) -> None:
+        """Write what belongs to a draft's repository besides weights into `args.output_dir`.
+
+        These are the result file of this run (`results/training.json`), the model card made of all result files in
+        `results`, and the code for `trust_remote_code`. The draft must have been saved there.
+
+        Args:
+            model_name (`str`, *optional*): Title of the card; the repository's name unless given.
+            dataset (`str` or `list[str]`, *optional*): Ids of the data sets on the Hub.
+            card: For [`~model_card.model_card`]: `license`, `language`, `tags`, ...
+        """
+        if not self.is_world_process_zero():
+            return
+        named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
+        self._draft.sharing.write_training_card(
+            self._draft, self.target, self.args.output_dir, self.run_report(),
+            repo_id=self.hub_model_id or model_name, **named, **card,
+        )  # fmt: skip
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> str | Future | None:
+        """Save the draft and publish it, with its card and code; nothing else of `args.output_dir` is uploaded.
+
+        Args:
+            commit_message (`str`, *optional*): Of the commit.
+            blocking (`bool`): Whether to wait for the upload.
+            token, revision, private (*optional*): As in `args`, which they come before.
+            card: For [`~DSparkTrainer.create_model_card`].
+
+        Returns:
+            `str`: URL of the commit, or a future of it; `None` but in the main process.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**card)
+        self._finish_current_push()
+        upload = partial(
+            self._draft.sharing.upload_repository, self.args.output_dir, self.hub_model_id, token=token,
+            private=self.args.hub_private_repo if private is None else private,
+            revision=self.args.hub_revision if revision is None else revision, commit_message=commit_message,
+        )  # fmt: skip
+        return upload() if blocking else HfApi().run_as_future(upload)
+
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -394,7 +476,7 @@ class DSparkTrainer(Trainer):
     def _require_same_run(self, path: Path) -> None:
         if not path.exists():  # a checkpoint of another trainer
             return
-        before, now = json.loads(path.read_text()), self.run_facts()
+        before, now = read_json(path), self.run_facts()
         different = [
             f"{name}: then {before[name]}, now {now[name]}"
             for name in now
@@ -425,9 +507,8 @@ class _RunCallback(TrainerCallback):
 
 def _load_draft(path: str) -> DraftModel:
     """Load a draft of whatever kind, with weights that training can move."""
-    config, _ = PreTrainedConfig.get_config_dict(path)
-    architectures = [str(name) for name in config.get("architectures") or ()]
-    is_eagle3 = config.get("model_type") == Eagle3Config.model_type or any("Eagle3" in name for name in architectures)
+    config = read_config(path)
+    is_eagle3 = config.get("model_type") == Eagle3Config.model_type or "Eagle3" in str(config.get("architectures"))
     return (Eagle3DraftModel if is_eagle3 else DSparkDraftModel).from_pretrained(path, dtype=torch.float32)
 
 
