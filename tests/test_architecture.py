@@ -15,17 +15,24 @@ MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py
 
 MATHS = {"sampling", "noise", "throughput", "policies", "calibration", "losses"}
 MODELS = {
+    "adapters",
     "block_attention",
     "borrowed_weights",
+    "checkpoint_engines",
+    "checkpoint_files",
+    "checkpoint_formats",
+    "checkpoint_rows",
     "configuration_dspark",
     "configuration_eagle3",
     "draft_config",
     "draft_heads",
     "draft_model",
     "fingerprint",
+    "int8_outliers",
     "modeling_dspark",
     "modeling_eagle3",
     "range_attention",
+    "rope_parameters",
     "slot_attention",
     "slot_cache",
 }
@@ -49,7 +56,7 @@ MAY_IMPORT = {
     "training": MATHS | MODELS | SHARED | TRAINING,
 }
 RULED = sorted(name for name in MODULES if any(name in group for group in GROUPS.values()))
-IMPORTED_WHERE_USED = {"matplotlib", "datasets", "bitsandbytes"}
+IMPORTED_WHERE_USED = {"matplotlib", "datasets", "bitsandbytes", "peft"}
 
 PRIVATE_GENERATION_NAMES = {
     name

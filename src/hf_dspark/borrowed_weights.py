@@ -3,6 +3,7 @@
 Knows nothing of what else is kept, and nothing of drafts.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,6 @@ def _plain_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def _ask(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    weight = getattr(module, "weight", None)  # of an offloaded module, the hook takes the input where it wants it
-    device = "cpu" if weight is None or weight.is_meta else weight.device
+    held = next(itertools.chain(module.parameters(), module.buffers()))  # packed weights have names of their own
+    device = "cpu" if held.is_meta else held.device  # an offloaded module's hook takes the input where it wants it
     return module(inputs.to(device)).cpu()

@@ -6,7 +6,8 @@ through its `CandidateGenerator` interface. Knows nothing of how it is reached f
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from numbers import Real
 from types import TracebackType
@@ -19,6 +20,7 @@ from transformers.generation import CandidateGenerator
 from .calibration import calibrated_confidence
 from .draft_model import DraftModel
 from .feature_capture import FeatureCapture
+from .int8_outliers import has_outliers, outliers_of_each
 from .noise import BlockNoise, block_noise
 from .policies import Policy, RoundOutcome
 from .processing import BlockProcessor, Prefix
@@ -30,32 +32,60 @@ from .throughput import Load
 WAITING_AT_MOST = 128
 
 
+@dataclass(frozen=True)
+class RoundSeconds:
+    """How long one round took, for all its requests together.
+
+    On an accelerator, work that is still queued counts for whoever waits for it.
+
+    Attributes:
+        num_requests (`int`): Requests that it served.
+        draft, verify, total (`float`): Host time in the draft, in the target's verification pass, and in all.
+    """
+
+    num_requests: int
+    draft: float
+    verify: float
+    total: float
+
+
 @dataclass
 class RoundStatistics:
     """What happened in one `generate()` call, round by round.
 
     The first new token comes out of the prefill and belongs to no round. In a batch, each request of a round has its
-    own entry in the lists, and counts as a round of its own.
+    own entry in the lists, and counts as a round of its own; only `seconds` has one entry for the whole round.
 
     Attributes:
         proposed (`list[int]`): Draft tokens sent to verification in each round.
         accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token.
         confidence (`list[torch.Tensor | None]`): Calibrated c_1..c_γ of each round's block, `[γ]`; `None` where
             nothing was drafted or the draft has no confidence head.
-        draft_seconds, verify_seconds, total_seconds (`float`): Host time in the draft, in the target's verification
-            passes, and in all rounds. On an accelerator, work that is still queued counts for whoever waits for it.
-        prefill_seconds (`float`): Host time until the first new token.
+        request_ids (`list[int]`): Whose entry it is; the row of a `generate()` call, the prompt's place in
+            `generate_many`.
+        seconds (`list[RoundSeconds]`): Of each round. A round of R requests belongs to the next R entries of the
+            other lists.
+        prefill_seconds (`float`): Host time in the target until the first new token.
         policy ([`Policy`], *optional*): Who decided.
     """
 
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     confidence: list[torch.Tensor | None] = field(default_factory=list)
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    total_seconds: float = 0.0
+    request_ids: list[int] = field(default_factory=list)
+    seconds: list[RoundSeconds] = field(default_factory=list)
     prefill_seconds: float = 0.0
     policy: Policy | None = None
+
+    @classmethod
+    def joined(cls, parts: Iterable["RoundStatistics"]) -> "RoundStatistics":
+        """Put the rounds of several calls one behind the other."""
+        whole = cls()
+        for part in parts:
+            for name in ("proposed", "accepted", "confidence", "request_ids", "seconds"):
+                getattr(whole, name).extend(getattr(part, name))
+            whole.prefill_seconds += part.prefill_seconds
+        return whole
 
     @property
     def rounds(self) -> int:
@@ -73,9 +103,38 @@ class RoundStatistics:
         return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else float("nan")
 
     @property
+    def draft_seconds(self) -> float:
+        """Time of the rounds in the draft."""
+        return sum(part.draft for part in self.seconds)
+
+    @property
+    def verify_seconds(self) -> float:
+        """Time of the rounds in the target's verification passes."""
+        return sum(part.verify for part in self.seconds)
+
+    @property
+    def total_seconds(self) -> float:
+        """Time of the rounds."""
+        return sum(part.total for part in self.seconds)
+
+    @property
     def rest_seconds(self) -> float:
         """Time of the rounds outside draft and verification."""
         return self.total_seconds - self.draft_seconds - self.verify_seconds
+
+    def seconds_of_entries(self) -> list[RoundSeconds]:
+        """Return the round that each entry was part of."""
+        return [part for part in self.seconds for _ in range(part.num_requests)]
+
+    def conditional_acceptance(self, block_size: int) -> list[float]:
+        """Return, of each draft position 1..γ, the share accepted where all before it were; `nan` if never reached."""
+        positions = range(1, block_size + 1)
+        return [_share(self.accepted_at(position), self.reached(position)) for position in positions]
+
+    def survival(self, block_size: int) -> list[float]:
+        """Return, of each draft position 1..γ, the share of rounds accepted up to it among those that proposed it."""
+        positions = range(1, block_size + 1)
+        return [_share(self.accepted_at(position), self.proposed_at(position)) for position in positions]
 
     def proposed_at(self, position: int) -> int:
         """Rounds that sent a token at a draft position (1..γ) to verification."""
@@ -91,6 +150,10 @@ class RoundStatistics:
     def accepted_at(self, position: int) -> int:
         """Rounds that accepted the token at a draft position (1..γ)."""
         return sum(length >= position for length in self.accepted)
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else float("nan")
 
 
 @dataclass(frozen=True)
@@ -198,7 +261,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._proposal = Proposal(torch.zeros(1, dtype=torch.long))
         self._forward_started = 0.0
         self._round_started = 0.0
+        self._draft_seconds = 0.0
+        self._verify_seconds = 0.0
         self._timers: list[torch.utils.hooks.RemovableHandle] = []
+        self._apart = ExitStack()
 
     def __enter__(self) -> "DSparkCandidateGenerator":
         self._capture.__enter__()
@@ -213,6 +279,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ) -> None:
         for handle in self._timers:
             handle.remove()
+        self._apart.close()
         self._capture.__exit__(kind, error, trace)
         self.draft.last_stats = self.statistics
 
@@ -224,7 +291,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._round_started == 0.0:
             self.statistics.prefill_seconds += elapsed
         else:
-            self.statistics.verify_seconds += elapsed
+            self._verify_seconds += elapsed
 
     def take_features(self) -> torch.Tensor:
         """Return the tapped layers of the target's latest forward pass, `[B, S, m*d]`."""
@@ -233,6 +300,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def start_round(self) -> None:
         """Note that a round begins: forward passes count as verification."""
         self._round_started = time.perf_counter()
+        self._draft_seconds = self._verify_seconds = 0.0
 
     def start_prefill(self) -> None:
         """Note that forward passes count as prefill from now on."""
@@ -274,7 +342,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             confidence = confidence.cpu() if self.policy.requires_confidence else confidence
         lengths = self._planned_lengths(confidence, max_lengths, load)
         proposal = Proposal(self._cut_behind_eos(block.token_ids, lengths), block, confidence)
-        self.statistics.draft_seconds += time.perf_counter() - started
+        self._draft_seconds = time.perf_counter() - started
         return proposal
 
     def _room(self, request: Request) -> int:
@@ -364,8 +432,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 an observer.
         """
         now = time.perf_counter()
-        seconds, self._round_started = now - self._round_started, now
-        self.statistics.total_seconds += seconds
+        seconds = now - self._round_started
+        self.statistics.seconds.append(RoundSeconds(len(requests), self._draft_seconds, self._verify_seconds, seconds))
+        self._round_started, self._draft_seconds, self._verify_seconds = now, 0.0, 0.0
+        self.statistics.request_ids.extend(request.id for request in requests)
         self.statistics.proposed.extend(proposal.lengths.tolist())
         self.statistics.accepted.extend(committed - 1 for committed in num_committed)
         confidence = proposal.confidence
@@ -412,6 +482,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             rule = StopRule(StoppingCriteriaList())
             self._request = Request(0, input_ids[0], 0, self._max_length, self._processors, rule)
             self._request.features.append(self._prompt_features(model_kwargs))
+            if has_outliers(self._target):  # from now on, the target sees blocks where plain decoding sees tokens
+                self._apart.enter_context(outliers_of_each(()))
         else:
             # The last forward saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
             self._request.features.append(self.take_features()[0, : int(n_last_matches) + 1])

@@ -25,7 +25,7 @@ from .calibration import (
     fit_temperatures,
     measure_calibration,
 )
-from .draft_model import DraftModel
+from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
 from .policies import FullBlock, RoundOutcome
 
@@ -117,7 +117,7 @@ def collect_rounds(
                 continue
             rounds: list[CalibrationRounds] = []
             draft.observer = partial(_record, rounds)
-            input_ids = torch.tensor([row], device=target.device)
+            input_ids = torch.tensor([row], device=input_device(target.get_input_embeddings()))
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 target.generate(input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options)

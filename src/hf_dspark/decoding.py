@@ -6,7 +6,7 @@ requests come to be.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .draft_model import input_device
+from .int8_outliers import has_outliers, outliers_of_each
 from .noise import BlockNoise
 from .processing import Prefix, Scores
 from .request import Request
@@ -96,6 +97,7 @@ class DecodingLoop:
         self._on_commit = on_commit
         self._device = generator.draft.device
         self._input_device = input_device(target.get_input_embeddings())
+        self._has_outliers = has_outliers(target)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -138,7 +140,10 @@ class DecodingLoop:
         inputs = {"input_ids": packed} if token_ids.dim() == 1 else {"inputs_embeds": packed}
         if self._keeps_some_logits:
             inputs["logits_to_keep"] = 0 if wanted is None else wanted.to(self._input_device)
-        with packed_pass(self.cache, layout):
+        # As plain decoding would show them to 8-bit layers: a prompt whole, what follows token by token.
+        together = () if wanted is None else layout.counts
+        apart = outliers_of_each(together) if self._has_outliers else nullcontext()
+        with packed_pass(self.cache, layout), apart:
             outputs = self._target(
                 **inputs,
                 position_ids=layout.position_ids(self._input_device),

@@ -20,9 +20,13 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
     """
     decoder = target.get_decoder()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return module
+    lists = [
+        (path.count("."), module)
+        for path, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if lists:
+        return min(lists, key=lambda found: found[0])[1]  # a vision tower of the same depth is further inside
     raise ValueError(
         f"no list of {depth} decoder layers found in {type(decoder).__name__}: DSpark taps decoder layers by forward "
         "hooks and does not know where this architecture keeps them"

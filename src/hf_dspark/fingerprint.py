@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .adapters import adapter_facts
+
 _CHUNK_WORDS = 2**18
 
 
@@ -18,7 +20,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of a model's dtype, and of the names, shapes and values of all its weights.
 
     Equal on every device, whether weights are offloaded or not; packed weights of quantised models count with their
-    scales. Weights on the meta device that no hook can load count with their names and shapes alone.
+    scales, adapters with whether they are at work. Weights on the meta device that no hook can load count with their
+    names and shapes alone.
 
     Args:
         model (`PreTrainedModel`): Target or draft. Offloaded weights are loaded module by module.
@@ -39,6 +42,7 @@ def fingerprint(model: PreTrainedModel) -> str:
             for name, value in state.items():
                 digest.update(name.encode())
                 _update(digest, value, factors)
+            digest.update((adapter_facts(module) or "").encode())
     return digest.hexdigest()[:16]
 
 

@@ -7,7 +7,7 @@ through.
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import CandidateGenerator, GenerationMixin, GenerationMode
 
+from .adapters import forget_adapters_by_row, why_not_with_adapters
 from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
@@ -93,16 +94,21 @@ def _wrap_prepare(original):
 
     @functools.wraps(original)
     def prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
-        sources = (kwargs, vars(generation_config or GenerationConfig()), vars(self.generation_config))
-        chosen = {
-            name: next((source[name] for source in sources if source.get(name) is not None), None)
-            for name in CUTOFF_ARGUMENTS
-        }
+        chosen = chosen_cutoff(kwargs, generation_config, self.generation_config)
         prepared, model_kwargs = original(self, generation_config, **kwargs)
         prepared._hf_dspark_cutoff = chosen
         return prepared, model_kwargs
 
     return prepare_generation_config
+
+
+def chosen_cutoff(kwargs: Mapping[str, Any], *configs: GenerationConfig | None) -> dict[str, Any]:
+    """Return the cut-off arguments that the user set: the call's own ones first, then those of each configuration."""
+    sources = (kwargs, *(vars(config) for config in configs if config is not None))
+    return {
+        name: next((source[name] for source in sources if source.get(name) is not None), None)
+        for name in CUTOFF_ARGUMENTS
+    }
 
 
 def _wrap_validate(original):
@@ -113,6 +119,7 @@ def _wrap_validate(original):
         draft = generation_mode_kwargs.get("assistant_model")
         if is_draft(draft):
             check_fits(draft.config, self)
+            _check_adapters(self, num_rows=1)
             _check_options(generation_mode, generation_config, generation_mode_kwargs)
             _policy(draft, self, generation_config)
             if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
@@ -154,6 +161,7 @@ def _wrap_decoding(original):
         }
         if not is_draft(assistant_model):
             return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
+        _check_adapters(self, len(input_ids))
         reason = _needs_transformers_loop(self, assistant_model, len(input_ids), generation_config, kwargs)
         if reason is None:
             call = _checked_call(self, assistant_model, input_ids, **prepared, **kwargs)
@@ -208,6 +216,7 @@ def prepare_with(draft: PreTrainedModel, together: int = 1) -> Callable[..., Cal
         check_fits(draft.config, target)
         mode = generation_config.get_generation_mode()
         plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        _check_adapters(target, num_rows=max(len(input_ids), together))
         _check_options(GenerationMode.ASSISTED_GENERATION if plain else mode, generation_config, {})
         lists = ("logits_processor", "stopping_criteria")
         others = {name: value for name, value in prepared.items() if name not in lists}
@@ -236,6 +245,8 @@ KNOWN_ARGUMENTS = {
     "tokenizer",
     "assistant_tokenizer",
 }
+# Which tokens of a prompt are images: all zero for text.
+MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -247,17 +258,21 @@ def _needs_transformers_loop(
     kwargs: dict[str, Any],
 ) -> str | None:
     """Return why our loop cannot decode this; `None` if it can."""
-    unknown = sorted(key for key, value in kwargs.items() if key not in KNOWN_ARGUMENTS and value is not None)
+    unknown = sorted(
+        key
+        for key, value in kwargs.items()
+        if key not in KNOWN_ARGUMENTS and value is not None and not _is_of_text_alone(target, key, value)
+    )
     position_ids = kwargs.get("position_ids")
     if draft.use_transformers_loop:
         return "draft.use_transformers_loop is set"
     reason = why_not_by_slots(target)
     if reason is not None:
         return reason
+    if unknown:
+        return f"the target gets arguments that belong to whole prompts, such as images ({', '.join(unknown)})"
     if position_ids is not None and not _are_usual(position_ids, kwargs):
         return "position_ids are not those that follow from the attention mask"
-    if unknown:
-        return f"the target gets arguments that belong to whole prompts ({', '.join(unknown)})"
     if kwargs.get("synced_gpus"):
         return "synced_gpus keeps ranks in step, which rounds of different lengths do not"
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
@@ -267,9 +282,19 @@ def _needs_transformers_loop(
     return None
 
 
+def _is_of_text_alone(target: PreTrainedModel, name: str, value: Any) -> bool:
+    """Tell what a multimodal target is given along with texts that have no images: no encodings, types all zero."""
+    if name == "mm_encoder_outputs":
+        return not value
+    is_multimodal = target.config.get_text_config(decoder=True) is not target.config
+    return is_multimodal and name in MODALITY_ARGUMENTS and not bool(value.any())
+
+
 def _are_usual(position_ids: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Tell whether positions count the tokens that are no padding, from 0."""
+    """Tell whether positions count the tokens that are no padding, from 0; in each dimension, if they have several."""
     mask = kwargs.get("attention_mask")
+    if position_ids.dim() == 3:
+        return all(_are_usual(dimension, kwargs) for dimension in position_ids)
     if position_ids.dim() != 2:
         return False
     if mask is None:
@@ -352,6 +377,13 @@ def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> No
         )
 
 
+def _check_adapters(target: PreTrainedModel, num_rows: int) -> None:
+    reason = why_not_with_adapters(target, num_rows)
+    if reason is not None:
+        forget_adapters_by_row(target)
+        raise ValueError(f"{type(target).__name__} cannot be assisted as it is: {reason}")
+
+
 def _check_options(
     generation_mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]
 ) -> None:
@@ -392,13 +424,14 @@ def _check_rows(
         raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
-    size = target.get_input_embeddings().num_embeddings
+    text = target.config.get_text_config(decoder=True)
+    size = getattr(target.get_input_embeddings(), "num_embeddings", text.vocab_size)  # adapters do not tell it
     if embeds is None and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
         raise ValueError(
             f"the prompt has token ids from {int(input_ids.min())} to {int(input_ids.max())}, the target knows 0 to "
             f"{size - 1}: use the target's tokenizer"
         )
-    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and int(lengths.max()) > longest:
         raise ValueError(
             f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"

@@ -317,7 +317,10 @@ def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
         )
     shortest = min(len(known), len(token_ids))
     same = int((known.to(token_ids.device)[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
-    if same < shortest and len(token_ids) < len(known) and same < len(token_ids) // 2:
+    # An answer may have lost its long thoughts since then; but where even the last prompt is gone, or only what is new
+    # was given, hardly anything is the same.
+    expected = min(len(token_ids), cache.prompt_lengths[row]) // 2
+    if same < shortest and len(token_ids) < len(known) and same < expected:
         raise ValueError(
             f"past_key_values holds {len(known)} tokens of sequence {row}, and of the {len(token_ids)} given only the "
             f"first {same} are the same: for another conversation pass no past_key_values; to continue this one pass "
@@ -346,7 +349,7 @@ def _continue_drafting(cache: SlotCache, draft: DraftModel, requests: Sequence[R
         cache.draft = SlotCache(cache.num_rows, num_layers=draft.config.num_hidden_layers)
         cache.drafted_by = weakref.ref(draft)
         cache.waiting_features, cache.unseen = [[] for _ in requests], list(cache.lengths)
-    cache.draft.limit = cache.limit + draft.config.block_size
+    cache.draft.limit = cache.limit + draft.config.num_slots
     for row, request in enumerate(requests):
         known, context = cache.lengths[row] - cache.unseen[row], cache.draft.lengths[row]
         cache.unseen[row] = min(cache.unseen[row], cache.lengths[row])
@@ -372,6 +375,7 @@ def _arrange_rows(
         prompt.known_ids(request.token_ids[: request.length - 1].clone())
         for request, prompt in zip(requests, prompts, strict=True)
     ]
+    cache.prompt_lengths = [prompt.cached + len(prompt.fed) for prompt in prompts]
     cache.waiting_features = [list(request.features) for request in requests]
 
 

@@ -4,6 +4,7 @@ Registered as an attention implementation of transformers. The masks are the tar
 sliding, chunked), asked about slots and positions instead of columns. Knows nothing of drafts.
 """
 
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from transformers.masking_utils import causal_mask_function
 
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
-NAME = "hf_dspark_slots"
+# transformers keeps one function per name, and there is a copy of this module for each draft that brings its own code.
+NAME = f"hf_dspark_slots_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,6 @@ def why_not_by_slots(target: PreTrainedModel) -> str | None:
         return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
     if others:
         return f"{name} has layers that are not attention ({', '.join(others)})"
-    if any("mrope_section" in part for part in rope_parameters(target)):
-        return f"{name} has positions of more than one dimension"
     return None
 
 

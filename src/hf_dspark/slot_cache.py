@@ -75,7 +75,7 @@ class SlotLayout:
         """Return row in this pass, column and slot of each token, `[T]` each; made once per device."""
         if device not in self._indices:
             counts, starts = torch.tensor(self.counts), torch.tensor(self.starts)
-            rows = torch.arange(self.num_rows).repeat_interleave(counts)
+            rows = torch.arange(self.num_rows).repeat_interleave(counts, output_size=self.num_tokens)
             columns = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[rows]
             index = (rows, columns, columns + starts[rows])
             self._indices[device] = tuple(part.to(device, non_blocking=True) for part in index)
@@ -132,6 +132,7 @@ class SlotCache(Cache):
         token_ids (`list[torch.Tensor | None]`, *optional*): The tokens in the committed slots of each row, `None`
             where they are not known: a later turn of the same conversation is recognised by them. `None` altogether
             while a call is under way, or was interrupted.
+        prompt_lengths (`list[int]`): How many of them were given with the latest call, of each row.
         draft (`SlotCache`, *optional*): The draft's context of the same rows.
         drafted_by (`weakref.ref`, *optional*): The draft model whose context that is.
         waiting_features (`list[list[torch.Tensor]]`): Tapped target layers of committed tokens of each row that are
@@ -146,6 +147,7 @@ class SlotCache(Cache):
         self.num_layers = num_layers
         self.lengths = [0] * num_rows
         self.token_ids: list[torch.Tensor | None] | None = None
+        self.prompt_lengths: list[int] = []
         self.draft: SlotCache | None = None
         self.drafted_by: weakref.ref | None = None
         self.waiting_features: list[list[torch.Tensor]] = []
