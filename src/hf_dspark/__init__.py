@@ -81,7 +81,9 @@ __all__ = [
     "check_target",
     "collect_rounds",
     "compare_domains",
+    "convert_checkpoint",
     "decode_with",
+    "export_checkpoint",
     "find_cost",
     "generate_many",
     "load_cost",
@@ -100,12 +102,14 @@ __all__ = [
 ]
 
 
-# Who only decodes does not pay for what training needs, which is slow to import.
+# Who only decodes does not pay for what others need.
 _IMPORTED_WHEN_USED = {
     "DSparkTrainer": "trainer",
     "DSparkTrainingArguments": "trainer",
     "FeatureCache": "feature_cache",
     "cache_features": "feature_cache",
+    "convert_checkpoint": "checkpoints",
+    "export_checkpoint": "checkpoints",
     "regenerate": "regeneration",
     "regenerate_with_endpoint": "regeneration",
 }
