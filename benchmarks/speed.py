@@ -6,6 +6,7 @@ python benchmarks/speed.py --output benchmarks/results/speed.json
 
 import argparse
 import json
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -77,30 +78,25 @@ def measure(
 
 
 def summary(policy: str, temperature: float, plain: list[Run], runs: list[Run], block_size: int) -> Cell:
-    stats = [run.stats for run in runs]
-    rounds = sum(stat.rounds for stat in stats)
-    accepted, proposed = (sum(sum(getattr(stat, name)) for stat in stats) for name in ("accepted", "proposed"))
+    stats = RoundStatistics.joined(run.stats for run in runs)
     plain_seconds, seconds = (statistics.median(run.seconds_per_token for run in part) for part in (plain, runs))
-    slots = range(1, block_size + 1)
-    reached = [sum(stat.reached(k) for stat in stats) for k in slots]
     identical = sum(a.tokens == b.tokens for a, b in zip(plain, runs, strict=True))
     return Cell(
         temperature=temperature,
         policy=policy,
-        tau=1 + accepted / rounds,
-        acceptance_rate=accepted / max(1, proposed),
-        proposed_per_round=proposed / rounds,
+        tau=stats.tau,
+        acceptance_rate=0.0 if math.isnan(stats.acceptance_rate) else stats.acceptance_rate,
+        proposed_per_round=sum(stats.proposed) / stats.rounds,
         conditional_acceptance=[
-            round(sum(stat.accepted_at(k) for stat in stats) / max(1, count), 4)
-            for k, count in zip(slots, reached, strict=True)
+            0.0 if math.isnan(share) else round(share, 4) for share in stats.conditional_acceptance(block_size)
         ],
         plain_tokens_per_second=1 / plain_seconds,
         tokens_per_second=1 / seconds,
         speedup=plain_seconds / seconds,
         identical_outputs=None if temperature else identical,
-        draft_ms_per_round=1e3 * sum(stat.draft_seconds for stat in stats) / rounds,
-        verify_ms_per_round=1e3 * sum(stat.verify_seconds for stat in stats) / rounds,
-        rest_ms_per_round=1e3 * sum(stat.rest_seconds for stat in stats) / rounds,
+        draft_ms_per_round=1e3 * stats.draft_seconds / stats.rounds,
+        verify_ms_per_round=1e3 * stats.verify_seconds / stats.rounds,
+        rest_ms_per_round=1e3 * stats.rest_seconds / stats.rounds,
         plain_ms_per_token=1e3 * plain_seconds,
     )
 

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dspark import DSparkDraftModel
+from hf_dspark import DSparkDraftModel, RoundStatistics
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
 
@@ -37,14 +37,14 @@ def main() -> None:
         return output[0, ids.shape[1] :].tolist(), time.perf_counter() - started
 
     answer(prompts[0]), answer(prompts[0], assistant_model=draft)  # warm-up
-    plain_seconds, seconds, identical, accepted, rounds, tokens = [], [], 0, 0, 0, 0
+    plain_seconds, seconds, rounds, identical, tokens = [], [], [], 0, 0
     for number, prompt in enumerate(tqdm(prompts[: options.num_prompts], unit="question")):
         plain, plain_time = answer(prompt)
         assisted, assisted_time = answer(prompt, assistant_model=draft)
         plain_seconds.append(plain_time / len(plain))
         seconds.append(assisted_time / len(assisted))
         identical += plain == assisted
-        accepted, rounds = accepted + sum(draft.last_stats.accepted), rounds + draft.last_stats.rounds
+        rounds.append(draft.last_stats)
         tokens += len(assisted)
         if number < 2:
             text = tokenizer.decode(assisted, skip_special_tokens=True)
@@ -52,7 +52,7 @@ def main() -> None:
 
     count = len(seconds)
     print(f"\nidentical answers      {identical} of {count} ({tokens} tokens, greedy, float32)")
-    print(f"tokens per round (tau) {1 + accepted / rounds:.2f}")
+    print(f"tokens per round (tau) {RoundStatistics.joined(rounds).tau:.2f}")
     print(f"plain generate()       {1 / statistics.median(plain_seconds):.0f} tokens/s")
     print(f"with the draft         {1 / statistics.median(seconds):.0f} tokens/s")
     print(

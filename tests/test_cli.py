@@ -17,7 +17,7 @@ from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.checkpoint_formats import FORMAT_NAMES
 from hf_dspark.cli import COMMANDS, exit_code, main
 from hf_dspark.cli_options import ConvertOptions, PolicyChoice, SamplingOptions
-from hf_dspark.cli_prompts import Prompt, expand_turns, read_prompt_file
+from hf_dspark.prompts import Prompt, expand_turns, read_prompt_file
 from hf_dspark.results import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -195,14 +195,56 @@ def test_eval_writes_a_result_that_a_later_one_is_compared_with(folders, capsys)
     )
     words = f"eval {PAIR} --temperature 1 --max_new_tokens 8 --prompts chat=talk.jsonl prompts.jsonl"
     assert run(f"{words} --result_file first.json") == 0
-    assert "| chat | 3 |" in capsys.readouterr().out
+    assert "| chat | 2 | 3 |" in capsys.readouterr().out
     (result,) = read_results(["first.json"])
-    assert result["domains"].keys() == {"chat", "prompts"} and result["policy"] == "FullBlock()"
+    assert result["tasks"].keys() == {"chat", "prompts", "all"} and result["policy"] == "FullBlock()"
     assert result["sampling"] == {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 8, "seed": 0}
     assert run(f"{words} --result_file first.json") == 2
     assert "first.json exists" in capsys.readouterr().err
     assert run(f"{words} --result_file second.json --baseline first.json") == 0
     assert "+0%" in capsys.readouterr().out  # the same seed, the same tokens
+
+
+def test_eval_compares_with_plain_decoding_and_lists_what_failed(folders, capsys):
+    Path("mixed.jsonl").write_text('"what is up"\n' + json.dumps("what " * 300) + '\n{"turns": ["up", "much"]}\n')
+    words = f"eval {PAIR} --tasks talk=mixed.jsonl --temperature 0 --max_new_tokens 6 --compare --output out.json"
+    assert run(f"{words} --no_chat_template") == 1  # a part failed
+    printed = capsys.readouterr()
+    assert "| talk | 2 | 3 |" in printed.out and "3 of 3" in printed.out
+    assert "talk line 2 failed: a prompt of 300 tokens" in printed.err
+    (result,) = read_results(["out.json"])
+    assert [(part["task"], part["line"]) for part in result["failed"]] == [("talk", 2)]
+    assert result["tasks"]["talk"]["speedup"]["identical"] == 3
+
+
+def test_eval_measures_a_target_alone(folders, capsys):
+    words = "eval --target target --dtype float32 --prompts prompts.jsonl --max_new_tokens 4 --temperature 0"
+    assert run(f"{words} --batch_size 2 --json") == 0
+    found = document(capsys)
+    assert found["draft"] == {} and found["tasks"]["prompts"]["tokens_per_second"] > 0
+    assert run(f"{words} --policy full --result_file other.json") == 2
+    assert "--policy needs --draft" in one_line(capsys)
+
+
+def test_eval_goes_on_where_it_was_interrupted(folders, capsys, monkeypatch):
+    words = f"eval {PAIR} --prompts prompts.jsonl --max_new_tokens 4 --temperature 1 --result_file out.json"
+    real, calls = hf_dspark.evaluation_run.timed_call, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr("hf_dspark.evaluation_run.timed_call", interrupted)
+    assert run(words) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err and not Path("out.json").exists()
+    assert run(words) == 0 and len(calls) == 3 + 1 + 2  # the warm-up, and the two that were not finished
+    assert len(read_results(["out.json"])[0]["records"]) == 3
+    calls.clear()
+    assert run(f"{words} --seed 1 --overwrite") == 130
+    assert run(f"{words} --overwrite") == 2
+    assert "differs in seed (1 there, 0 now)" in one_line(capsys)
 
 
 def test_calibrate_changes_the_config_alone_and_keeps_each_regime(folders, capsys):
@@ -270,7 +312,7 @@ def test_card_is_made_of_results_and_replaces_none_silently(folders, capsys):
     (result,) = read_results(["math.json"])
     assert run("card draft --results math.json --license mit") == 0
     text = Path("draft/README.md").read_text()
-    assert f"{result['domains']['math']['tau']:.2f}" in text and "license: mit" in text
+    assert f"{result['tasks']['math']['tau']:.2f}" in text and "license: mit" in text
     assert run("card draft --results math.json") == 2
     assert "README.md exists" in capsys.readouterr().err
     assert run("card draft --overwrite --json") == 0
@@ -364,7 +406,8 @@ def test_malformed_lines_are_named_and_the_others_are_answered(folders, capsys):
     assert run(f"eval {PAIR} --prompts mixed.jsonl --max_new_tokens 4 --json") == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
-    assert found["domains"]["mixed"]["prompts"] == 2
+    assert found["tasks"]["mixed"]["prompts"] == 2
+    assert [part["line"] for part in found["failed"]] == [2, 4, 5, 6]
     assert [fault.split(":")[0].split(" is ")[0] for fault in found["skipped_lines"]] == [
         f"mixed.jsonl line {number}" for number in (2, 6, 4, 5)
     ]

@@ -12,7 +12,15 @@ from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
 from .draft_model import DraftModel as _DraftModel
-from .evaluation import AcceptanceReport, compare_domains, measure_acceptance, measure_domains, tokens_per_pass
+from .evaluation import (
+    AcceptanceReport,
+    Evaluation,
+    compare_domains,
+    evaluate,
+    measure_acceptance,
+    measure_domains,
+    tokens_per_pass,
+)
 from .generate_hook import decode_with
 from .generate_hook import install as _install_generate_hook
 from .generate_many import Completion, generate_many
@@ -61,6 +69,7 @@ __all__ = [
     "Eagle3DraftModel",
     "EarlyStopScheduler",
     "EliminationScheduler",
+    "Evaluation",
     "FeatureCache",
     "ForwardCost",
     "FullBlock",
@@ -83,6 +92,7 @@ __all__ = [
     "compare_domains",
     "convert_checkpoint",
     "decode_with",
+    "evaluate",
     "export_checkpoint",
     "find_cost",
     "generate_many",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from .cli_prompts import PromptFile
+from .prompts import PromptFile
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,12 @@ from .cli_models import (
     LoadedTarget,
     all_token_ids,
     choose_policy,
-    describe_sampling,
     generate_kwargs,
     is_sampled,
     load_draft_for,
     load_pair,
     load_target,
     load_tokenizer,
-    policy_name,
 )
 from .cli_options import (
     AnsweringTargetOptions,
@@ -39,10 +37,11 @@ from .cli_options import (
     SamplingOptions,
     TargetOptions,
 )
-from .cli_prompts import Prompt, PromptFile, as_chat, read_prompt_file
 from .draft_model import DraftModel
 from .generate_many import generate_many
+from .prompts import Prompt, PromptFile, as_chat, read_prompt_file
 from .regeneration import RegenerationReport, regenerate, regenerate_with_endpoint
+from .results import describe_policy, describe_sampling
 
 
 @dataclass
@@ -59,10 +58,7 @@ class Decoded:
 
     def count(self, statistics: RoundStatistics) -> None:
         """Add the rounds of another call."""
-        self.statistics.proposed += statistics.proposed
-        self.statistics.accepted += statistics.accepted
-        self.statistics.prefill_seconds += statistics.prefill_seconds
-        self.statistics.total_seconds += statistics.total_seconds
+        self.statistics = RoundStatistics.joined([self.statistics, statistics])
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +96,7 @@ def run_generate(
     decode = _decode_one_by_one if one_by_one else _decode_together
     decoded = decode(console, target, draft, prompts, options.batch_size, kwargs)
     document = _describe_decoded(decoded, read, describe_sampling(kwargs, target.model, sampling.seed))
-    document["policy"] = policy_name(draft.policy)
+    document["policy"] = describe_policy(draft.policy)
     if options.compare:
         document["plain"] = _compare_with_plain(target, prompts, decoded, kwargs)
     console.note(_summary(document))
@@ -202,7 +198,7 @@ def _describe_decoded(decoded: Decoded, read: PromptFile, sampling: dict[str, An
         "rounds": statistics.rounds,
         "tau": statistics.tau if statistics.rounds else None,
         "sampling": sampling,
-        "skipped_lines": read.faults,
+        "skipped_lines": [str(fault) for fault in read.faults],
     }
 
 
@@ -254,7 +250,10 @@ def run_regenerate(
     note_faults(console, [read])
     answer = _answer_by_endpoint if options.endpoint is not None else _answer_in_process
     report = answer(read, options, target_options, draft_options, chat, sampling)
-    document = asdict(report) | {"output_file": str(report.output_file), "skipped_lines": read.faults}
+    document = asdict(report) | {
+        "output_file": str(report.output_file),
+        "skipped_lines": [str(fault) for fault in read.faults],
+    }
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"

@@ -4,7 +4,7 @@ Knows nothing of how options are parsed or errors shown.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from .cli_models import (
     LoadedTarget,
     all_token_ids,
     choose_policy,
-    describe_sampling,
     generate_kwargs,
     is_sampled,
+    load_draft_for,
     load_pair,
-    policy_name,
+    load_target,
     require_model,
 )
 from .cli_options import (
@@ -31,19 +31,20 @@ from .cli_options import (
     ChatOptions,
     DraftOptions,
     EvalOptions,
+    EvaluatedDraftOptions,
     PolicyChoice,
     ProfileOptions,
     SamplingOptions,
     TargetOptions,
 )
-from .cli_prompts import Prompt, as_chat, expand_turns, read_prompt_file, token_ids
 from .collection import CalibrationReport, calibrate
 from .draft_model import DraftModel
-from .evaluation import AcceptanceReport, compare_domains, measure_domains
+from .evaluation import ALL, AcceptanceReport, compare_domains, evaluate
 from .generate_many import Completion, generate_many
 from .hub import RESULTS_FOLDER
 from .profiling import cache_folder, profile_throughput
-from .results import describe_draft, describe_target, read_results, write_result
+from .prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file, token_ids
+from .results import describe_draft, describe_sampling, describe_target, read_results, write_result
 from .throughput import save_cost
 
 
@@ -52,67 +53,77 @@ def run_eval(
     words: Sequence[str],
     options: EvalOptions,
     target_options: TargetOptions,
-    draft_options: DraftOptions,
+    draft_options: EvaluatedDraftOptions,
     chat: ChatOptions,
     sampling: SamplingOptions,
 ) -> Outcome:
-    """Measure how much of its drafts the target accepts."""
+    """Measure how much of its drafts the target accepts, and how fast that is."""
     result_file = require_new_file(options.result_file, options.overwrite)
+    if draft_options.draft is None and (options.policy or options.compare or options.baseline):
+        given = "--policy" if options.policy else "--compare" if options.compare else "--baseline"
+        raise ValueError(f"{given} needs --draft: give it, or drop {given}")
     before = None if options.baseline is None else _read_baseline(options.baseline)
-    files = {name: read_prompt_file(path, options.num_prompts) for name, path in _domains(options.prompts)}
+    files = {name: read_prompt_file(path, options.num_prompts) for name, path in _tasks(options.prompts)}
     if before is not None and before.keys() != files.keys():
-        raise ValueError(f"--baseline has the domains {sorted(before)}, --prompts has {sorted(files)}: give the same")
+        raise ValueError(f"--baseline has the tasks {sorted(before)}, --prompts has {sorted(files)}: give the same")
     note_faults(console, files.values())
-    target, draft = load_pair(target_options, draft_options)
-    kwargs = generate_kwargs(sampling, target.model)
-    policy = choose_policy(PolicyChoice.parse(options.policy), target.model, draft)
-    torch.manual_seed(sampling.seed)
-    prompts = {}
-    for name, file in files.items():
-        turns = _expanded(file.prompts, target, draft, chat, options.batch_size, kwargs)
-        prompts[name] = all_token_ids(turns, target, chat)
-    reports = measure_domains(
-        target.model, draft, prompts, target.tokenizer, policy=policy, batch_size=options.batch_size, **kwargs
+    if draft_options.draft is not None:
+        require_model(draft_options.draft, "--draft")  # before a big target is read
+    target = load_target(target_options)
+    draft = None if draft_options.draft is None else load_draft_for(target.model, draft_options)
+    policy = (
+        None if draft is None else choose_policy(PolicyChoice.parse(options.policy or "full"), target.model, draft)
     )
-    result = write_result(
-        result_file, "acceptance", describe_target(target.model), describe_draft(draft),
-        sampling=describe_sampling(kwargs, target.model, sampling.seed), policy=policy_name(policy),
-        domains={name: _without_nans(report.to_dict()) for name, report in reports.items()},
+    evaluation = evaluate(
+        target.model, draft, files, target.tokenizer, result_file, policy, options.batch_size, options.compare,
+        seed=sampling.seed, chat_template=not chat.no_chat_template, enable_thinking=chat.thinking,
+        **generate_kwargs(sampling, target.model),
     )  # fmt: skip
-    console.show(_acceptance_table(reports) if before is None else compare_domains(before, reports))
+    console.show(evaluation.table())
+    if before is not None:
+        console.show(f"\n{compare_domains(before, _reports(evaluation.to_dict()['tasks']))}")
+    malformed = [fault for file in files.values() for fault in file.faults]
+    unanswered = [part for part in evaluation.failed if (part.task, part.line) not in _places(files)]
+    for part in unanswered:
+        console.note(f"{part.task} line {part.line} failed: {part.error}")
     console.note(f"the result is in {result_file}")
-    return Outcome(result | {"skipped_lines": [fault for file in files.values() for fault in file.faults]})
+    (result,) = read_results([result_file])
+    return Outcome(result | {"skipped_lines": [str(fault) for fault in malformed]}, failed=bool(unanswered))
 
 
-def _domains(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Read NAME=FILE, or FILE, whose name is then the domain's."""
-    domains = []
+def _places(files: Mapping[str, PromptFile]) -> set[tuple[str, int]]:
+    """Return which lines are malformed, by task."""
+    return {(name, fault.line) for name, file in files.items() for fault in file.faults}
+
+
+def _tasks(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Read NAME=FILE, or FILE, whose name is then the task's."""
+    tasks = []
     for word in words:
         name, _, path = word.rpartition("=") if not Path(word).is_file() else ("", "", word)
-        domains.append((name or Path(path).stem, path))
-    twice = sorted({name for name, _ in domains if [other for other, _ in domains].count(name) > 1})
+        tasks.append((name or Path(path).stem, path))
+    twice = sorted({name for name, _ in tasks if [other for other, _ in tasks].count(name) > 1})
     if twice:
-        raise ValueError(f"--prompts names the domain {twice[0]!r} twice: give NAME=FILE with different names")
-    return domains
+        raise ValueError(f"--prompts names the task {twice[0]!r} twice: give NAME=FILE with different names")
+    return tasks
 
 
 def _read_baseline(path: str) -> dict[str, AcceptanceReport]:
     (result,) = read_results([path]) if Path(path).is_file() else (None,)
-    if result is None or result["kind"] != "acceptance":
-        raise ValueError(f"--baseline {path} is no result of hf-dspark eval")
+    found = {} if result is None else result.get("tasks") or result.get("domains") or {}
+    if not found or not result["draft"]:
+        raise ValueError(f"--baseline {path} is no result of hf-dspark eval with a draft")
+    return _reports(found)
+
+
+def _reports(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, AcceptanceReport]:
+    """Return what tasks say of acceptance; not of all tasks together, which a result of another kind does not have."""
     reports = {}
-    for name, found in result["domains"].items():
-        rates = [float("nan") if rate is None else rate for rate in found["acceptance"]]
-        reports[name] = AcceptanceReport(found["tau"], rates, found["prompts"], found["rounds"], found["tokens"])
+    for name, found in tasks.items():
+        if name != ALL:
+            tau, *rates = (math.nan if value is None else value for value in (found["tau"], *found["acceptance"]))
+            reports[name] = AcceptanceReport(tau, rates, found["prompts"], found["rounds"], found["tokens"])
     return reports
-
-
-def _acceptance_table(reports: dict[str, AcceptanceReport]) -> str:
-    lines = ["| domain | prompts | rounds | tau | acceptance by position |", "|---|---|---|---|---|"]
-    for name, report in reports.items():
-        rates = " ".join(f"{rate:.2f}" for rate in report.acceptance)
-        lines.append(f"| {name} | {report.prompts} | {report.rounds} | {report.tau:.2f} | {rates} |")
-    return "\n".join(lines)
 
 
 def run_calibrate(
@@ -153,7 +164,7 @@ def run_calibrate(
     )  # fmt: skip
     console.show(_calibration_table(domain, report))
     console.note(f"the temperatures are in {folder / 'config.json'}, the result is in {result_file}")
-    return Outcome(result | {"skipped_lines": read.faults})
+    return Outcome(result | {"skipped_lines": [str(fault) for fault in read.faults]})
 
 
 def _folder_to_calibrate(options: CalibrateOptions, draft_options: DraftOptions) -> Path:
@@ -250,7 +261,3 @@ def _in_order(
         if done.error is not None:
             raise done.error
         yield done
-
-
-def _without_nans(report: dict[str, Any]) -> dict[str, Any]:
-    return report | {"tau": report["tau"] if math.isfinite(report["tau"]) else None}

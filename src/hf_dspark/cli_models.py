@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -22,7 +21,6 @@ from .checkpoint_files import read_config
 from .checkpoint_formats import OURS
 from .checkpoints import detect_format
 from .cli_options import ChatOptions, DraftOptions, PolicyChoice, SamplingOptions, TargetOptions
-from .cli_prompts import Prompt, as_chat, token_ids
 from .configuration_eagle3 import Eagle3Config
 from .draft_model import DraftModel
 from .generate_hook import default_policy
@@ -30,6 +28,7 @@ from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
+from .prompts import Prompt, as_chat, token_ids
 
 LOADED_DIRECTLY = (OURS, "deepspec")
 DESCRIPTIONS = ("config.json", "adapter_config.json")
@@ -175,11 +174,6 @@ def choose_policy(choice: PolicyChoice, target: PreTrainedModel, draft: DraftMod
     return AdaptiveDrafting(PrefixScheduler(cost), cost)
 
 
-def policy_name(policy: Policy) -> str:
-    """Return what a result says of a policy: its values, unless it holds a whole table of costs."""
-    return repr(policy) if isinstance(policy, (FullBlock, ConfidenceThreshold)) else type(policy).__name__
-
-
 def generate_kwargs(sampling: SamplingOptions, target: PreTrainedModel) -> dict[str, Any]:
     """Return the options as `generate()` takes them; what is not given stays as the target recommends.
 
@@ -202,14 +196,3 @@ def generate_kwargs(sampling: SamplingOptions, target: PreTrainedModel) -> dict[
 def is_sampled(kwargs: dict[str, Any], target: PreTrainedModel) -> bool:
     """Tell whether `generate()` will sample with these options."""
     return bool(kwargs.get("do_sample", target.generation_config.do_sample))
-
-
-def describe_sampling(kwargs: dict[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
-    """Return how the target will decode, for a result file."""
-    if not is_sampled(kwargs, target):
-        return {"do_sample": False, "max_new_tokens": kwargs["max_new_tokens"]}
-    config = GenerationConfig.from_dict(target.generation_config.to_dict())
-    config.update(**kwargs)
-    named = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    found = {name: value for name, value in named.items() if value is not None}
-    return {"do_sample": True, "temperature": 1.0} | found | {"max_new_tokens": kwargs["max_new_tokens"], "seed": seed}

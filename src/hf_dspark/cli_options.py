@@ -26,15 +26,15 @@ class Flag(argparse.Action):
         setattr(namespace, self.dest, True)
 
 
-def option(help: str, default: Any = MISSING, metavar: str | None = None) -> Any:
+def option(help: str, default: Any = MISSING, metavar: str | None = None, aliases: tuple[str, ...] = ()) -> Any:
     """Return a field for an option; one without a default must be given."""
-    metadata = {"help": help} | ({} if metavar is None else {"metavar": metavar})
+    metadata = {"help": help, "aliases": list(aliases)} | ({} if metavar is None else {"metavar": metavar})
     return field(default=default, metadata=metadata)
 
 
-def options(help: str, metavar: str, required: bool = False) -> Any:
+def options(help: str, metavar: str, required: bool = False, aliases: tuple[str, ...] = ()) -> Any:
     """Return a field for an option that takes one word or more."""
-    metadata = {"help": help, "metavar": metavar}
+    metadata = {"help": help, "metavar": metavar, "aliases": list(aliases)}
     return field(metadata=metadata) if required else field(default_factory=list, metadata=metadata)
 
 
@@ -106,6 +106,13 @@ class HelpingDraftOptions(DraftOptions):
     """The draft of `regenerate`, which only makes it faster."""
 
     draft: str | None = option("Hub id or folder of a draft, which makes it faster and changes no law.", None, "MODEL")
+
+
+@dataclass(kw_only=True)
+class EvaluatedDraftOptions(DraftOptions):
+    """The draft of `eval`, which also measures a target alone."""
+
+    draft: str | None = option("Hub id or folder of the draft; plain decoding is measured without one.", None, "MODEL")
 
 
 @dataclass(kw_only=True)
@@ -225,17 +232,29 @@ class EvalOptions:
     """What `eval` alone can be told."""
 
     prompts: list[str] = options(
-        "Prompt files of the domains to measure, NAME=FILE or FILE, as for generate --prompts_file. Of 'turns', each "
+        "Prompt files of the tasks to measure, NAME=FILE or FILE, as for generate --prompts_file. Of 'turns', each "
         "one is answered in its turn.",
         "NAME=FILE",
         required=True,
+        aliases=("--tasks",),
     )
     num_prompts: int | None = option("Of each file; all unless given.", None)
-    batch_size: int = option("Prompts decoded together at most.", 8)
-    policy: str = option(f"How much of a drafted block is verified: one of {POLICIES}.", "full")
-    result_file: str = option("Where the result goes, for cards and comparisons.", "acceptance.json", "FILE")
+    batch_size: int = option("Prompts decoded together at most.", 1)
+    policy: str | None = option(
+        f"How much of a drafted block is verified: one of {POLICIES}; full unless given.", None
+    )
+    compare: bool = flag(
+        "Also decode each turn without the draft, right before; tell the speed-up and, if greedy, how many answers "
+        "have the same tokens."
+    )
+    result_file: str = option(
+        "Where the result goes, for cards, figures and comparisons. Finished turns are kept beside it until then.",
+        "evaluation.json",
+        "FILE",
+        aliases=("--output",),
+    )
     baseline: str | None = option(
-        "Result of an earlier eval of the same domains, to compare with: before and after a training.", None, "FILE"
+        "Result of an earlier eval of the same tasks, to compare with: before and after a training.", None, "FILE"
     )
     overwrite: bool = flag("Replace the result file if it exists.")
 
@@ -243,7 +262,8 @@ class EvalOptions:
         check_positive("--batch_size", self.batch_size)
         if self.num_prompts is not None:
             check_positive("--num_prompts", self.num_prompts)
-        PolicyChoice.parse(self.policy)
+        if self.policy is not None:
+            PolicyChoice.parse(self.policy)
 
 
 @dataclass(kw_only=True)
@@ -420,6 +440,14 @@ class CardOptions(CardFacts):
 
     output: str | None = option("Where the card goes; README.md in the folder unless given.", None, "FILE")
     overwrite: bool = flag("Replace the card if it exists.")
+
+
+@dataclass(kw_only=True)
+class ReportOptions:
+    """What `report` can be told."""
+
+    output_dir: str = option("Where figures and pages go.", metavar="FOLDER")
+    overwrite: bool = flag("Replace a report that is there.")
 
 
 def check_positive(name: str, value: int) -> None:

@@ -16,13 +16,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from .cli_console import Console, Outcome
 from .cli_models import load_draft, load_target, require_model
 from .cli_options import TargetOptions, TrainOptions
-from .cli_prompts import read_json_lines
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
 from .draft_model import DraftModel
 from .hub import RESULTS_FOLDER
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
+from .prompts import read_json_lines
 from .results import read_results
 from .trainer import DSparkTrainer, DSparkTrainingArguments
 
@@ -136,7 +136,8 @@ def read_rows(options: TrainOptions, seed: int) -> Rows:
 def _read_file(path: str) -> tuple[Any, list[str]]:
     """Read JSON Lines into a list, and Parquet, for data larger than memory, into a table on disk."""
     if not path.endswith(".parquet"):
-        numbered, faults = read_json_lines(path)
+        numbered, malformed = read_json_lines(path)
+        faults = [str(fault) for fault in malformed]
         rows = [row for _, row in numbered if isinstance(row, dict)]
         faults += [f"{path} line {number} is no JSON object" for number, row in numbered if not isinstance(row, dict)]
     else:

@@ -1,11 +1,14 @@
-"""How much of its drafts a target accepts: tau and acceptance by position, measured by decoding.
+"""How fast a target decodes, and how much of its drafts it accepts: tasks in, one result file out.
 
-Knows nothing of training or of figures.
+[`evaluate`] is the whole harness; [`measure_acceptance`] counts accepted tokens alone. Knows nothing of training or of
+figures.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +16,252 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidate_generator import RoundStatistics
 from .draft_model import DraftModel
+from .evaluation_metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
+from .evaluation_run import EvaluationRun, FailedPrompt
+from .fingerprint import fingerprint
 from .generate_many import generate_many
+from .journal import Journal, digest, plain_json
 from .policies import FullBlock, Policy
+from .profiling import device_name
+from .prompts import (
+    FORMS,
+    Fault,
+    Prompt,
+    PromptFile,
+    as_chat,
+    as_text,
+    read_prompt,
+    read_prompt_file,
+)
+from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
+
+ALL = "all"  # the name that the tasks together have
+DEFAULT_NEW_TOKENS = 128
+MADE_HERE = (
+    "input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "assistant_model",
+    "num_return_sequences", "return_dict_in_generate", "max_length",
+)  # fmt: skip
+CUT_OFFS = ("assistant_confidence_threshold", "num_assistant_tokens")
+Task = str | Path | PromptFile | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What evaluating showed.
+
+    Attributes:
+        metrics (`dict[str, Metrics]`): Of each task, and of `all` together.
+        records (`list[TurnRecord]`): Every answered turn with its rounds, by task, prompt and turn.
+        failed (`list[FailedPrompt]`): What was left out.
+        facts (`dict`): Who was measured, and how: the rest of the result file.
+    """
+
+    metrics: dict[str, Metrics]
+    records: list[TurnRecord]
+    failed: list[FailedPrompt]
+    facts: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the result file holds besides its kind and provenance."""
+        return self.facts | {
+            "tasks": {name: part.to_dict() for name, part in self.metrics.items()},
+            "failed": [asdict(part) for part in self.failed],
+            "records": [record.to_dict() for record in self.records],
+        }
+
+    def table(self) -> str:
+        """Return a Markdown table, one row per task; `all` only if there are several."""
+        shown = {name: part for name, part in self.metrics.items() if name != ALL or len(self.metrics) > 2}
+        return metrics_table(shown)
+
+
+def evaluate(
+    target: PreTrainedModel,
+    draft: DraftModel | None,
+    tasks: Mapping[str, Task],
+    tokenizer: PreTrainedTokenizerBase,
+    output_file: str | Path | None = None,
+    policy: Policy | None = None,
+    batch_size: int = 1,
+    compare_plain: bool = False,
+    progress: bool = True,
+    seed: int = 0,
+    chat_template: bool = True,
+    enable_thinking: bool | None = None,
+    **generate_kwargs: Any,
+) -> Evaluation:
+    """Decode the prompts of some tasks, record every round, and sum up.
+
+    Each prompt may have several turns: the target's own answer goes into the conversation before the next one. With a
+    chat template, a text is a user's message; without, turns are one text, each answer continuing it, and the next
+    turn behind an empty line. `batch_size` conversations of a task are decoded in one `generate()` call per turn; one
+    that has little room left in the target's context has a call of its own.
+
+    A line that is malformed, a prompt without room for an answer, or one that fails, is listed in `failed`; the others
+    go on. Finished turns are written to `<output_file>.partial.jsonl` as they come: the same call goes on from there
+    after an interruption, and the file is deleted when the result is written. All draws of a call are decided by
+    `seed`, task, prompt and turn, so an interruption changes no token; policies that look at the clock may cut blocks
+    differently.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DraftModel`], *optional*): Its draft; `None` measures plain decoding.
+        tasks (`Mapping`): Prompts of each task: a JSON Lines file, or an iterable, of strings or rows with `turns`,
+            `prompt`, `question`, `messages` or `conversations`.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; what was there is replaced.
+        policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
+        batch_size (`int`): Conversations decoded together.
+        compare_plain (`bool`): Decode each turn without the draft, too, right before. Answers are the draft's.
+        progress (`bool`): Show a progress bar.
+        seed (`int`): Of all draws.
+        chat_template (`bool`): Whether the tokenizer's chat template is used, if it has one.
+        enable_thinking (`bool`, *optional*): For the chat template, if given.
+        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, and never more than the target's context
+            has room for.
+
+    Returns:
+        [`Evaluation`]
+
+    Raises:
+        ValueError: If a file is missing or holds no prompt, the draft does not fit, an option is not for many prompts,
+            an unfinished run had other settings (naming them), or no prompt could be answered.
+    """
+    _check_arguments(draft, tasks, policy, batch_size, compare_plain, generate_kwargs)
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
+    if draft is not None:
+        draft.bind(target)
+        policy = policy or FullBlock()
+    read = {name: _read_task(name, task) for name, task in tasks.items()}
+    prepared = partial(as_chat, tokenizer=tokenizer) if chat_template and tokenizer.chat_template else as_text
+    prompts = {name: [prepared(prompt) for prompt in part.prompts] for name, part in read.items()}
+    journal = None
+    if output_file is not None:
+        settings = _settings(target, draft, prompts, tokenizer, policy, batch_size, compare_plain, seed, options)
+        settings["enable_thinking"] = enable_thinking
+        journal = Journal(_beside(output_file), settings)
+    before = None if draft is None else draft.policy
+    if draft is not None:
+        draft.policy = policy
+    run = EvaluationRun(target, draft, tokenizer, batch_size, compare_plain, seed, enable_thinking, options, journal)
+    try:
+        run.answer(prompts, progress)
+    finally:
+        if draft is not None:
+            draft.policy = before
+    evaluation = _summed_up(run, read, policy, seed)
+    if output_file is not None:
+        write_result(output_file, "evaluation", **evaluation.to_dict())
+        journal.remove()
+    return evaluation
+
+
+def _check_arguments(
+    draft: DraftModel | None,
+    tasks: Mapping[str, Task],
+    policy: Policy | None,
+    batch_size: int,
+    compare_plain: bool,
+    generate_kwargs: Mapping[str, Any],
+) -> None:
+    if not isinstance(tasks, Mapping):
+        raise TypeError(f"tasks must map names to prompts, got {type(tasks).__name__}: pass {{'math': 'math.jsonl'}}")
+    if not tasks:
+        raise ValueError("there is no task: pass {'name': 'prompts.jsonl'}")
+    if ALL in tasks:
+        raise ValueError(f"a task cannot be called {ALL!r}, which stands for all of them: choose another name")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if draft is None and (compare_plain or policy is not None):
+        given = "compare_plain" if compare_plain else "a policy"
+        raise ValueError(f"{given} needs a draft, got draft=None: pass one, or drop {given}")
+    for name in MADE_HERE:
+        if generate_kwargs.get(name) is not None:
+            instead = "use max_new_tokens" if name == "max_length" else "drop it"
+            raise ValueError(f"evaluate makes {name} itself: {instead}")
+    for name in CUT_OFFS:
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")
+
+
+def _read_task(name: str, task: Task) -> PromptFile:
+    if isinstance(task, PromptFile):
+        return task
+    if isinstance(task, str | Path):
+        return read_prompt_file(str(task))
+    prompts, faults = [], []
+    for place, row in enumerate(task, start=1):
+        try:
+            prompts.append(replace(row if isinstance(row, Prompt) else read_prompt(row), line=place))
+        except ValueError as error:
+            faults.append(Fault(name, place, f"is no prompt: {error}"))
+    if not prompts:
+        found = f" ({faults[0]})" if faults else ""
+        raise ValueError(f"task {name!r} holds no prompt: each must be {FORMS}{found}")
+    return PromptFile(name, prompts, faults)
+
+
+def _settings(
+    target: PreTrainedModel,
+    draft: DraftModel | None,
+    prompts: Mapping[str, Sequence[Prompt]],
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Policy | None,
+    batch_size: int,
+    compare_plain: bool,
+    seed: int,
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what an unfinished run must share to be gone on with; long values by their hash."""
+    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.domain}
+    generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
+    policy_facts = None if policy is None else f"{describe_policy(policy)} {digest(repr(policy))}"
+    return {
+        "tasks": {name: digest([asdict(prompt) for prompt in part]) for name, part in prompts.items()},
+        "target": fingerprint(target),
+        "draft": None if draft is None else fingerprint(draft),
+        "draft_config": digest(config),
+        "generation_config": digest(generation),
+        "chat_template": digest(tokenizer.chat_template),
+        "policy": policy_facts,
+        "batch_size": batch_size,
+        "compare_plain": compare_plain,
+        "seed": seed,
+        "options": {name: plain_json(value) for name, value in sorted(options.items())},
+        "device": device_name(target.device),
+    }
+
+
+def _summed_up(run: EvaluationRun, read: Mapping[str, PromptFile], policy: Policy | None, seed: int) -> Evaluation:
+    order = {name: place for place, name in enumerate(read)}
+    records = sorted(run.records.values(), key=lambda record: (order[record.task], record.prompt, record.turn))
+    malformed = [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
+    failed = sorted([*malformed, *run.failed], key=lambda part: (order[part.task], part.line))
+    if not records:
+        first = failed[0]
+        raise ValueError(f"no prompt could be answered; the first: {first.task} line {first.line}: {first.error}")
+    target, draft, options = run.target, run.draft, run.options
+    facts = {
+        "target": describe_target(target),
+        "draft": {} if draft is None else describe_draft(draft),
+        "sampling": describe_sampling(options, target, seed) | _other_options(options),
+        "policy": None if policy is None else describe_policy(policy),
+        "max_new_tokens": options["max_new_tokens"],
+        "batch_size": run.batch_size,
+    }
+    block_size = 0 if draft is None else draft.config.block_size
+    return Evaluation(metrics_by_task(records, read, block_size), records, failed, facts)
+
+
+def _other_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that [`describe_sampling`] does not look at."""
+    known = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
+    return {name: plain_json(value) for name, value in options.items() if name not in known and value is not None}
+
+
+def _beside(output_file: str | Path) -> Path:
+    path = Path(output_file)
+    return path.with_name(f"{path.name}.partial.jsonl")
 
 
 @dataclass(frozen=True)
@@ -36,10 +283,7 @@ class AcceptanceReport:
     @classmethod
     def of(cls, statistics: RoundStatistics, block_size: int, prompts: int, tokens: int) -> "AcceptanceReport":
         """Sum up the rounds of one or more calls."""
-        reached = [statistics.reached(position) for position in range(1, block_size + 1)]
-        accepted = [statistics.accepted_at(position) for position in range(1, block_size + 1)]
-        rates = [part / whole if whole else float("nan") for part, whole in zip(accepted, reached, strict=True)]
-        return cls(statistics.tau, rates, prompts, statistics.rounds, tokens)
+        return cls(statistics.tau, statistics.conditional_acceptance(block_size), prompts, statistics.rounds, tokens)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file holds; `None` for a position that was never reached."""
@@ -80,7 +324,7 @@ def measure_acceptance(
     if not texts:
         raise ValueError("there is no prompt to measure on: pass at least one")
     before, draft.policy = draft.policy, policy or FullBlock()
-    options = {"max_new_tokens": 128} | generate_kwargs
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
     try:
         tokens = 0
         for done in generate_many(target, draft, texts, tokenizer, batch_size, progress, **options):

@@ -46,6 +46,23 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
+@torch.no_grad()
+def weight_hash(model: PreTrainedModel) -> str:
+    """Return a hash of a model's weights as they are in bfloat16: the same in whatever wider type they were loaded.
+
+    Args:
+        model (`PreTrainedModel`): A model that is in memory.
+
+    Returns:
+        `str`: 16 hexadecimal digits.
+    """
+    digest, factors = hashlib.sha256(), _odd_factors(_CHUNK_WORDS)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        _update(digest, value.to(torch.bfloat16) if value.is_floating_point() else value, factors)
+    return digest.hexdigest()[:16]
+
+
 def _update(digest: "hashlib._Hash", value: Any, factors: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         digest.update(repr(value).encode())

@@ -11,16 +11,27 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .checkpoint_files import read_json
 from .draft_model import DraftModel
+from .fingerprint import weight_hash
+from .policies import ConfidenceThreshold, FullBlock, Policy
 from .provenance import provenance
+from .timed_decoding import effective_config
 
 # What a result file of each kind must hold, besides who was measured and where.
 REQUIRED = {
-    "acceptance": ("sampling", "policy", "domains"),
-    "calibration": ("domain", "num_prompts", "ece_before", "ece_after", "auc"),
-    "training": ("arguments", "num_rows", "steps", "metrics"),
-}
-COMMON = ("kind", "provenance", "target", "draft")
+    "acceptance": {"sampling": dict, "policy": str, "domains": dict},
+    "evaluation": {
+        "sampling": dict, "policy": str | None, "max_new_tokens": int | None, "batch_size": int, "tasks": dict,
+        "failed": list, "records": list,
+    },
+    "calibration": {
+        "domain": str, "num_prompts": int, "ece_before": list, "ece_after": list, "auc": float | int | None,
+    },
+    "training": {"arguments": dict, "num_rows": int | None, "steps": int, "metrics": dict},
+}  # fmt: skip
+COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
+MAX_BYTES = 2**29  # an evaluation keeps every round
 
 
 def describe_target(target: PreTrainedModel) -> dict[str, Any]:
@@ -45,7 +56,29 @@ def describe_draft(draft: DraftModel) -> dict[str, Any]:
         "markov_head": head,
         "markov_rank": config.markov_rank,
         "num_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "weights": weight_hash(draft),
     }
+
+
+def describe_policy(policy: Policy) -> str:
+    """Return what identifies a policy: its values, unless it holds a whole table of costs."""
+    return repr(policy) if isinstance(policy, (FullBlock, ConfidenceThreshold)) else type(policy).__name__
+
+
+def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
+    """Return how a target decodes: `do_sample`, the law that is sampled with the seed, and `max_new_tokens`.
+
+    Args:
+        generate_kwargs (`Mapping`): For `generate()`.
+        target (`PreTrainedModel`): What they do not say is as its generation config says.
+        seed (`int`): Of the draws.
+    """
+    config = effective_config(target, dict(generate_kwargs))
+    if not config.do_sample:
+        return {"do_sample": False, "max_new_tokens": config.max_new_tokens}
+    named = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    found = {name: value for name, value in named.items() if value is not None}
+    return {"do_sample": True, "temperature": 1.0} | found | {"max_new_tokens": config.max_new_tokens, "seed": seed}
 
 
 def write_result(
@@ -70,7 +103,7 @@ def write_result(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     unfinished.replace(path)
     return result
 
@@ -89,22 +122,25 @@ def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
     results = []
     for file in files:
-        try:
-            result = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is no result file: {error}") from error
+        result = read_json(file, MAX_BYTES)
         _check(result, str(file))
         results.append(result)
     return results
 
 
-def _check(result: Any, where: str) -> None:
-    if not isinstance(result, dict) or result.get("kind") not in REQUIRED:
-        kind = result.get("kind") if isinstance(result, dict) else type(result).__name__
+def _check(result: dict[str, Any], where: str) -> None:
+    kind = result.get("kind")
+    if not isinstance(kind, str) or kind not in REQUIRED:
         raise ValueError(f"{where}: a result file says of which kind it is, one of {sorted(REQUIRED)}, got {kind!r}")
-    lacking = [name for name in (*COMMON, *REQUIRED[result["kind"]]) if name not in result]
+    needed = COMMON | REQUIRED[kind]
+    lacking = [name for name in needed if name not in result]
     if lacking:
-        raise ValueError(f"{where}: a result of the kind {result['kind']!r} needs {', '.join(lacking)}")
+        raise ValueError(f"{where}: a result of the kind {kind!r} needs {', '.join(lacking)}")
+    wrong = [name for name, types in needed.items() if not isinstance(result[name], types)]
+    parts = {**result.get("domains", {}), **result.get("tasks", {})}
+    wrong += [name for name, part in parts.items() if not isinstance(part, dict)]
+    if wrong:
+        raise ValueError(f"{where}: {', '.join(wrong)} of a result of the kind {kind!r} are of another type")
 
 
 def _name(model: PreTrainedModel) -> str:

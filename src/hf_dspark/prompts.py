@@ -1,4 +1,4 @@
-"""Prompt files of the command line: JSON Lines in, prompts and the faults of single lines out.
+"""Prompt files: JSON Lines in, prompts and the faults of single lines out; and prompts to tokens, turn by turn.
 
 Knows nothing of models; of a tokenizer only its chat template.
 """
@@ -6,7 +6,7 @@ Knows nothing of models; of a tokenizer only its chat template.
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from .conversations import read_messages
 
 FORMS = "a string, or an object with 'prompt', 'question', 'messages', 'conversations' or 'turns'"
 STDIN = "-"
+# What stands between two turns, and between messages, where there is no chat template to say so.
+BETWEEN_TURNS = "\n\n"
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,31 @@ class Prompt:
         content (`str` or `list[dict]`): A text or messages.
         later_turns (`tuple[str, ...]`): What the user says after the first answer, the second, and so on.
         tools (*optional*): For the chat template.
+        line (`int`, *optional*): Where it stands in its file, from 1.
     """
 
     content: str | list[dict[str, Any]]
     later_turns: tuple[str, ...] = ()
     tools: Any = None
+    line: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with one line.
+
+    Args:
+        file (`str`): The file.
+        line (`int`): The line, from 1.
+        reason (`str`): What is wrong, as the rest of a sentence about the line.
+    """
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file} line {self.line} {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -40,12 +62,12 @@ class PromptFile:
     Args:
         name (`str`): The file.
         prompts (`list[Prompt]`): Of its sound lines, in their order.
-        faults (`list[str]`): What is wrong with the others, with their numbers.
+        faults (`list[Fault]`): What is wrong with the others.
     """
 
     name: str
     prompts: list[Prompt]
-    faults: list[str]
+    faults: list[Fault]
 
 
 def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = True) -> PromptFile:
@@ -65,20 +87,20 @@ def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = 
         if limit is not None and len(prompts) == limit:
             break
         try:
-            prompt = _read_prompt(row)
+            prompt = read_prompt(row)
             if prompt.later_turns and not several_turns:
                 raise ValueError("has several turns, which eval and calibrate answer: give 'messages' here")
         except ValueError as error:
-            faults.append(f"{path} line {number}: {error}")
+            faults.append(Fault(path, number, f"is no prompt: {error}"))
             continue
-        prompts.append(prompt)
+        prompts.append(replace(prompt, line=number))
     if not prompts:
         found = f" ({faults[0]})" if faults else ""
         raise ValueError(f"{path} holds no prompt: each line must be JSON, {FORMS}{found}")
     return PromptFile(path, prompts, faults)
 
 
-def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[str]]:
+def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
     """Return the numbered values of a file, and what is wrong with the lines that are no JSON.
 
     Raises:
@@ -95,7 +117,7 @@ def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[str]]:
         try:
             rows.append((number, json.loads(line)))
         except ValueError as error:  # UnicodeDecodeError, too
-            faults.append(f"{path} line {number} is not JSON: {error}")
+            faults.append(Fault(path, number, f"is not JSON: {error}"))
     return rows, faults
 
 
@@ -113,6 +135,15 @@ def as_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, no_chat_template
     if isinstance(prompt.content, str):
         return replace(prompt, content=[{"role": "user", "content": prompt.content}])
     return prompt
+
+
+def as_text(prompt: Prompt) -> Prompt:
+    """Return a conversation as one text, for tokenizers without a chat template: messages with an empty line between
+    them, and nothing that tells who said what.
+    """
+    if isinstance(prompt.content, str):
+        return prompt
+    return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
 
 
 def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> list[int]:
@@ -156,19 +187,34 @@ def expand_turns(prompts: Sequence[Prompt], answer: Callable[[list[Prompt]], lis
     expanded, open_prompts = list(prompts), [prompt for prompt in prompts if prompt.later_turns]
     while open_prompts:
         answers = answer(open_prompts)
-        following = [_next_turn(prompt, text) for prompt, text in zip(open_prompts, answers, strict=True)]
+        following = [next_turn(prompt, text) for prompt, text in zip(open_prompts, answers, strict=True)]
         expanded += following
         open_prompts = [prompt for prompt in following if prompt.later_turns]
     return expanded
 
 
-def _next_turn(prompt: Prompt, answer: str) -> Prompt:
+def next_turn(prompt: Prompt, answer: str) -> Prompt:
+    """Return what the user says next, behind the conversation so far.
+
+    A text is continued by the answer, an empty line and the next turn; messages get two more.
+
+    Args:
+        prompt ([`Prompt`]): With later turns.
+        answer (`str`): What was answered to it.
+    """
     said, *later = prompt.later_turns
+    if isinstance(prompt.content, str):
+        return replace(prompt, content=f"{prompt.content}{answer}{BETWEEN_TURNS}{said}", later_turns=tuple(later))
     messages = [*prompt.content, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
     return replace(prompt, content=messages, later_turns=tuple(later))
 
 
-def _read_prompt(row: Any) -> Prompt:
+def read_prompt(row: Any) -> Prompt:
+    """Read a row in one of the [`FORMS`].
+
+    Raises:
+        ValueError: If it has none of them.
+    """
     if isinstance(row, str):
         return _text(row)
     if not isinstance(row, Mapping):
