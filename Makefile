@@ -14,7 +14,7 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/transfor
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-min style quality bench wheel check-python
+.PHONY: help setup demo test test-slow test-min style quality bench figures wheel check-python
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ quality: setup ## check the code without changing it
 
 bench: setup ## measure the speed; the last line is JSON
 	$(PY) benchmarks/speed.py $(ARGS)
+
+figures: setup ## draw every figure again from benchmarks/results
+	$(PY) -m hf_dspark report benchmarks/results --output_dir benchmarks/report --overwrite $(ARGS)
 
 wheel: setup ## build the wheel and try it in a clean environment
 	@echo "== building dist/*.whl"

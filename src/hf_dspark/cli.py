@@ -33,15 +33,18 @@ from .cli_options import (
     ConvertOptions,
     DraftOptions,
     EvalOptions,
+    EvaluatedDraftOptions,
     GenerateOptions,
     HelpingDraftOptions,
     ProfileOptions,
     PushOptions,
     RegenerateOptions,
+    ReportOptions,
     SamplingOptions,
     TargetOptions,
     TrainOptions,
 )
+from .cli_report import run_report
 from .cli_sharing import run_card, run_convert, run_push
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -165,12 +168,18 @@ COMMANDS = {
         lambda: ((ProfileOptions, TargetOptions, DraftOptions), run_profile),
     ),
     "eval": Command(
-        "measure how much of its drafts a target accepts",
-        "--target MODEL --draft MODEL --prompts NAME=FILE [NAME=FILE ...] [options]",
-        "Decode prompts of one or more domains, and report tokens per round (tau) and acceptance by position. Writes "
-        "a result of the kind acceptance to --result_file and prints a table.",
-        (f"eval {PAIR} --prompts math={PROMPTS} --temperature 0 --num_prompts 20 --result_file out/math.json",),
-        lambda: ((EvalOptions, *DECODING), run_eval),
+        "measure how much of its drafts a target accepts, and how fast it decodes",
+        "--target MODEL [--draft MODEL] --prompts NAME=FILE [NAME=FILE ...] [options]",
+        "Decode prompts of one or more tasks, turn by turn, and report tokens per round (tau), acceptance by "
+        "position, calibration and speed. Writes a result of the kind evaluation, with every round, to --result_file "
+        "and prints a table.",
+        (
+            f"eval {PAIR} --prompts math={PROMPTS} --temperature 0 --num_prompts 20 --compare --result_file "
+            "out/math.json",
+        ),
+        lambda: ((EvalOptions, TargetOptions, EvaluatedDraftOptions, ChatOptions, SamplingOptions), run_eval),
+        (),
+        "finished turns are kept: the same command goes on from there",
     ),
     "convert": Command(
         "write a draft in another project's format, or read one",
@@ -200,6 +209,17 @@ COMMANDS = {
         ("card examples/gsm8k_pair/draft --results out/math.json --output out/README.md",),
         lambda: ((CardOptions,), run_card),
         (Word("folder", "Folder of the draft."),),
+    ),
+    "report": Command(
+        "draw figures from results, and put them on one page",
+        "--output_dir FOLDER [--overwrite] RESULTS [RESULTS ...]",
+        "Draw what the given results allow: acceptance by position, depth, block size, thresholds, reliability, load. "
+        "Writes each figure as PNG and SVG, report.md and report.html into --output_dir; what is missing is named "
+        "there with the command that measures it. Needs matplotlib.",
+        ("report benchmarks/results --output_dir out/report",),
+        lambda: ((ReportOptions,), run_report),
+        (Word("results", "Result file of eval, calibrate or a benchmark, or a folder of them.", "+"),),
+        "figures that were finished are kept",
     ),
 }
 
