@@ -80,7 +80,8 @@ def train(output_dir: Path) -> dict:
     rows = [{"input_ids": list(range(start, start + 16)), "loss_mask": [1] * 16} for start in range(8)]
     args = DSparkTrainingArguments(
         str(output_dir), max_steps=2, num_anchors=4, report_to="none", logging_steps=1, disable_tqdm=True,
-        use_cpu=True, push_to_hub=True, hub_model_id="someone/trained", hub_private_repo=True, save_strategy="no",
+        use_cpu=True, push_to_hub=True, hub_model_id="someone/trained", hub_private_repo=True, save_steps=1,
+        hub_always_push=True,
     )  # fmt: skip
     trainer = DSparkTrainer(DSparkDraftModel(config), target, args, train_dataset=rows)
     trainer.train()

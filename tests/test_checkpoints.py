@@ -319,6 +319,7 @@ def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_dra
     assert "sts.json" in report.files and any("sts.json" in note for note in report.notes)
     assert json.loads((tmp_path / "there" / "sts.json").read_text())["temperatures"] == temperatures["default"]
     assert read_checkpoint(tmp_path / "there").config.sts_temperatures == temperatures
+    assert DSparkDraftModel.from_pretrained(tmp_path / "there").config.sts_temperatures == temperatures
 
 
 def test_sglangs_own_calibration_file_is_read(make_draft, target, tmp_path):

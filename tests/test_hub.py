@@ -121,8 +121,11 @@ def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub, w
     report = everything["trained"]
     repository = hub.repositories["someone/trained"]
     assert repository.private and report["tokens"]
-    assert repository.commits[1][0] in report["url"] and repository.commits[2][0] in report["later"]
-    first = repository.commits[1][1]
+    *while_training, (pushed, first), (later, _) = repository.commits[1:]
+    assert pushed in report["url"] and later in report["later"]
+    assert len(while_training) == 2  # at the checkpoints
+    for _, files in while_training:
+        assert files.keys() == {".gitattributes", "config.json", "model.safetensors"}
     others = {name for name in first if not name.startswith("custom_generate/")}
     assert others == {".gitattributes", "README.md", "config.json", "model.safetensors", "results/training.json"}
     result = json.loads(first["results/training.json"])

@@ -198,3 +198,16 @@ def test_the_temperatures_are_named_even_if_their_effect_was_not_measured(draft)
     draft.config.sts_temperatures = {"default": [1.0] * 4, "greedy": [2.0] * 4}
     text = sections(model_card(draft))["Calibration of the confidences"]
     assert "temperatures for: default, greedy." in text and "Not measured" in text
+
+
+def test_an_evaluation_shows_what_was_accepted_and_how_fast_it_was(draft, write):
+    part = {"tau": 3.5, "acceptance": [0.8, None, None, None], "prompts": 5, "rounds": 60, "tokens_per_second": 61.25}
+    faster = {"ratio_of_medians": 2.04, "lower_quartile": 1.9, "upper_quartile": 2.1}
+    tasks = {"math": part | {"speedup": faster}, "code": part | {"speedup": None}}
+    found = {"sampling": {"do_sample": False}, "policy": "FullBlock()", "max_new_tokens": 9, "batch_size": 4}
+    path = write("evaluation", found | {"tasks": tasks | {"all": tasks["math"]}, "failed": [], "records": []})
+    parts = sections(card := model_card(draft, [path]))
+    assert "| math | greedy | FullBlock() | 5 | 60 | 3.50 | 0.80 – – – | [1] |" in parts["Accepted tokens"]
+    assert "| math | greedy | FullBlock() | 4 | 61.2 | 2.04 (1.90 to 2.10) | [1] |" in parts["Speed"]
+    assert "| code | greedy | FullBlock() | 4 | 61.2 | – | [1] |" in parts["Speed"]
+    assert "[2]" not in card.text and "| all |" not in card.text

@@ -601,6 +601,13 @@ def test_pruned_vocabularies_name_distinct_tokens_of_the_target(make_draft, targ
             draft.draft_token_ids()
 
 
+def test_pruned_vocabularies_follow_the_weights_that_are_loaded(make_draft, target):
+    draft = make_draft(target, draft_vocab_size=3)
+    assert draft.draft_token_ids().tolist() == [0, 2, 4]
+    draft.load_state_dict(draft.state_dict() | {"d2t": torch.tensor([0, 0, 0])})
+    assert draft.draft_token_ids().tolist() == [0, 1, 2]
+
+
 @torch.no_grad()
 def test_pruned_drafts_propose_what_an_unpruned_one_restricted_to_their_tokens_would(make_draft, target):
     whole, pruned = make_draft(target), make_draft(target, draft_vocab_size=20)

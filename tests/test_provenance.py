@@ -19,6 +19,16 @@ def test_a_command_shows_no_path_outside_the_working_folder(tmp_path, monkeypatc
     assert provenance()["command"] == "python run.py --target org/name data.jsonl a/b.json"
 
 
+def test_a_command_shows_no_secret(monkeypatch):
+    words = "train --hub_token hf_0123456789 --data=/home/u/x.jsonl --api_key=abc math=/home/u/y.jsonl".split()
+    words += ["--hub-token=hf_0123456789", "--endpoint", "https://user:pw@host/v1", "say", "hf_0123456789"]
+    monkeypatch.setattr(sys, "argv", ["hf-dspark", *words])
+    assert provenance()["command"] == (
+        "hf-dspark train --hub_token *** --data=x.jsonl --api_key=*** math=y.jsonl --hub-token=*** "
+        "--endpoint https://host/v1 say ***"
+    )
+
+
 def test_a_console_script_is_shown_by_its_name(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/hf-dspark", "eval", "http://127.0.0.1:8000/v1"])
     assert provenance()["command"] == "hf-dspark eval http://127.0.0.1:8000/v1"

@@ -663,6 +663,29 @@ def test_quantised_targets_train_drafts(make_target, rows, tmp_path, bits):
     assert all(parameter.dtype == torch.float32 for parameter in draft.parameters())
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{"draft_vocab_size": 20}, {"sample_from_anchor": False, "markov_head_type": "rnn"}],
+    ids=["pruned", "fill_in"],
+)
+def test_drafts_of_other_layouts_learn(make_trainer, make_draft, target, layout):
+    trainer = make_trainer(make_draft(target, **layout), max_steps=12, learning_rate=1e-2)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    assert trainer.model.get_output_embeddings() is target.lm_head
+
+
+def test_pruned_drafts_are_not_trained_on_the_whole_law(make_trainer, make_draft, target):
+    with pytest.raises(ValueError, match="soft_cross_entropy_weight=0, got 0.5"):
+        make_trainer(make_draft(target, draft_vocab_size=20), soft_cross_entropy_weight=0.5)
+
+
+def test_checkpoints_with_pickles_are_not_published(tmp_path):
+    with pytest.raises(ValueError, match="pickled optimizer states"):
+        DSparkTrainingArguments(str(tmp_path), push_to_hub=True, hub_strategy="checkpoint")
+
+
 def test_offloaded_targets_train_drafts(make_trainer, make_draft, make_target, rows, tmp_path):
     make_target().save_pretrained(tmp_path / "target")
     device_map = {

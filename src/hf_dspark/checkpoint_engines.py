@@ -5,7 +5,7 @@ row of its table is there. Knows nothing of files, or of how a format is read an
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -35,13 +35,11 @@ class Engine:
     Attributes:
         name (`str`): Its name.
         config_keys (`Mapping[str, tuple[str, ...]]`): By format, what it must find in `config.json`.
-        tensors (`Mapping[str, tuple[str, ...]]`): By format, what it must find besides the draft's own tensors.
         refusals (`tuple[Refusal, ...]`): Drafts that it cannot run.
     """
 
     name: str
     config_keys: Mapping[str, tuple[str, ...]]
-    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -68,7 +66,6 @@ _NESTED_DSPARK = (
 )  # fmt: skip
 _VERIFIER = ("speculators_config.verifier.name_or_path",)
 _SPECFORGE = ("dflash_config.target_layer_ids", "dflash_config.mask_token_id", "dflash_config.projector_type")
-_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 _RANK_ZERO = "it needs a Markov head (markov_rank > 0)"
 _DROPS_ANCHOR = (
@@ -79,7 +76,6 @@ ENGINES = (
     Engine(
         "deepspec",
         {"deepspec": (*_FLAT_GEOMETRY, "target_layer_ids", "num_target_layers")},
-        {"deepspec": _COPIES},
     ),
     Engine(
         "llama.cpp",

@@ -24,10 +24,11 @@ HUB_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies",
 )  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+STS_FILE = "sts.json"  # as SGLang reads it, and with the temperatures of all domains
 # Far above what real checkpoints have; parsing takes some thirty times the bytes in memory.
 MAX_CONFIG_BYTES = 2**20
 MAX_INDEX_BYTES = 2**25
-MAX_HEADER_BYTES = 2**25
+MAX_HEADER_BYTES = 2**22
 MAX_JSON_DEPTH = 32
 MAX_JSON_DIGITS = 19
 MAX_SHARDS = 1000
@@ -109,6 +110,27 @@ def read_config(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str,
     """
     path = Path(name_or_path)
     return read_json(path if path.is_file() else _Place.of(name_or_path, hub_kwargs).require(CONFIG_FILE))
+
+
+def read_temperatures(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, list[float]] | None:
+    """Read the temperatures of the confidence head that lie beside a checkpoint whose format has no field for them.
+
+    Args:
+        name_or_path, hub_kwargs: As in [`open_checkpoint`].
+
+    Returns:
+        `dict`: By domain; `None` if there are none.
+
+    Raises:
+        ValueError, TypeError, OSError: As there.
+    """
+    if os.path.isfile(name_or_path):
+        return None
+    path = _Place.of(name_or_path, hub_kwargs).find(STS_FILE)
+    if path is None:
+        return None
+    stored = read_json(path)
+    return stored.get("by_domain") or {"default": stored.get("temperatures")}
 
 
 def read_tensor_infos(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, TensorInfo]:
@@ -258,6 +280,7 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
     index = place.find(INDEX_FILE)
     if index is None:
         raise ValueError(_without_weights(place))
+    place = place.pinned(index)  # whatever is pushed in between
     weight_map = _read_index(index)
     infos: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):

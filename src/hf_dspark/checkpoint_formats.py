@@ -563,6 +563,12 @@ def recognise(config: Mapping[str, Any]) -> Format | None:
     return next((entry for entry in FORMATS if entry.recognise(dict(config))), None)
 
 
+def draft_model_type(config: Mapping[str, Any]) -> str | None:
+    """Return the `model_type` that a `config.json` of any known format has here; its own if it is of none."""
+    foreign = recognise(config)
+    return config.get("model_type") if foreign is None else foreign.model_type
+
+
 def find_format(name: str, config: PreTrainedConfig) -> Format:
     """Return the entry of a format for a draft.
 

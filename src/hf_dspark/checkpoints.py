@@ -21,7 +21,14 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .borrowed_weights import BorrowedModules
 from .checkpoint_engines import ENGINES, Engine, draft_tensors, format_tensors, missing_keys
-from .checkpoint_files import CheckpointFiles, load_tensors, open_checkpoint, read_json
+from .checkpoint_files import (
+    CONFIG_FILE,
+    STS_FILE,
+    CheckpointFiles,
+    load_tensors,
+    open_checkpoint,
+    read_temperatures,
+)
 from .checkpoint_formats import (
     FORMAT_NAMES,
     OURS,
@@ -36,11 +43,10 @@ from .checkpoint_rows import TargetFacts, has_embedding_norm
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
 from .draft_config import DraftConfig, embedding_scale
-from .draft_model import DraftModel
+from .draft_model import DraftModel, require_finite
 
 CONFIGS: dict[str, type[DraftConfig]] = {config.model_type: config for config in (DSparkConfig, Eagle3Config)}
 ARCHITECTURES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
-CONFIG_FILE, STS_FILE = "config.json", "sts.json"
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _TYPES = {"d2t": ("I64",)}
 
@@ -131,7 +137,10 @@ def read_checkpoint(
     if entry is None:
         ours = files.config
     else:
-        ours = config_from_format(files.config, entry, facts, sample_from_anchor) | _read_sts(files)
+        ours = config_from_format(files.config, entry, facts, sample_from_anchor)
+        pinned = hub_kwargs | ({} if files.revision is None else {"revision": files.revision})
+        temperatures = read_temperatures(source, **pinned)
+        ours |= {} if temperatures is None else {"sts_temperatures": temperatures}
     config = CONFIGS[ours["model_type"]].from_dict(ours)
     return Checkpoint(config, _read_tensors(files, config, entry), name)
 
@@ -235,7 +244,7 @@ def target_facts(target: Target) -> TargetFacts:
     elif isinstance(target, PreTrainedConfig):
         config = target
     else:
-        path, config = os.fspath(target), AutoConfig.from_pretrained(target)
+        path, config = os.fspath(target), AutoConfig.from_pretrained(target, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
     return TargetFacts(
         vocab_size=text.vocab_size,
@@ -253,20 +262,10 @@ def target_facts(target: Target) -> TargetFacts:
 # ---- reading
 
 
-def _read_sts(files: CheckpointFiles) -> dict[str, Any]:
-    """Return the temperatures that lie beside a checkpoint whose format has no field for them."""
-    path = files.folder / STS_FILE
-    if not path.is_file():
-        return {}
-    stored = read_json(path)
-    by_name = stored.get("by_domain") or {"default": stored.get("temperatures")}
-    return {"sts_temperatures": by_name}
-
-
 def _read_tensors(files: CheckpointFiles, config: DraftConfig, entry: Format | None) -> dict[str, torch.Tensor]:
     expected = draft_tensors(config)
     names = {(entry.renamed if entry else {}).get(name, name): name for name in expected}
-    ignored = {"t2d", *(entry.copies if entry else ())} | {"embed_tokens.weight", "lm_head.weight"}
+    ignored = {"t2d", "embed_tokens.weight", "lm_head.weight"}
     found = {
         "missing": sorted(names.keys() - files.tensors.keys()),
         "unexpected": sorted(files.tensors.keys() - names.keys() - ignored),
@@ -283,6 +282,7 @@ def _read_tensors(files: CheckpointFiles, config: DraftConfig, entry: Format | N
         listed = "; ".join(f"{fault}: {', '.join(tensors)}" for fault, tensors in found.items() if tensors)
         raise ValueError(f"the tensors of {files.name} are not what its config.json says. {listed}")
     tensors = {names[theirs]: tensor for theirs, tensor in load_tensors(files, names.keys()).items()}
+    require_finite(tensors, files.name)
     if "d2t" in tensors and "t2d" in files.tensors:
         stored = load_tensors(files, ["t2d"])["t2d"]
         if not torch.equal(stored.bool(), target_to_draft(tensors["d2t"], config.vocab_size)):

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .calibration import check_temperatures
-from .checkpoint_files import HUB_ARGUMENTS, read_config, shortened
+from .checkpoint_files import HUB_ARGUMENTS, read_config, read_temperatures, shortened
 from .checkpoint_formats import config_from_format, recognise
 from .rope_parameters import ROPE_TYPES, full_attention_rope
 
@@ -326,6 +326,9 @@ class DraftConfig(PreTrainedConfig):
         if foreign is not None:
             layout = kwargs.get("sample_from_anchor")
             config_dict = config_from_format(config_dict, foreign, sample_from_anchor=layout)
+            temperatures = read_temperatures(pretrained_model_name_or_path, **hub)
+            if temperatures is not None:
+                config_dict["sts_temperatures"] = temperatures
         return config_dict, kwargs
 
     @classmethod

@@ -22,7 +22,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .block_attention import BlockLayout
-from .checkpoint_files import HUB_ARGUMENTS, TensorInfo, listed, load_tensors, read_tensor_infos, shortened
+from .checkpoint_files import (
+    HUB_ARGUMENTS,
+    TensorInfo,
+    listed,
+    load_tensors,
+    open_checkpoint,
+    read_tensor_infos,
+    shortened,
+)
 from .draft_config import require_decoder_only
 from .losses import LossWeights, SlotScores, block_losses
 from .policies import Policy, RoundOutcome
@@ -102,7 +110,7 @@ class DraftModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
-        """Load one of our checkpoints or a DeepSpec one.
+        """Load a draft: one of ours, or of DeepSpec, speculators or SpecForge.
 
         Checkpoints may come from strangers: of the weights, safetensors alone are read, no code is run, and names,
         shapes and types of all tensors are compared with the config before any memory is taken.
@@ -120,16 +128,22 @@ class DraftModel(PreTrainedModel):
         _refuse_other_files(kwargs)
         name = os.fspath(pretrained_model_name_or_path)
         hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
-        config = kwargs.pop("config", None)
-        if not isinstance(config, PreTrainedConfig):
-            config = cls.config_class.from_pretrained(name if config is None else config, **hub)
-        infos = read_tensor_infos(name, **hub)
+        config, revision = kwargs.pop("config", None), None
+        if config is None:
+            files = open_checkpoint(name, **hub)
+            infos, revision = files.tensors, files.revision
+            config = cls.config_class.from_pretrained(name, **hub | ({"revision": revision} if revision else {}))
+        else:
+            infos = read_tensor_infos(name, **hub)
+            if not isinstance(config, PreTrainedConfig):
+                config = cls.config_class.from_pretrained(config, **hub)
         tensors = load_tensors(infos, cls._expected_tensors(config, infos, name))
-        _require_finite(tensors, name)
+        require_finite(tensors, name)
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config.name_or_path = name
+        model.config._commit_hash = revision
         if cls._auto_class is None:  # the repository's code is not used, nor saved along
             vars(model.config).pop("auto_map", None)
         try:
@@ -459,7 +473,7 @@ def _misfit(name: str, found: str) -> ValueError:
     )
 
 
-def _require_finite(tensors: dict[str, torch.Tensor], name: str) -> None:
+def require_finite(tensors: dict[str, torch.Tensor], name: str) -> None:
     """Raise a `ValueError` if a weight is not a number or infinite, which only damage explains."""
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):

@@ -9,8 +9,9 @@ of other projects' formats.
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,19 @@ from huggingface_hub import HfApi
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .checkpoint_files import read_config
-from .checkpoint_formats import recognise
+from .checkpoint_formats import draft_model_type
 from .draft_model import DraftModel
 from .model_card import model_card
 from .remote_generate import DRAFTS
-from .results import describe_draft, describe_target, write_result
+from .results import describe_draft, describe_target, read_results, write_result
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 RESULTS_FOLDER = "results"
 CARD_FILE = "README.md"
 # All that is published; a training's folder has more in it, pickled arguments among others.
 REPOSITORY_FILES = (
-    CARD_FILE, "config.json", "model*.safetensors", "model.safetensors.index.json", f"{CODE_FOLDER}/*",
-    f"{RESULTS_FOLDER}/*.json",
+    CARD_FILE, "config.json", "model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json",
+    f"{CODE_FOLDER}/*.py", f"{CODE_FOLDER}/LICENSE", f"{RESULTS_FOLDER}/*.json",
 )  # fmt: skip
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
@@ -161,7 +162,7 @@ def write_remote_code(folder: str | Path) -> list[Path]:
     sources = {"generate.py": root} | {Path(file).name: Path(file) for file in get_relative_import_files(root)}
     for name, source in sources.items():
         (code / name).write_bytes(source.read_bytes())
-    (code / "LICENSE").write_text(distribution("hf_dspark").read_text("licenses/LICENSE"))
+    (code / "LICENSE").write_text(_license(), encoding="utf-8")
     model = DRAFTS[config["model_type"]]
     module = f"{CODE_FOLDER}/generate"
     config["auto_map"] = {
@@ -172,10 +173,17 @@ def write_remote_code(folder: str | Path) -> list[Path]:
     return [code / name for name in sorted(sources)]
 
 
+def _license() -> str:
+    try:
+        return distribution("hf_dspark").read_text("licenses/LICENSE")
+    except PackageNotFoundError:  # run from its sources
+        return (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return what the config of one of our drafts says."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         model_type = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -207,9 +215,23 @@ def write_training_card(
     """
     results = Path(folder) / RESULTS_FOLDER
     described = {} if target is None else describe_target(target)
-    write_result(results / "training.json", "training", described, describe_draft(draft), **training)
+    written = write_result(results / "training.json", "training", described, describe_draft(draft), **training)
+    _set_aside_outdated(results, written["draft"]["weights"])
     write_remote_code(folder)
     write_card(draft, [results], Path(folder) / CARD_FILE, **card)
+
+
+def _set_aside_outdated(results: Path, weights: str) -> None:
+    """Rename result files that were measured with other weights, so that no card shows and no push publishes them."""
+    for path in sorted(results.glob("*.json")):
+        (result,) = read_results([path])
+        if result["draft"].get("weights") != weights:
+            outdated = path.with_suffix(".json.outdated")
+            path.replace(outdated)
+            warnings.warn(
+                f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
+                stacklevel=3,
+            )
 
 
 def upload_repository(
@@ -261,9 +283,7 @@ def load_draft(draft: DraftModel | str | Path) -> DraftModel:
     """
     if isinstance(draft, DraftModel):
         return draft
-    config = read_config(draft)
-    foreign = recognise(config)
-    kind = config.get("model_type") if foreign is None else foreign.model_type
+    kind = draft_model_type(read_config(draft))
     if kind not in DRAFTS:
         raise ValueError(f"{draft} holds a {kind!r} model, which is no draft: pass one of the kinds {sorted(DRAFTS)}")
     return DRAFTS[kind].from_pretrained(draft, dtype="auto")
@@ -288,5 +308,5 @@ def _copy_results(files: list[Path], folder: Path) -> None:
 def _replace_text(path: Path, text: str) -> None:
     """Write a file at once, or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)

@@ -56,19 +56,21 @@ def model_card(
     _require_this_draft(found, facts, {draft_name or facts["name"], repo_id or ""})
     target_facts = _agreed_target(found, target)
     profiles = [_read_profile(path, draft.config) for path in throughput]
+    decoded = _decoded(found)
     notes = _Notes()
     sections = [
         _introduction(title, draft.config, target_facts),
         _usage(title, target_facts["name"] if _is_on_hub(target_facts["name"]) else "path/to/the/target"),
         _architecture(draft.config, facts, target_facts),
-        _acceptance(_of_kind(found, "acceptance"), notes),
+        _acceptance(decoded, notes),
+        *_speed(_of_kind(decoded, "evaluation"), notes),
         _calibration(_of_kind(found, "calibration"), draft.config, notes),
         _training(_of_kind(found, "training"), notes),
         _step_times(profiles),
         notes.section(),
         WITHOUT_THE_PACKAGE,
     ]
-    data = _metadata(title, draft.config, target_facts["name"], _of_kind(found, "acceptance"), tags, metadata)
+    data = _metadata(title, draft.config, target_facts["name"], decoded, tags, metadata)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
 
 
@@ -125,9 +127,21 @@ def _of_kind(results: list[dict], kind: str) -> list[dict]:
     return [result for result in results if result["kind"] == kind]
 
 
+def _decoded(results: list[dict]) -> list[dict]:
+    """Return the results of decoding, whose `domains` say what was accepted."""
+    decoded = []
+    for result in results:
+        if result["kind"] == "evaluation":
+            domains = {name: part for name, part in result["tasks"].items() if name != "all"}
+            decoded.append(result | {"domains": domains})
+        elif result["kind"] == "acceptance":
+            decoded.append(result)
+    return decoded
+
+
 def _read_profile(path: str | Path, config: PreTrainedConfig) -> ThroughputProfile:
     try:
-        profile = ThroughputProfile.from_dict(json.loads(Path(path).read_text()))
+        profile = ThroughputProfile.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} holds no measured step times ({error!r}): pass a file that hf_dspark.profile_throughput(...)"
@@ -299,6 +313,32 @@ def _acceptance(results: list[dict], notes: _Notes) -> str:
             _table(head, rows),
         ]
     )
+
+
+def _speed(results: list[dict], notes: _Notes) -> list[str]:
+    """Return the section about speed, if evaluations say anything of it."""
+    rows = [
+        (
+            task, _sampling(result["sampling"]), _shortened(result["policy"]), result["batch_size"],
+            _number(part["tokens_per_second"], 1), _speedup(part["speedup"]), notes.mark(result),
+        )
+        for result in results
+        for task, part in result["domains"].items()
+    ]  # fmt: skip
+    if not rows:
+        return []
+    explanation = (
+        "The speed-up is the ratio of the medians of seconds per token, plain decoding of the same turns in the same "
+        "process over decoding with the draft; in brackets the quartiles of single turns. It holds for this machine."
+    )
+    head = ("task", "sampling", "policy", "batch", "tokens/s", "speed-up", "")
+    return ["\n".join(["## Speed", "", explanation, "", _table(head, rows)])]
+
+
+def _speedup(found: Mapping[str, Any] | None) -> str | None:
+    if found is None:
+        return None
+    return f"{found['ratio_of_medians']:.2f} ({found['lower_quartile']:.2f} to {found['upper_quartile']:.2f})"
 
 
 def _calibration(results: list[dict], config: PreTrainedConfig, notes: _Notes) -> str:

@@ -307,7 +307,7 @@ class DSparkDraftModel(DraftModel):
             nn.init.zeros_(module.weight)
 
     @functools.cached_property
-    def _pruned_ids(self) -> dict[torch.device, torch.Tensor]:
+    def _pruned_ids(self) -> dict[tuple[torch.device, int], torch.Tensor]:
         return {}
 
     def draft_token_ids(self) -> torch.Tensor | None:
@@ -318,7 +318,9 @@ class DSparkDraftModel(DraftModel):
         """
         if self.config.draft_vocab_size is None:
             return None
-        if self.d2t.device not in self._pruned_ids:
+        state = self.d2t.device, self.d2t._version
+        if state not in self._pruned_ids:
+            self._pruned_ids.clear()
             token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
             known = (token_ids >= 0) & (token_ids < self.config.vocab_size)
             if not bool(known.all()) or len(token_ids.unique()) < len(token_ids):
@@ -326,8 +328,8 @@ class DSparkDraftModel(DraftModel):
                     "the draft's d2t must name distinct tokens of the target's vocabulary of "
                     f"{self.config.vocab_size}; it does not: load another checkpoint"
                 )
-            self._pruned_ids[self.d2t.device] = token_ids
-        return self._pruned_ids[self.d2t.device]
+            self._pruned_ids[state] = token_ids
+        return self._pruned_ids[state]
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""

@@ -4,6 +4,7 @@ Knows nothing of what was measured.
 """
 
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,11 +15,17 @@ import torch
 
 from .profiling import device_name
 
+HIDDEN = "***"
+_SECRET_OPTION = re.compile(r"--?\w*(token|key|secret|password)\w*", re.IGNORECASE)
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
+_USER_OF_URL = re.compile(r"(?<=://)[^/@]*@")
+
 
 def provenance() -> dict[str, Any]:
     """Return where and how a measurement is made, for the file that holds its result.
 
-    Paths outside the working folder are cut to their last part: a result is published, the layout of a disk is not.
+    A result is published: of paths outside the working folder, the command keeps the last part; of tokens, and of the
+    values of options that sound like secrets, nothing.
 
     Returns:
         `dict`: `command`, `revision` (of the git checkout that the package runs from, `+changes` behind it if its
@@ -28,10 +35,10 @@ def provenance() -> dict[str, Any]:
     from . import __version__
 
     started = Path(sys.argv[0])
-    program = ["python", _shown(str(started))] if started.suffix == ".py" else [started.name]
+    program = ["python", _shown_path(str(started))] if started.suffix == ".py" else [started.name]
     revision = _revision()
     return {
-        "command": " ".join([*program, *(_shown(word) for word in sys.argv[1:])]),
+        "command": " ".join([*program, *_shown_words(sys.argv[1:])]),
         **({"revision": revision} if revision else {}),
         "hf_dspark": __version__,
         "python": platform.python_version(),
@@ -42,8 +49,19 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def _shown(word: str) -> str:
-    """Return a word of a command line: relative to the working folder, and nothing of a path that leaves it."""
+def _shown_words(words: list[str]) -> list[str]:
+    """Return the words of a command line without what is nobody's business."""
+    shown = []
+    for previous, word in zip(["", *words], words, strict=False):
+        name, sign, value = word.rpartition("=")  # --option=value, or domain=file
+        if _SECRET_OPTION.fullmatch(name if sign else previous):
+            value = HIDDEN
+        shown.append(name + sign + _HUB_TOKEN.sub(HIDDEN, _USER_OF_URL.sub("", _shown_path(value))))
+    return shown
+
+
+def _shown_path(word: str) -> str:
+    """Return a path relative to the working folder, and nothing of one that leaves it but its name."""
     if "/" not in word or "://" in word:
         return word
     here, path = Path.cwd(), Path(word).resolve()

@@ -99,8 +99,8 @@ def _own_draft(target: PreTrainedModel, hub: dict[str, Any]) -> DraftModel:
     if (repository, revision) not in drafts:
         config, _ = PreTrainedConfig.get_config_dict(repository, revision=revision, **hub)
         draft = DRAFTS[config["model_type"]].from_pretrained(repository, dtype="auto", revision=revision, **hub)
-        drafts[repository, revision] = draft.to(input_device(target.get_input_embeddings())).eval()
-    return drafts[repository, revision]
+        drafts[repository, revision] = draft.eval()
+    return drafts[repository, revision].to(input_device(target.get_input_embeddings()))  # it may have moved since
 
 
 def _repository() -> str:

@@ -156,7 +156,7 @@ def require_same_logits(target: PreTrainedModel, draft: DraftModel) -> None:
     states = target_states(
         target, draft.config.target_layer_ids, input_ids, torch.ones_like(input_ids), draft.device, torch.float32
     )
-    ours = draft.base_logits(states.last_hidden).float().cpu()
+    ours = draft.target_logits(states.last_hidden).float().cpu()
     difference = ((ours - logits).norm() / logits.norm()).item()
     if not difference < 0.1:  # rounding of half-precision and quantised heads is well below
         raise ValueError(

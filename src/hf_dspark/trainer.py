@@ -6,6 +6,7 @@ Knows nothing of generation, nor of what kind of draft it trains. One step reads
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -27,9 +28,11 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import HubStrategy, get_last_checkpoint
+from transformers.utils import PushInProgress
 
 from .checkpoint_files import read_config, read_json
+from .checkpoint_formats import draft_model_type
 from .configuration_eagle3 import Eagle3Config
 from .conversations import prepare_rows
 from .data import (
@@ -112,6 +115,11 @@ class DSparkTrainingArguments(TrainingArguments):
             raise ValueError(f"num_anchors must be at least 1, got {self.num_anchors}")
         if self.packing and self.max_length is None:
             raise ValueError("packing joins documents into rows of max_length tokens: give one, got None")
+        if self.push_to_hub and self.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            raise ValueError(
+                f"hub_strategy={self.hub_strategy.value!r} would publish pickled optimizer states, which nobody "
+                "should load: choose 'every_save' or 'end'"
+            )
         self.loss_weights()  # refuses wrong values
 
     def loss_weights(self) -> LossWeights:
@@ -169,6 +177,11 @@ class DSparkTrainer(Trainer):
                 f"the draft's weights are {model.dtype}, in which small updates are lost: load it with "
                 "dtype=torch.float32, and set bf16=True to compute in bfloat16",
                 stacklevel=2,
+            )
+        if args.soft_cross_entropy_weight > 0 and model.draft_token_ids() is not None:
+            raise ValueError(
+                "a draft with a pruned vocabulary gives some tokens no probability, so its cross-entropy to the "
+                f"target's law is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
             )
         target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if isinstance(target, str) else target
         if processing_class is None:
@@ -373,7 +386,11 @@ class DSparkTrainer(Trainer):
         of_split = (
             [entry for entry in self.state.log_history if name in entry] for name in ("loss", f"{self._reported}loss")
         )
-        metrics = {name: value for entries in of_split for name, value in (entries[-1] if entries else {}).items()}
+        metrics = {
+            name: value if math.isfinite(value) else None  # a norm of gradients may be anything
+            for entries in of_split
+            for name, value in (entries[-1] if entries else {}).items()
+        }
         return {
             "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": self.args.world_size},
             "num_rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
@@ -437,6 +454,27 @@ class DSparkTrainer(Trainer):
             revision=self.args.hub_revision if revision is None else revision, commit_message=commit_message,
         )  # fmt: skip
         return upload() if blocking else HfApi().run_as_future(upload)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish the draft of a checkpoint while training goes on.
+
+        In place of Trainer's, which uploads all of `args.output_dir`: caches, and pickled arguments with the token.
+        """
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if busy and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        upload = partial(
+            self._draft.sharing.upload_repository, checkpoint_folder, self.hub_model_id, token=self.args.hub_token,
+            revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",
+        )  # fmt: skip
+        job = HfApi().run_as_future(upload)
+        if self.push_in_progress is None or not busy:
+            self.push_in_progress = PushInProgress([job])
+        else:
+            self.push_in_progress.jobs.append(job)
 
     # Resuming
 
@@ -507,8 +545,7 @@ class _RunCallback(TrainerCallback):
 
 def _load_draft(path: str) -> DraftModel:
     """Load a draft of whatever kind, with weights that training can move."""
-    config = read_config(path)
-    is_eagle3 = config.get("model_type") == Eagle3Config.model_type or "Eagle3" in str(config.get("architectures"))
+    is_eagle3 = draft_model_type(read_config(path)) == Eagle3Config.model_type
     return (Eagle3DraftModel if is_eagle3 else DSparkDraftModel).from_pretrained(path, dtype=torch.float32)
 
 
