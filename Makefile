@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VENV_MIN ?= .venv-min
 ARGS ?=
+# Each test computes in one thread; tests that share a server stay together.
+WORKERS ?= --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 
 PY := $(VENV)/bin/python
 PY_MIN := $(VENV_MIN)/bin/python
@@ -25,13 +27,13 @@ demo: setup ## answer questions with and without the draft, and compare tokens a
 	$(PY) examples/demo.py $(ARGS)
 
 test: setup ## run the tests
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-slow: setup ## run the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu and not hub" $(ARGS)
 
 test-min: $(VENV_MIN)/.setup.stamp ## run the tests with the oldest supported transformers
-	$(PY_MIN) -m pytest $(ARGS)
+	$(PY_MIN) -m pytest $(WORKERS) $(ARGS)
 
 style: setup ## repair and format the code
 	$(PY) -m ruff check --fix .

@@ -48,8 +48,12 @@ DRAFTS = {
     "dspark_5": (5, 128, DSPARK),
     "dflash_2": (2, 0, DFLASH),
     "dflash_5": (5, 0, DFLASH),
+    "dflash_fill_in_2": (2, 0, DFLASH),
     "eagle3": (1, None, EAGLE3),
 }
+# The anchor's slot predicts nothing: the layout of transformers' own DFlash. For `compare.py`, not measured by default.
+FILL_IN = {"dflash_fill_in_2"}
+NUM_EVAL_ROWS = 300
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -79,6 +83,11 @@ def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_toke
     return answers
 
 
+def training_rows(answers: dict[str, list[dict]]) -> list[dict]:
+    """Return the answers domain by turns, so that every batch and the evaluation rows hold all of them."""
+    return [row for group in zip(*answers.values(), strict=False) for row in group]
+
+
 def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftModel | Eagle3DraftModel:
     num_layers, markov_rank, _ = DRAFTS[name]
     facts = {"block_size": GAMMA, "target_layer_ids": [0, 1, 2, 3, 4]}
@@ -94,6 +103,7 @@ def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftMode
             mask_token_id=tokenizer.mask_token_id,
             enable_confidence_head=markov_rank > 0,
             confidence_head_with_markov=markov_rank > 0,
+            sample_from_anchor=name not in FILL_IN,
         )  # fmt: skip
     )
 
@@ -110,8 +120,8 @@ def train(name: str, target, tokenizer, rows: list[dict], folder: Path, steps: i
         )  # fmt: skip
         optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
         trainer = DSparkTrainer(
-            draft, target, arguments, train_dataset=rows[300:], eval_dataset=rows[:300], processing_class=tokenizer,
-            optimizers=(optimizer, None),
+            draft, target, arguments, train_dataset=rows[NUM_EVAL_ROWS:], eval_dataset=rows[:NUM_EVAL_ROWS],
+            processing_class=tokenizer, optimizers=(optimizer, None),
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
         trainer.evaluate()
@@ -141,7 +151,7 @@ def markdown(result: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work_dir", default="out/domains", help="holds data and target, gets answers and drafts")
-    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS))
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=[name for name in DRAFTS if name not in FILL_IN])
     parser.add_argument("--num_prompts", type=int, default=1000, help="answered per domain")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")
@@ -156,8 +166,7 @@ def main() -> None:
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
     answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
-    # Domain by turns, so that every batch and the evaluation rows hold all three.
-    rows = [row for group in zip(*answers.values(), strict=False) for row in group]
+    rows = training_rows(answers)
     result = {"provenance": provenance(), "steps": options.steps, "rows": len(rows), "drafts": {}}
     for name in options.drafts:
         folder = work_dir / f"{name}_{options.steps}"

@@ -18,6 +18,7 @@ import hf_dspark
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel, save_repository, write_card, write_remote_code
 from hf_dspark.hub import load_draft, upload_repository
 
+pytestmark = pytest.mark.xdist_group("hub")  # one server, one publication
 SESSION = Path(__file__).parent / "hub_session.py"
 # What transformers itself needs, and so whoever loads remote code has.
 EVERYWHERE = {"torch", "numpy", "transformers", "huggingface_hub", "safetensors", "packaging", "tqdm", "accelerate"}
