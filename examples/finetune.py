@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from domains import code_rows
+from muon import MuonWithAdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -34,10 +35,13 @@ SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="out/finetuned")
-    parser.add_argument("--num_prompts", type=int, default=500, help="of the new domain")
-    parser.add_argument("--replayed", type=int, default=250, help="texts of the old domain, which keep it in memory")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--num_prompts", type=int, default=1000, help="of the new domain")
+    parser.add_argument("--replayed", type=int, default=1200, help="texts of the old domain, which keep it in memory")
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--kept", type=float, default=0.3, help="share of the old weights in the new ones (WiSE-FT)")
     parser.add_argument("--num_test_prompts", type=int, default=40)
+    parser.add_argument("--num_test_samples", type=int, default=5, help="answers measured per prompt")
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     options = parser.parse_args()
 
@@ -45,10 +49,12 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
+    old_weights = {name: weight.clone() for name, weight in draft.state_dict().items()}
     code = [row["prompt"] for row in code_rows()]
     random.Random(0).shuffle(code)
     math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
     held_out = {"code": code[: options.num_test_prompts], "math": math[: options.num_test_prompts]}
+    held_out = {name: prompts * options.num_test_samples for name, prompts in held_out.items()}
     measuring = {"batch_size": 16, "max_new_tokens": options.max_new_tokens} | SAMPLING
     before = measure_domains(target, draft, held_out, tokenizer, **measuring)
 
@@ -66,10 +72,19 @@ def main() -> None:
 
     arguments = DSparkTrainingArguments(
         output_dir=str(folder), max_steps=options.steps, per_device_train_batch_size=8, num_anchors=32,
-        learning_rate=1e-3, warmup_steps=20, logging_steps=25, save_steps=100, save_total_limit=1, report_to="none",
+        learning_rate=options.learning_rate, warmup_steps=20, logging_steps=25, save_steps=100, save_total_limit=1,
+        report_to="none",
     )  # fmt: skip
-    trainer = DSparkTrainer(draft, target, arguments, train_dataset=rows, processing_class=tokenizer)
+    optimizer = MuonWithAdamW(
+        draft.named_parameters(), options.learning_rate, 0.05, lookup_tables=("markov_w", "proj.bias")
+    )
+    trainer = DSparkTrainer(
+        draft, target, arguments, train_dataset=rows, processing_class=tokenizer, optimizers=(optimizer, None)
+    )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    # Part of the way back to where it came from, a draft keeps most of what it knew, and loses little of what is new.
+    mixed = {name: torch.lerp(weight, old_weights[name], options.kept) for name, weight in draft.state_dict().items()}
+    draft.load_state_dict(mixed)
     calibration_error = {}
     for regime, sampling in (("sampled", SAMPLING), ("greedy", {"do_sample": False})):
         fresh = code[options.num_test_prompts : 2 * options.num_test_prompts]

@@ -21,10 +21,22 @@ def test_a_command_shows_no_path_outside_the_working_folder(tmp_path, monkeypatc
 
 def test_a_command_shows_no_secret(monkeypatch):
     words = "train --hub_token hf_0123456789 --data=/home/u/x.jsonl --api_key=abc math=/home/u/y.jsonl".split()
-    words += ["--hub-token=hf_0123456789", "--endpoint", "https://user:pw@host/v1", "say", "hf_0123456789"]
+    words += [
+        "--max_new_tokens",
+        "24",
+        "--tokenizer=x",
+        "--api_key_env",
+        "NAME",
+        "--hub-token=hf_0123456789",
+        "--endpoint",
+        "https://user:pw@host/v1",
+        "say",
+        "hf_0123456789",
+    ]
     monkeypatch.setattr(sys, "argv", ["hf-dspark", *words])
     assert provenance()["command"] == (
-        "hf-dspark train --hub_token *** --data=x.jsonl --api_key=*** math=y.jsonl --hub-token=*** "
+        "hf-dspark train --hub_token *** --data=x.jsonl --api_key=*** math=y.jsonl --max_new_tokens 24 --tokenizer=x "
+        "--api_key_env NAME --hub-token=*** "
         "--endpoint https://host/v1 say ***"
     )
 

@@ -16,7 +16,8 @@ import torch
 from .profiling import device_name
 
 HIDDEN = "***"
-_SECRET_OPTION = re.compile(r"--?\w*(token|key|secret|password)\w*", re.IGNORECASE)
+# Options whose last word names a secret; `--tokenizer`, `--max_new_tokens` and `--api_key_env` do not.
+_SECRET_OPTION = re.compile(r"--?([\w-]*[_-])?(token|key|secret|password)", re.IGNORECASE)
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
 _USER_OF_URL = re.compile(r"(?<=://)[^/@]*@")
 
