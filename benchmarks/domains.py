@@ -51,7 +51,7 @@ DRAFTS = {
     "dflash_fill_in_2": (2, 0, DFLASH),
     "eagle3": (1, None, EAGLE3),
 }
-# The anchor's slot predicts nothing: the layout of transformers' own DFlash. For `compare.py`, not measured by default.
+# Their anchor's slot predicts nothing: the layout of transformers' own DFlash. For `compare.py`; here only if named.
 FILL_IN = {"dflash_fill_in_2"}
 NUM_EVAL_ROWS = 300
 
@@ -151,7 +151,9 @@ def markdown(result: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work_dir", default="out/domains", help="holds data and target, gets answers and drafts")
-    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=[name for name in DRAFTS if name not in FILL_IN])
+    parser.add_argument(
+        "--drafts", nargs="+", choices=DRAFTS, default=[name for name in DRAFTS if name not in FILL_IN]
+    )
     parser.add_argument("--num_prompts", type=int, default=1000, help="answered per domain")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")

@@ -23,6 +23,7 @@ BENCHMARKS = {
     "held_out_calibration": {"num_held_out", "regimes"},
     "scheduler": {"budget"},
     "simulator": {"trace", "results"},
+    "comparison": {"methods", "scheduled_minimum"},
 }
 DRAFT_KINDS = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3"}
 WHOLE_BLOCK = "FullBlock()"
@@ -212,7 +213,7 @@ def _read(file: Path) -> Result:
         raise ValueError(f"{file} is no result file: it holds a {type(content).__name__}, not an object")
     result = read_results([file])[0] if "kind" in content else content
     try:
-        for read in (measurements, threshold_sweeps, reliabilities, load_curves):
+        for read in (measurements, threshold_sweeps, reliabilities, load_curves, compared_methods):
             read([result])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
@@ -481,6 +482,54 @@ def _rounds_with_confidence(result: Result, task: str) -> list[tuple[int, int, S
         if record["task"] == task and rounds["confidence"] is not None:
             found += list(zip(rounds["proposed"], rounds["accepted"], rounds["confidence"], strict=True))
     return [(proposed, accepted, row) for proposed, accepted, row in found if row and proposed]
+
+
+# ---- against alternatives
+
+
+@dataclass(frozen=True)
+class ComparedMethod:
+    """One way to decode, against plain decoding of the same prompts.
+
+    Args:
+        cell (`str`): Task, drawing, prompts and rows.
+        method (`str`): Which way.
+        speedup (`float`, *optional*): Median time of plain decoding over its own; `None` if it cannot decode this.
+        milliseconds (`tuple[float, float, float]`, *optional*): Per token: lower quartile, median, upper quartile.
+        tokens_per_pass (`float`, *optional*): Of a row, in one pass through the target, prefill included.
+        identical (`tuple[int, int]`, *optional*): Greedy rows equal to plain decoding's, of all.
+        refused (`str`, *optional*): Why it cannot.
+    """
+
+    cell: str
+    method: str
+    speedup: float | None = None
+    milliseconds: tuple[float, float, float] | None = None
+    tokens_per_pass: float | None = None
+    identical: tuple[int, int] | None = None
+    refused: str | None = None
+
+
+def compared_methods(results: Sequence[Result]) -> list[ComparedMethod]:
+    """Return every method in every cell of `benchmarks/compare.py`."""
+    return [
+        _compared(cell, name, part)
+        for result in of_kind(results, "comparison")
+        for cell in result["cells"]
+        for name, part in cell["methods"].items()
+    ]
+
+
+def _compared(cell: Mapping[str, Any], method: str, part: Mapping[str, Any]) -> ComparedMethod:
+    drawn = f"temperature {cell['temperature']:g}" if cell["temperature"] else "greedy"
+    tokens = f"{cell['prompt_tokens']['median']:.0f} prompt tokens"
+    name = f"{cell['task']}, {drawn}, {tokens}, {cell['batch_size']} at a time"
+    if "refused" in part:
+        return ComparedMethod(name, method, refused=part["refused"])
+    times = part["seconds_per_token"]
+    identical = None if part["identical_rows"] is None else (part["identical_rows"], part["rows"])
+    milliseconds = tuple(1e3 * times[key] for key in ("lower_quartile", "median", "upper_quartile"))
+    return ComparedMethod(name, method, part["speedup"], milliseconds, part["tokens_per_pass"], identical)
 
 
 # ---- load

@@ -15,6 +15,7 @@ from .measurements import (
     MissingResults,
     Result,
     ResultFile,
+    compared_methods,
     load_curves,
     measurements,
     of_kind,
@@ -145,6 +146,7 @@ def _tables(results: Sequence[Result]) -> list[Table]:
     return [
         _draft_table(results),
         _speed_table(results),
+        _comparison_table(results),
         _threshold_table(results),
         _calibration_table(results),
         _load_table(results),
@@ -202,6 +204,25 @@ def _speed_table(results: Sequence[Result]) -> Table:
         "ECE / AUC / Brier",
     )  # fmt: skip
     return Table("Evaluations", head, rows)
+
+
+def _comparison_table(results: Sequence[Result]) -> Table:
+    """Return every way to decode against plain decoding."""
+    rows = []
+    for each in compared_methods(results):
+        lower, median, upper = each.milliseconds or (None, None, None)
+        rows.append(
+            (
+                each.cell,
+                each.method,
+                each.refused or _number(each.speedup, 2),
+                "–" if median is None else f"{median:.2f} ({lower:.2f} to {upper:.2f})",
+                _number(each.tokens_per_pass, 2),
+                "–" if each.identical is None else f"{each.identical[0]} of {each.identical[1]}",
+            )
+        )
+    head = ("on", "method", "times plain decoding", "ms per token, median (quartiles)", "tokens a pass", "identical")
+    return Table("Against the alternatives", head, rows)
 
 
 def _threshold_table(results: Sequence[Result]) -> Table:

@@ -1,0 +1,303 @@
+"""Every way to decode one target, against each other: same prompts, same limits, one process. Resumes.
+
+python benchmarks/compare.py --work_dir out/domains --output benchmarks/results/compare.json
+python benchmarks/compare.py --pair --output benchmarks/results/compare_pair.json
+python benchmarks/compare.py --pair --quick --output out/compare_quick.json
+python benchmarks/compare.py --table benchmarks/results/compare.json
+
+Compared are plain `generate()`; transformers' prompt lookup, assisted generation and DFlash; and Eagle3, DFlash and
+DSpark of this package, DSpark with whole blocks, with a confidence threshold, and scheduled by step times that are
+measured first in the same run. `--pair` takes the shipped target and draft, and what needs no training besides.
+
+A cell is a task, a batch size, a temperature and a context. For each call of a cell all methods decode the same
+prompts one after the other, in an order that rotates from call to call, after a short warm-up. Times are of whole
+`generate()` calls, prefill included, divided by the tokens that came out; a speed-up is the median of plain decoding
+over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled outputs end where
+their own draws end them, so their lengths differ; their limit and their seed do not. transformers' assisted generation
+takes one sequence: in batches its methods have no times, and the result says why.
+
+Long contexts are the prompt behind other text of its task, up to as many tokens as asked for, or as the target's
+`max_position_embeddings` leaves beside the answer: the result has both numbers. The targets here have 1024 positions
+and were trained on shorter texts; so were the drafts.
+
+The full run trains two models if they are missing (ten minutes each on two quiet cores) and calibrates, and then takes
+about two hours; `--pair` takes one, `--pair --quick` five minutes, most of which go into profiling. Finished calls go
+to `<output>.partial.jsonl`: the same command goes on there after an interruption, also with more cells, and the file
+is deleted at the end. `--quick` is a smaller run, of few prompts, and no evidence of small differences.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare_drafts import Models, Recipe, shipped_models, trained_models
+from compare_prompts import Cell, prompts_of, room_for_prompts, with_room
+from compare_summary import markdown, summarise
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
+from hf_dspark.fingerprint import fingerprint
+from hf_dspark.generate_hook import is_draft
+from hf_dspark.journal import Journal, digest
+from hf_dspark.policies import AdaptiveDrafting
+from hf_dspark.profiling import device_name
+from hf_dspark.provenance import provenance
+from hf_dspark.results import describe_target
+from hf_dspark.timed_decoding import TimedCall, timed_call
+
+LOOKUP_TOKENS = 10  # as transformers' documentation has it
+WARM_UP_TOKENS = 8
+LEAST_CALLS = 5  # of a cell, however large the batch
+QUICK = {"num_prompts": 3, "max_new_tokens": 32, "batch_sizes": [1, 4], "contexts": [0], "tasks": ["math"]}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Args:
+        name (`str`): What the tables call it.
+        assistant (`PreTrainedModel`, *optional*): Who drafts.
+        policy ([`Policy`], *optional*): How much of a block is verified, of drafts of this package.
+        options (`Mapping`): For `generate()`.
+        is_native (`bool`): Part of transformers; all but plain decoding take one sequence.
+    """
+
+    name: str
+    assistant: PreTrainedModel | None = None
+    policy: Policy | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_native: bool = False
+
+
+def methods_for(models: Models, cost: ThroughputTable, threshold: float) -> list[Method]:
+    """Return everything that can be compared with these models, plain decoding first."""
+    lookup = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    scheduler = AdaptiveDrafting(PrefixScheduler(cost), cost)
+    native = [
+        Method("prompt lookup", options=lookup, is_native=True),
+        Method("assistant", models.assistant, is_native=True),
+        Method("transformers' DFlash", models.fill_in, options={"speculation_type": "dflash"}, is_native=True),
+    ]
+    ours = [
+        Method("Eagle3", models.eagle3, FullBlock()),
+        Method("DFlash", models.dflash, FullBlock()),
+        Method("DSpark", models.dspark, FullBlock()),
+        Method("DSpark, threshold", models.dspark, ConfidenceThreshold(threshold)),
+        Method("DSpark, scheduled", models.dspark, scheduler),
+    ]
+    drafted = [method for method in [*native[1:], *ours] if method.assistant is not None]
+    return [Method("plain"), native[0], *drafted]
+
+
+def can_decode(method: Method, cell: Cell) -> bool:
+    """Tell whether a method takes as many sequences as a cell has."""
+    return cell.batch_size == 1 or not method.is_native
+
+
+# ---- decoding
+
+
+@contextmanager
+def counted_passes(target: PreTrainedModel) -> Iterator[list[int]]:
+    """Count the forward passes of a target, whoever asks for them: one entry each."""
+    passes: list[int] = []
+    hook = target.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def decode(
+    target: PreTrainedModel, method: Method, prompts: list[list[int]], seed: int, **options: Any
+) -> tuple[TimedCall, int]:
+    """Return one timed call by a method, and its number of passes through the target."""
+    draft = method.assistant if is_draft(method.assistant) else None
+    others = {"assistant_model": method.assistant} if draft is None and method.assistant is not None else {}
+    if draft is not None:
+        draft.policy = method.policy
+    with counted_passes(target) as passes:
+        call = timed_call(target, prompts, seed, draft, **options, **method.options, **others)
+    return call, len(passes)
+
+
+def rotated(methods: Sequence[Method], call: int) -> list[Method]:
+    """Return the methods in the order of a call: each is first, and last, equally often."""
+    first = call % len(methods)
+    return [*methods[first:], *methods[:first]]
+
+
+def compared_call(
+    target: PreTrainedModel, methods: Sequence[Method], prompts: list[list[int]], call: int, **options: Any
+) -> dict[str, dict[str, Any]]:
+    """Decode some prompts by every method, one behind the other; return what each took and gave."""
+    found = {method.name: decode(target, method, prompts, call, **options) for method in rotated(methods, call)}
+    plain = found["plain"][0].token_ids
+    runs = {}
+    for method in methods:
+        timed, passes = found[method.name]
+        same = sum(a == b for a, b in zip(timed.token_ids, plain, strict=True))
+        runs[method.name] = {
+            "seconds": timed.seconds,
+            "prefill_seconds": timed.prefill_seconds,
+            "tokens": sum(map(len, timed.token_ids)),
+            "passes": passes,
+            "identical": None if options["do_sample"] else same,
+        }
+    return runs
+
+
+# ---- the run
+
+
+def measured_cost(models: Models, journal: Journal) -> ThroughputTable:
+    """Return what rounds of DSpark cost on this machine; measured once a run."""
+    for entry in journal.entries:
+        if "table" in entry:
+            return ThroughputTable.from_sglang(entry["table"])
+    longest = models.target.config.get_text_config(decoder=True).max_position_embeddings
+    context_lengths = (min(64, longest // 16), min(512, longest // 2))
+    profile = profile_throughput(models.target, models.dspark, context_lengths=context_lengths, cache=False)
+    journal.append({"table": profile.table.to_sglang()})
+    return profile.table
+
+
+def settings_of(models: Models, max_new_tokens: int, threshold: float) -> dict[str, Any]:
+    """Return what an unfinished run must share to be gone on with."""
+    drafts = ("dspark", "dflash", "eagle3", "fill_in", "assistant")
+    return {
+        "target": fingerprint(models.target),
+        **{name: None if getattr(models, name) is None else fingerprint(getattr(models, name)) for name in drafts},
+        "temperatures": digest(models.dspark.config.sts_temperatures),
+        "prompts": digest(models.tasks),
+        "max_new_tokens": max_new_tokens,
+        "threshold": threshold,
+        "device": device_name(models.target.device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def num_calls(num_prompts: int, batch_size: int) -> int:
+    return max(math.ceil(num_prompts / batch_size), min(num_prompts, LEAST_CALLS))
+
+
+def compare(
+    models: Models,
+    cells: Sequence[Cell],
+    output: Path,
+    num_prompts: int = 24,
+    max_new_tokens: int = 128,
+    threshold: float = 0.5,
+) -> dict[str, Any]:
+    """Measure all methods in all cells, and write the result.
+
+    Args:
+        models ([`Models`]): Who is compared, on what.
+        cells (`Sequence[Cell]`): Where.
+        output (`Path`): The result file; finished calls are kept in `<output>.partial.jsonl` meanwhile.
+        num_prompts (`int`): Per cell; at least five calls are made if there are as many prompts.
+        max_new_tokens (`int`): Of an answer, at most.
+        threshold (`float`): Of DSpark's confidence threshold.
+
+    Returns:
+        `dict`: What the file holds.
+
+    Raises:
+        ValueError: If there is no room for prompts, or an unfinished run had other settings.
+    """
+    room = room_for_prompts(models.target, max_new_tokens)
+    models, left_out = with_room(models, room)
+    journal = Journal(output.with_name(f"{output.name}.partial.jsonl"), settings_of(models, max_new_tokens, threshold))
+    cost = measured_cost(models, journal)
+    methods = methods_for(models, cost, threshold)
+    done = {(entry["cell"], entry["call"]): entry for entry in journal.entries if "cell" in entry}
+    for cell in tqdm(cells, desc="cells"):
+        taking_part = [method for method in methods if can_decode(method, cell)]
+        missing = [call for call in range(num_calls(num_prompts, cell.batch_size)) if (cell.key, call) not in done]
+        options = {"max_new_tokens": max_new_tokens, **cell.sampling}
+        if missing:
+            warm_up = prompts_of(models, cell, missing[0], room)
+            compared_call(models.target, taking_part, warm_up, 0, **options | {"max_new_tokens": WARM_UP_TOKENS})
+        for call in tqdm(missing, desc=cell.key, leave=False):
+            prompts = prompts_of(models, cell, call, room)
+            runs = compared_call(models.target, taking_part, prompts, call, **options)
+            entry = {"cell": cell.key, "call": call, "prompt_tokens": [len(ids) for ids in prompts], "runs": runs}
+            journal.append(entry)
+            done[cell.key, call] = entry
+    measured = {
+        cell: [done[cell.key, call] for call in range(num_calls(num_prompts, cell.batch_size))] for cell in cells
+    }
+    result = {
+        "provenance": provenance(),
+        "target": describe_target(models.target),
+        "models": dict(models.facts or {}),
+        "methods": {method.name: describe(method) for method in methods},
+        "max_new_tokens": max_new_tokens,
+        "longest_prompt": room,
+        "prompts_left_out": left_out,
+        "step_times": cost.to_sglang(),
+        **summarise(
+            [(asdict(cell), entries) for cell, entries in measured.items()],
+            {method.name: method.is_native for method in methods},
+        ),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    journal.remove()
+    return result
+
+
+def describe(method: Method) -> dict[str, Any]:
+    """Return what a reader of the result wants to know of a method."""
+    parameters = None if method.assistant is None else sum(part.numel() for part in method.assistant.parameters())
+    policy = type(method.policy).__name__ if method.policy is not None else None
+    return {"parameters": parameters, "policy": policy, "options": dict(method.options), "native": method.is_native}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--work_dir", default="out/domains", help="data, target and drafts; what is missing is trained"
+    )
+    parser.add_argument("--pair", action="store_true", help="compare the shipped pair instead")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training in --work_dir")
+    parser.add_argument("--tasks", nargs="+", help="math, code, prose; all unless given")
+    parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[0, 8192], help="tokens; 0: the prompt alone")
+    parser.add_argument("--num_prompts", type=int, default=24, help="per cell")
+    parser.add_argument("--max_new_tokens", type=int, default=128)
+    parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence")
+    parser.add_argument("--quick", action="store_true", help=f"a smaller run: {QUICK}")
+    parser.add_argument("--output", default="benchmarks/results/compare.json")
+    parser.add_argument("--table", help="only print the tables of this result file")
+    options = parser.parse_args()
+    if options.table:
+        print(markdown(json.loads(Path(options.table).read_text())))
+        return
+    if options.quick:
+        vars(options).update(QUICK)
+    models = shipped_models() if options.pair else trained_models(Path(options.work_dir), Recipe(steps=options.steps))
+    tasks = options.tasks or list(models.tasks)
+    unknown = sorted(set(tasks) - set(models.tasks))
+    if unknown:
+        raise ValueError(f"there is no task {', '.join(unknown)} here: choose from {', '.join(models.tasks)}")
+    grid = itertools.product(tasks, options.batch_sizes, options.temperatures, options.contexts)
+    cells = list(itertools.starmap(Cell, grid))
+    result = compare(
+        models, cells, Path(options.output), options.num_prompts, options.max_new_tokens, options.threshold
+    )
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""What drafting costs: among candidates against the whole vocabulary, and in longer blocks. Interleaved, one process.
+
+python benchmarks/drafting.py top_k --output benchmarks/results/top_k.json
+python benchmarks/drafting.py block_sizes --output benchmarks/results/block_sizes.json
+
+`top_k` times the drafting of a block at the Qwen3-0.6B geometry, random weights and a vocabulary of 152 thousand, with
+`draft_top_k` and without, and measures on the shipped pair what tau it costs (its vocabulary has 2048 tokens). Aims:
+at most half the time, at most 2 % of tau. Some ten minutes on two quiet cores, 6 GiB in float32, 3 in bfloat16.
+
+`block_sizes` times whole rounds of `generate()` at the same geometry with blocks of several sizes, and splits what the
+longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. The result is in the form that the
+report's Figure 4 reads. On a CPU verifying is bound by arithmetic, on an accelerator by memory: the split tells. With
+random weights next to nothing is accepted, so that all rounds commit one token. A quarter of an hour in float32; CPUs
+without bfloat16 units need an hour in bfloat16. Neither part resumes.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pair import REGIMES, held_out_prompts, load_pair
+from profile_machine import random_pair
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
+from hf_dspark.profiling import _plain_sampler, _synchronize
+from hf_dspark.provenance import provenance
+from hf_dspark.sampling import greedy_sampler
+from hf_dspark.slot_cache import SlotCache
+
+GEOMETRY = "qwen3-0.6b"
+SAMPLERS = {"greedy": greedy_sampler, "temperature 1": _plain_sampler}
+NEW_CONTEXT = 3  # tokens committed since the last block
+WARM_UP = 2
+
+
+class Drafting:
+    """One draft that draws block after block behind the same context.
+
+    Args:
+        draft ([`DSparkDraftModel`]): Bound to its target.
+        context_length (`int`): Tokens in front of the block.
+    """
+
+    def __init__(self, draft: DSparkDraftModel, context_length: int) -> None:
+        self.draft, self.context_length, self.cache = draft, context_length, SlotCache()
+        self.width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+        self.anchor = torch.zeros(1, dtype=torch.long, device=draft.device)
+        self._draft_block(context_length, greedy_sampler)
+
+    def _draft_block(self, num_features: int, sampler) -> None:
+        features = torch.ones(1, num_features, self.width, dtype=self.draft.dtype, device=self.draft.device)
+        self.draft.draft_block(self.anchor, features, self.cache, sampler)
+        self.cache.lengths[0] = self.context_length
+
+    @torch.inference_mode()
+    def seconds(self, sampler) -> float:
+        """Return the time of one block."""
+        _synchronize(self.draft.device)
+        started = time.perf_counter()
+        self._draft_block(NEW_CONTEXT, sampler)
+        _synchronize(self.draft.device)
+        return time.perf_counter() - started
+
+
+def drafting_costs(
+    draft: DSparkDraftModel, candidates: Sequence[int], context_length: int = 256, repetitions: int = 20
+) -> dict[str, dict[str, Any]]:
+    """Time blocks over the whole vocabulary and among candidates, by turns.
+
+    Args:
+        draft ([`DSparkDraftModel`]): Bound to its target.
+        candidates (`Sequence[int]`): Values of `draft_top_k`.
+        context_length (`int`): Tokens in front of the block.
+        repetitions (`int`): Blocks of each kind, after those that warm up.
+
+    Returns:
+        `dict`: By way of drawing, the median `full_ms` and, by number of candidates, `ms` and `ratio`.
+    """
+    before, drawing = draft.config.draft_top_k, Drafting(draft, context_length)
+    times: dict[tuple[str, int | None], list[float]] = {
+        (name, k): [] for name in SAMPLERS for k in (None, *candidates)
+    }
+    try:
+        for _ in tqdm(range(WARM_UP + repetitions), desc="drafting"):
+            for (name, k), seconds in times.items():
+                draft.config.draft_top_k = k
+                seconds.append(drawing.seconds(SAMPLERS[name]))
+    finally:
+        draft.config.draft_top_k = before
+    medians = {key: 1e3 * statistics.median(seconds[WARM_UP:]) for key, seconds in times.items()}
+    return {
+        name: {
+            "full_ms": medians[name, None],
+            "candidates": {
+                str(k): {"ms": medians[name, k], "ratio": medians[name, k] / medians[name, None]} for k in candidates
+            },
+        }
+        for name in SAMPLERS
+    }
+
+
+def tau_losses(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    prompts: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    candidates: Sequence[int],
+    max_new_tokens: int = 128,
+    num_seeds: int = 8,
+) -> dict[str, dict[str, Any]]:
+    """Measure tau with all tokens and among candidates, on the same prompts with the same seeds.
+
+    Args:
+        target, draft, prompts, tokenizer: As for [`measure_acceptance`].
+        candidates (`Sequence[int]`): Values of `draft_top_k`.
+        max_new_tokens (`int`): Of an answer.
+        num_seeds (`int`): Answers to each prompt where they are sampled: tau of a few hundred rounds is no better
+            known than to some per cent.
+
+    Returns:
+        `dict`: By regime, `full` and, by number of candidates, `tau` and `loss`, the share of it that is lost.
+    """
+    before, losses = draft.config.draft_top_k, {}
+    try:
+        for regime, sampling in REGIMES.items():
+            taus = {}
+            options = {"max_new_tokens": max_new_tokens, "progress": False, **sampling}
+            for k in (None, *candidates):
+                draft.config.draft_top_k = k
+                reports = []
+                for seed in range(num_seeds if sampling["do_sample"] else 1):
+                    torch.manual_seed(seed)
+                    reports.append(measure_acceptance(target, draft, prompts, tokenizer, **options))
+                rounds = [report.rounds for report in reports]
+                taus[k] = sum(r.tau * n for r, n in zip(reports, rounds, strict=True)) / sum(rounds)
+            losses[regime] = {
+                "full": taus[None],
+                "candidates": {str(k): {"tau": taus[k], "loss": 1 - taus[k] / taus[None]} for k in candidates},
+            }
+    finally:
+        draft.config.draft_top_k = before
+    return losses
+
+
+def top_k(options: argparse.Namespace) -> dict[str, Any]:
+    """What candidates save at a large vocabulary, and what they lose on the shipped pair."""
+    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
+    target.to(options.device), draft.to(options.device)
+    costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
+    vocab_size = draft.config.vocab_size
+    del target, draft
+    small_target, small_draft, tokenizer = load_pair()
+    prompts = held_out_prompts()[: options.num_prompts]
+    return {
+        "geometry": GEOMETRY,
+        "dtype": options.dtype,
+        "vocab_size": vocab_size,
+        "drafting": costs,
+        "vocab_size_of_pair": small_draft.config.vocab_size,
+        "tau_of_pair": tau_losses(small_target, small_draft, prompts, tokenizer, options.candidates),
+    }
+
+
+# ---- block sizes
+
+
+class StopsAt(StoppingCriteria):
+    """Ends a sequence at a length. A limit of `generate()` would cut the last blocks; this one does not.
+
+    Args:
+        length (`int`): In tokens, the prompt's among them.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Tensor, num_rounds: int) -> list:
+    """Return the times of the rounds that verified a whole block, but the first, which also reads the prompt."""
+    draft.policy = FullBlock()
+    room = draft.config.block_size + 1
+    target.generate(
+        ids, assistant_model=draft, max_new_tokens=2 + num_rounds + room, do_sample=False, pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([StopsAt(ids.shape[1] + 2 + num_rounds)]),
+    )  # fmt: skip
+    stats, gamma = draft.last_stats, draft.config.block_size
+    rounds = list(zip(stats.proposed, stats.seconds_of_entries(), strict=True))
+    return [seconds for proposed, seconds in rounds[1:] if proposed == gamma]
+
+
+def block_size_rows(
+    target: PreTrainedModel,
+    drafts: Mapping[int, DSparkDraftModel],
+    context_length: int = 256,
+    num_rounds: int = 8,
+    repetitions: int = 5,
+) -> list[dict[str, Any]]:
+    """Time rounds with blocks of several sizes by turns.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes, without an end token.
+        drafts (`Mapping`): A draft of each block size.
+        context_length (`int`): Tokens of the prompt.
+        num_rounds (`int`): Of each call, if nothing is accepted.
+        repetitions (`int`): Calls with each size, after one that warms up.
+
+    Returns:
+        `list[dict]`: A row per size, as `hf_dspark.measurements` reads it, and the number of rounds behind it.
+
+    Raises:
+        ValueError: If no round verified a whole block.
+    """
+    ids = torch.arange(context_length, device=target.device)[None] % target.config.vocab_size
+    found: dict[int, list] = {size: [] for size in drafts}
+    for repetition in tqdm(range(1 + repetitions), desc="block sizes"):
+        for size, draft in drafts.items():
+            rounds = whole_rounds(target, draft, ids, num_rounds)
+            found[size] += rounds if repetition else []
+    if not all(found.values()):
+        raise ValueError(f"no round behind the first verified a whole block: raise num_rounds, got {num_rounds}")
+    return [block_size_row(drafts[size].config, rounds) for size, rounds in found.items()]
+
+
+def block_size_row(config: DSparkConfig, rounds: Sequence[Any]) -> dict[str, Any]:
+    """Return the medians of some rounds with what tells their draft."""
+    parts = {name: [getattr(part, name) for part in rounds] for name in ("draft", "verify", "total")}
+    return {
+        "kind": "dspark" if config.markov_rank else "dflash",
+        "layers": config.num_hidden_layers,
+        "head": config.markov_head_type if config.markov_rank else None,
+        "block_size": config.block_size,
+        "batch_size": 1,
+        "num_rounds": len(rounds),
+        **{f"{name}_ms": 1e3 * statistics.median(seconds) for name, seconds in parts.items()},
+    }
+
+
+def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what the longest block adds to the round of the shortest, as a share of it, and through which part."""
+    shortest, longest = (choose(rows, key=lambda row: row["block_size"]) for choose in (min, max))
+    added = {name: (longest[f"{name}_ms"] - shortest[f"{name}_ms"]) for name in ("total", "draft", "verify")}
+    names = {"total": "round", "draft": "drafting", "verify": "verifying"}
+    return {names[name]: value / shortest["total_ms"] for name, value in added.items()}
+
+
+def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Rounds with blocks of 4, 8 and 16 tokens."""
+    dtype = getattr(torch, options.dtype)
+    target, _ = random_pair(GEOMETRY, dtype)
+    target.generation_config.eos_token_id = None
+    target.to(options.device)
+    drafts = {}
+    for size in options.sizes:
+        config = DSparkConfig.from_target(target.config, num_hidden_layers=5, block_size=size)
+        config.draft_top_k = options.draft_top_k
+        drafts[size] = DSparkDraftModel(config).to(options.device, dtype).eval()
+    rows = block_size_rows(target, drafts, repetitions=options.repetitions)
+    return {
+        "target": f"{GEOMETRY}, random weights, {options.dtype}",
+        "regime": "greedy",
+        "draft_top_k": options.draft_top_k,
+        "block_sizes": rows,
+        "growth": growth(rows),
+    }
+
+
+PARTS = {"top_k": top_k, "block_sizes": block_sizes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--candidates", type=int, nargs="+", default=[64, 256, 1024], help="of `top_k`: draft_top_k")
+    parser.add_argument("--draft_top_k", type=int, default=64, help="of `block_sizes`")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--num_prompts", type=int, default=50, help="of `top_k`")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
+    parser.add_argument("--output", help="JSON file to write besides printing")
+    options = parser.parse_args()
+    result = {"provenance": provenance(), **PARTS[options.part](options)}
+    if options.output:
+        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
