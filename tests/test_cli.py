@@ -377,7 +377,7 @@ WRONG = {
         "train --target target --train_file prompts.jsonl --eval_rows 9 --output_dir o", "nothing to train on",
     ),
     "training without a folder": ("train --target target --train_file prompts.jsonl", "--output_dir is needed"),
-    "broken result": ("card draft --results empty.jsonl", "empty.jsonl is no result file"),
+    "broken result": ("card draft --results empty.jsonl", "empty.jsonl cannot be used"),
     "measuring for nobody": (f"profile {PAIR} --no_cache", "--no_cache without --output_file"),
 }  # fmt: skip
 

@@ -220,6 +220,8 @@ class _Place:
         name = os.fspath(name_or_path)
         if os.path.isfile(name):
             raise ValueError(f"{name} is a file: pass the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+        if not os.path.isdir(name) and (name.startswith((".", "~", os.sep)) or name.count("/") > 1):
+            raise ValueError(f"there is no folder {name}, and no repository on the Hub has such a name")
         subfolder = hub_kwargs.get("subfolder") or ""
         return cls(name, Path(name, subfolder) if os.path.isdir(name) else None, hub_kwargs)
 

@@ -148,12 +148,6 @@ def run_calibrate(
         target.model, draft, prompts, target.tokenizer, domain, output_file=options.rounds_file, seed=sampling.seed,
         **kwargs,
     )  # fmt: skip
-    if options.output_dir is None:
-        stored = type(draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
-        stored.sts_temperatures = draft.config.sts_temperatures
-        stored.save_pretrained(folder)
-    else:
-        draft.save_pretrained(folder)
     name = f"calibration-{domain.replace('/', '-')}.json"
     result_file = Path(options.result_file or folder / RESULTS_FOLDER / name)
     result = write_result(
@@ -162,6 +156,12 @@ def run_calibrate(
         num_prompts=len(prompts), sampling=describe_sampling(kwargs, target.model, sampling.seed),
         **_describe_calibration(report),
     )  # fmt: skip
+    if options.output_dir is None:
+        stored = type(draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
+        stored.sts_temperatures = draft.config.sts_temperatures
+        stored.save_pretrained(folder)
+    else:
+        draft.save_pretrained(folder)
     console.show(_calibration_table(domain, report))
     console.note(f"the temperatures are in {folder / 'config.json'}, the result is in {result_file}")
     return Outcome(result | {"skipped_lines": [str(fault) for fault in read.faults]})
@@ -185,10 +185,9 @@ def _folder_to_calibrate(options: CalibrateOptions, draft_options: DraftOptions)
 
 
 def _describe_calibration(report: CalibrationReport) -> dict[str, Any]:
-    before, after = report.mean_ece
     return {
-        "ece_before": before,
-        "ece_after": after,
+        "ece_before": [part.ece for part in report.before],
+        "ece_after": [part.ece for part in report.after],
         "auc": report.auc,
         "num_rounds": report.scaling.num_samples,
         "temperatures": list(report.scaling.temperatures),

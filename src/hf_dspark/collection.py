@@ -7,6 +7,7 @@ found. Knows nothing of how temperatures are fitted (`calibration`).
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from .fingerprint import fingerprint
 from .policies import FullBlock, RoundOutcome
 
 DEFAULT_DOMAIN = "default"
+FEW_ROUNDS = 500
 
 
 def _record(rounds: list[CalibrationRounds], outcome: RoundOutcome) -> None:
@@ -185,6 +187,12 @@ def calibrate(
     DSpark Section 3.2.1.
     """
     rounds = collect_rounds(target, draft, prompts, tokenizer, output_file, **collect_kwargs)
+    if len(rounds.num_accepted) < FEW_ROUNDS:
+        warnings.warn(
+            f"temperatures fitted on {len(rounds.num_accepted)} rounds say little, and schedulers will rely on them: "
+            f"give prompts for {FEW_ROUNDS} rounds or more",
+            stacklevel=2,
+        )
     scaling = fit_temperatures(rounds, realised, dataset=domain)
     known = dict(draft.config.sts_temperatures or {})
     known[domain] = list(scaling.temperatures)

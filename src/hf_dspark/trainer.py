@@ -111,6 +111,7 @@ class DSparkTrainingArguments(TrainingArguments):
         super().__post_init__()
         # The rows' own columns are needed; the model's forward takes blocks.
         self.remove_unused_columns = False
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()  # else it warns
         if self.num_anchors < 1:
             raise ValueError(f"num_anchors must be at least 1, got {self.num_anchors}")
         if self.packing and self.max_length is None:
@@ -172,6 +173,11 @@ class DSparkTrainer(Trainer):
             args._n_gpu = 1
         # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
         model = _load_draft(model) if isinstance(model, str) else model
+        if not hasattr(model, "block_layout"):
+            raise TypeError(
+                f"the first argument is the draft that is trained, the second its target; got {type(model).__name__} "
+                "first: are they swapped?"
+            )
         if model.dtype in (torch.float16, torch.bfloat16):
             warnings.warn(
                 f"the draft's weights are {model.dtype}, in which small updates are lost: load it with "
