@@ -44,12 +44,6 @@ class VanillaMarkovHead(nn.Module):
             return self.markov_w2(transitions)
         return (F.embedding(candidate_ids, self.markov_w2.weight) @ transitions[..., None])[..., 0]
 
-    def add_bias(self, logits: torch.Tensor, transitions: torch.Tensor) -> torch.Tensor:
-        """Return logits `[..., V]` plus the bias of r-vectors `[..., r]`, without writing the bias down."""
-        weight = self.markov_w2.weight.to(logits.dtype)
-        added = torch.addmm(logits.flatten(0, -2), transitions.flatten(0, -2).to(logits.dtype), weight.T)
-        return added.view_as(logits)
-
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the r-vectors `[..., γ, r]` along W_1 of given previous tokens, `[..., γ, r]`."""
         outputs, state = [], None

@@ -510,7 +510,7 @@ class DSparkDraftModel(DraftModel):
         """Return U_k + B_k, minus infinity for what a pruned vocabulary lacks. DSpark Eq. 4."""
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
-            logits = self.markov_head.add_bias(logits, *inputs)
+            logits = logits + self.markov_head.bias(*inputs)
         token_ids = self.draft_token_ids()
         if token_ids is None:
             return logits
