@@ -18,11 +18,14 @@ SMALL = {
 
 @pytest.fixture
 def in_examples(monkeypatch):
-    """As started from the examples' folder."""
+    """As started from the examples' folder; the benchmarks have a `domains`, too."""
+    names = ("domains", "finetune", "muon")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield
-    for name in ("domains", "finetune", "muon"):
+    for name in names:
         sys.modules.pop(name, None)
 
 
