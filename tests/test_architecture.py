@@ -26,6 +26,7 @@ MODELS = {
     "configuration_eagle3",
     "draft_config",
     "draft_heads",
+    "draft_kinds",
     "draft_model",
     "fingerprint",
     "int8_outliers",

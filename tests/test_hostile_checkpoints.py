@@ -19,9 +19,10 @@ from transformers.utils import logging
 
 import hf_dspark
 from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel, SlotCache
+from hf_dspark.draft_kinds import load_draft
 from hf_dspark.sampling import greedy_sampler
 from hf_dspark.shards import read_index
-from hf_dspark.trainer import DSparkTrainer, _load_draft
+from hf_dspark.trainer import DSparkTrainer
 
 resource = pytest.importorskip("resource")  # not on Windows
 
@@ -557,7 +558,7 @@ def test_pruned_vocabulary_with_strange_tokens_is_refused(tmp_path, offsets):
 
 @pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, '{"seed": NaN}'])
 def test_unsound_files_of_a_run_are_refused(folder, content):
-    for name, read in (("config.json", lambda path: _load_draft(str(path.parent))),
+    for name, read in (("config.json", lambda path: load_draft(str(path.parent))),
                        ("dspark_run.json", lambda path: DSparkTrainer._require_same_run(None, path))):  # fmt: skip
         (folder / name).write_text(content)
         with pytest.raises(ValueError, match=f"{name} cannot be used"):

@@ -545,6 +545,15 @@ SEEING = {
 }  # fmt: skip
 
 
+# What their processors call the types of tokens; the forward of the others takes none.
+TYPES_OF_TOKENS = {
+    "qwen2_vl": "mm_token_type_ids",
+    "qwen2_5_vl": "mm_token_type_ids",
+    "qwen3_vl": "mm_token_type_ids",
+    "gemma3": "token_type_ids",
+}
+
+
 @pytest.fixture(params=SEEING, scope="module")
 def seeing(request):
     """A model that reads text and images, and a draft for it."""
@@ -578,12 +587,10 @@ def test_texts_are_decoded_together_by_a_target_that_sees(seeing, assert_decoded
     assert check_target(target) < 1e-3
 
 
+@pytest.mark.parametrize("seeing", TYPES_OF_TOKENS, indirect=True)
 def test_processors_may_say_that_texts_hold_no_images(seeing):
     target, draft = seeing
-    names = {"gemma3": "token_type_ids"}
-    name = names.get(target.config.model_type, "mm_token_type_ids")
-    if target.config.model_type in ("llava", "idefics3"):
-        pytest.skip("its forward takes no types of tokens")
+    name = TYPES_OF_TOKENS[target.config.model_type]
     ids, mask = padded(PROMPTS)
     inputs = {"input_ids": ids, "attention_mask": mask, name: torch.zeros_like(ids)}
     plain = target.generate(input_ids=ids, attention_mask=mask, assistant_model=draft, **PLAIN)

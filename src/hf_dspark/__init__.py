@@ -11,6 +11,7 @@ from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
 from .collection import calibrate, collect_rounds
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
+from .draft_kinds import DRAFTS as _DRAFTS
 from .draft_model import DraftModel as _DraftModel
 from .evaluation import (
     AcceptanceReport,
@@ -47,10 +48,10 @@ from .throughput import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputT
 
 __version__ = "0.1.0.dev0"
 
-for _config, _model in ((DSparkConfig, DSparkDraftModel), (Eagle3Config, Eagle3DraftModel)):
-    AutoConfig.register(_config.model_type, _config)
-    AutoModel.register(_config, _model)
-    AutoModelForCausalLM.register(_config, _model)
+for _type, _model in _DRAFTS.items():
+    AutoConfig.register(_type, _model.config_class)
+    AutoModel.register(_model.config_class, _model)
+    AutoModelForCausalLM.register(_model.config_class, _model)
 _install_generate_hook()
 _DraftModel.sharing = _hub
 

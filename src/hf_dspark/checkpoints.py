@@ -40,13 +40,10 @@ from .checkpoint_formats import (
     refuse,
 )
 from .checkpoint_rows import TargetFacts, has_embedding_norm
-from .configuration_dspark import DSparkConfig
-from .configuration_eagle3 import Eagle3Config
 from .draft_config import DraftConfig, embedding_scale
+from .draft_kinds import DRAFTS
 from .draft_model import DraftModel, require_finite
 
-CONFIGS: dict[str, type[DraftConfig]] = {config.model_type: config for config in (DSparkConfig, Eagle3Config)}
-ARCHITECTURES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
 _FLOATING = ("F64", "F32", "F16", "BF16")
 _TYPES = {"d2t": ("I64",)}
 
@@ -100,7 +97,7 @@ def detect_format(config: Mapping[str, Any]) -> str:
     entry = recognise(config)
     if entry is not None:
         return entry.name
-    if config.get("model_type") in CONFIGS:
+    if config.get("model_type") in DRAFTS:
         return OURS
     raise ValueError(
         f"this config.json (model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}) "
@@ -141,7 +138,7 @@ def read_checkpoint(
         pinned = hub_kwargs | ({} if files.revision is None else {"revision": files.revision})
         temperatures = read_temperatures(source, **pinned)
         ours |= {} if temperatures is None else {"sts_temperatures": temperatures}
-    config = CONFIGS[ours["model_type"]].from_dict(ours)
+    config = DRAFTS[ours["model_type"]].config_class.from_dict(ours)
     return Checkpoint(config, _read_tensors(files, config, entry), name)
 
 
@@ -227,7 +224,7 @@ def check_exported(folder: str | os.PathLike, engine: str | None = None, target:
     if entry is None:
         raise ValueError(f"{folder} is a checkpoint of this package (or no draft), which no other engine reads")
     facts = None if target is None else target_facts(target)
-    config = CONFIGS[entry.model_type].from_dict(config_from_format(files.config, entry, facts))
+    config = DRAFTS[entry.model_type].config_class.from_dict(config_from_format(files.config, entry, facts))
     _check_files(files, config, entry, _readers(config, entry, engine))
 
 
@@ -350,7 +347,7 @@ def _write_ours(
         raise ValueError(f"the format {OURS!r} is read by this package only, not by {engine!r}: leave engine out")
     config = copy.deepcopy(config)
     config.dtype = tensors["fc.weight"].dtype
-    config.architectures = [ARCHITECTURES[config.model_type]]
+    config.architectures = [DRAFTS[config.model_type].__name__]
     config.save_pretrained(folder)
     save_torch_state_dict(tensors, folder)
     return (OURS,), ()

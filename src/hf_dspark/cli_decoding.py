@@ -93,8 +93,10 @@ def run_generate(
         warm = kwargs | {"max_new_tokens": min(8, sampling.max_new_tokens)}
         _decode_alone(target, prompts[0], warm)
         _decode_alone(target, prompts[0], warm | {"assistant_model": draft})
-    decode = _decode_one_by_one if one_by_one else _decode_together
-    decoded = decode(console, target, draft, prompts, options.batch_size, kwargs)
+    if one_by_one:
+        decoded = _decode_one_by_one(console, target, draft, prompts, kwargs)
+    else:
+        decoded = _decode_together(console, target, draft, prompts, options.batch_size, kwargs)
     document = _describe_decoded(decoded, read, describe_sampling(kwargs, target.model, sampling.seed))
     document["policy"] = describe_policy(draft.policy)
     if options.compare:
@@ -118,12 +120,7 @@ def _given_prompts(words: Sequence[str], prompts_file: str | None) -> PromptFile
 
 
 def _decode_one_by_one(
-    console: Console,
-    target: LoadedTarget,
-    draft: DraftModel,
-    prompts: list[list[int]],
-    batch_size: int,
-    kwargs: dict[str, Any],
+    console: Console, target: LoadedTarget, draft: DraftModel, prompts: list[list[int]], kwargs: dict[str, Any]
 ) -> Decoded:
     """Let `generate()` itself answer; a single answer is shown while it grows."""
     decoded = Decoded()

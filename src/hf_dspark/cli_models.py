@@ -17,15 +17,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from . import draft_kinds
 from .checkpoint_files import read_config
 from .checkpoint_formats import OURS
 from .checkpoints import detect_format
 from .cli_options import ChatOptions, DraftOptions, PolicyChoice, SamplingOptions, TargetOptions
-from .configuration_eagle3 import Eagle3Config
 from .draft_model import DraftModel
 from .generate_hook import default_policy
-from .modeling_dspark import DSparkDraftModel
-from .modeling_eagle3 import Eagle3DraftModel
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
 from .prompts import Prompt, as_chat, token_ids
@@ -86,15 +84,12 @@ def load_draft(name: str, dtype: str | torch.dtype = "auto", revision: str | Non
         OSError: If the Hub has no such model, or is out of reach.
     """
     require_model(name, "the draft")
-    config = read_config(name, revision=revision or "main")
-    found = detect_format(config)
+    found = detect_format(read_config(name, revision=revision or "main"))
     if found not in LOADED_DIRECTLY:
         raise ValueError(
             f"{name} is in the format {found}: hf-dspark convert --to {OURS} {name} FOLDER makes it one of ours"
         )
-    is_eagle3 = config.get("model_type") == Eagle3Config.model_type or "Eagle3" in str(config.get("architectures"))
-    model_class = Eagle3DraftModel if is_eagle3 else DSparkDraftModel
-    return model_class.from_pretrained(name, dtype=dtype, revision=revision or "main").eval()
+    return draft_kinds.load_draft(name, dtype=dtype, revision=revision or "main").eval()
 
 
 def load_draft_for(target: PreTrainedModel, options: DraftOptions) -> DraftModel:

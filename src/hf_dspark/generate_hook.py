@@ -29,8 +29,7 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 
 from .adapters import forget_adapters_by_row, why_not_with_adapters
 from .candidate_generator import DSparkCandidateGenerator
-from .configuration_dspark import DSparkConfig
-from .configuration_eagle3 import Eagle3Config
+from .draft_kinds import DRAFTS
 from .draft_model import check_fits
 from .generation import Call, generate_together, needs_padding
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
@@ -51,7 +50,6 @@ WRAPPED_PARAMETERS = {
         "assistant_model",
     ),
 }
-DRAFT_MODEL_TYPES = (DSparkConfig.model_type, Eagle3Config.model_type)
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
 # Built-in processors that keep state between calls: drafting would advance it.
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
@@ -64,7 +62,7 @@ _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_
 
 def is_draft(model: Any) -> bool:
     """Tell one of our drafts by its config, never by its class: remote-code classes live elsewhere."""
-    return getattr(getattr(model, "config", None), "model_type", None) in DRAFT_MODEL_TYPES
+    return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS
 
 
 def install() -> None:

@@ -18,12 +18,10 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .checkpoint_files import read_config
-from .checkpoint_formats import draft_model_type
+from .draft_kinds import DRAFTS, load_draft
 from .draft_model import DraftModel
 from .model_card import model_card
-from .remote_generate import DRAFTS
-from .results import describe_draft, describe_target, read_results, write_result
+from .results import describe_draft, describe_target, read_results, replace_text, write_result
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 RESULTS_FOLDER = "results"
@@ -72,7 +70,7 @@ def push_draft(
         ValueError: If a result file is none, or belongs to another draft or target; nothing was uploaded.
         OSError: If the upload failed.
     """
-    draft = load_draft(draft)
+    draft = _loaded(draft)
     with tempfile.TemporaryDirectory() as folder:
         save_repository(draft, folder, results, max_shard_size=max_shard_size, **{"repo_id": repo_id} | card)
         return upload_repository(
@@ -101,12 +99,12 @@ def save_repository(
     Raises:
         ValueError: As there; nothing was written.
     """
-    draft, folder, files = load_draft(draft), Path(folder), result_files(results)
+    draft, folder, files = _loaded(draft), Path(folder), result_files(results)
     readme = str(model_card(draft, files, **card))
     draft.save_pretrained(folder, max_shard_size=max_shard_size)
     write_remote_code(folder)
     _copy_results(files, folder / RESULTS_FOLDER)
-    _replace_text(folder / CARD_FILE, readme)
+    replace_text(folder / CARD_FILE, readme)
     return folder
 
 
@@ -132,9 +130,9 @@ def write_card(
         if isinstance(draft, DraftModel) or not Path(draft).is_dir():
             raise ValueError("a draft that is in no folder here needs a file for its card: pass output")
         output = Path(draft) / CARD_FILE
-    text = str(model_card(load_draft(draft), result_files(results), **card))
+    text = str(model_card(_loaded(draft), result_files(results), **card))
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    _replace_text(Path(output), text)
+    replace_text(Path(output), text)
     return Path(output)
 
 
@@ -169,7 +167,7 @@ def write_remote_code(folder: str | Path) -> list[Path]:
         "AutoConfig": f"{module}.{model.config_class.__name__}",
         "AutoModel": f"{module}.{model.__name__}",
     }
-    _replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     return [code / name for name in sorted(sources)]
 
 
@@ -275,18 +273,9 @@ def upload_repository(
     return commit.pr_url or commit.commit_url
 
 
-def load_draft(draft: DraftModel | str | Path) -> DraftModel:
-    """Return the draft of a folder or repository, in the dtype it was saved in; a draft is returned as it is.
-
-    Raises:
-        ValueError: If there is another kind of model.
-    """
-    if isinstance(draft, DraftModel):
-        return draft
-    kind = draft_model_type(read_config(draft))
-    if kind not in DRAFTS:
-        raise ValueError(f"{draft} holds a {kind!r} model, which is no draft: pass one of the kinds {sorted(DRAFTS)}")
-    return DRAFTS[kind].from_pretrained(draft, dtype="auto")
+def _loaded(draft: DraftModel | str | Path) -> DraftModel:
+    """Return the draft of a folder or repository, in the dtype it was saved in; a draft is returned as it is."""
+    return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
 
 
 def result_files(results: Iterable[str | Path]) -> list[Path]:
@@ -303,10 +292,3 @@ def _copy_results(files: list[Path], folder: Path) -> None:
         same_name = [other for other in files if other.name == file.name]
         name = file.name if len(same_name) == 1 else f"{file.stem}_{same_name.index(file) + 1}.json"
         (folder / name).write_bytes(content)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file at once, or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)

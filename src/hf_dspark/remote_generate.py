@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -26,12 +25,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from .configuration_dspark import DSparkConfig
 from .configuration_eagle3 import Eagle3Config
+from .draft_kinds import load_draft
 from .draft_model import DraftModel, input_device
 from .generate_hook import chosen_cutoff, decode_with
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
 
-DRAFTS = {DSparkConfig.model_type: DSparkDraftModel, Eagle3Config.model_type: Eagle3DraftModel}
+# transformers finds them here, by the names in `auto_map`.
+__all__ = ["DSparkConfig", "DSparkDraftModel", "Eagle3Config", "Eagle3DraftModel", "generate"]
 
 # The drafts of targets that are still there, by repository and revision.
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], DraftModel]] = (
@@ -97,9 +98,7 @@ def _own_draft(target: PreTrainedModel, hub: dict[str, Any]) -> DraftModel:
     revision = None if os.path.isdir(repository) else Path(__file__).parent.parent.name
     drafts = _loaded.setdefault(target, {})
     if (repository, revision) not in drafts:
-        config, _ = PreTrainedConfig.get_config_dict(repository, revision=revision, **hub)
-        draft = DRAFTS[config["model_type"]].from_pretrained(repository, dtype="auto", revision=revision, **hub)
-        drafts[repository, revision] = draft.eval()
+        drafts[repository, revision] = load_draft(repository, dtype="auto", revision=revision, **hub).eval()
     return drafts[repository, revision].to(input_device(target.get_input_embeddings()))  # it may have moved since
 
 

@@ -100,12 +100,17 @@ def write_result(
     """
     result = {"kind": kind, "provenance": provenance(), "target": dict(target), "draft": dict(draft), **found}
     _check(result, str(path))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    replace_text(Path(path), text)
     return result
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file at once, or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:

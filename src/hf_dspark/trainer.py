@@ -31,9 +31,7 @@ from transformers import (
 from transformers.trainer_utils import HubStrategy, get_last_checkpoint
 from transformers.utils import PushInProgress
 
-from .checkpoint_files import read_config, read_json
-from .checkpoint_formats import draft_model_type
-from .configuration_eagle3 import Eagle3Config
+from .checkpoint_files import read_json
 from .conversations import prepare_rows
 from .data import (
     AnchoredBlocks,
@@ -45,11 +43,10 @@ from .data import (
     require_separable_documents,
     sample_anchors,
 )
+from .draft_kinds import load_draft
 from .draft_model import DraftModel, DraftTrainingOutput
 from .feature_cache import FeatureCache
 from .losses import LossWeights, position_weights
-from .modeling_dspark import DSparkDraftModel
-from .modeling_eagle3 import Eagle3DraftModel
 from .target_source import TargetSource
 from .training_metrics import BlockMetrics
 
@@ -172,7 +169,7 @@ class DSparkTrainer(Trainer):
             warnings.warn("training on one GPU of several: start it with `accelerate launch` to use all", stacklevel=2)
             args._n_gpu = 1
         # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
-        model = _load_draft(model) if isinstance(model, str) else model
+        model = load_draft(model, dtype=torch.float32) if isinstance(model, str) else model
         if not hasattr(model, "block_layout"):
             raise TypeError(
                 f"the first argument is the draft that is trained, the second its target; got {type(model).__name__} "
@@ -547,12 +544,6 @@ class _RunCallback(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             (folder / RUN_FACTS_FILE).write_text(json.dumps(self._trainer.run_facts(), indent=1) + "\n")
-
-
-def _load_draft(path: str) -> DraftModel:
-    """Load a draft of whatever kind, with weights that training can move."""
-    is_eagle3 = draft_model_type(read_config(path)) == Eagle3Config.model_type
-    return (Eagle3DraftModel if is_eagle3 else DSparkDraftModel).from_pretrained(path, dtype=torch.float32)
 
 
 def _tokenizer_of(target: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
