@@ -3,18 +3,19 @@
 python examples/finetune.py --output_dir out/finetuned
 
 The target answers the domain's prompts itself, the draft learns from that, is calibrated anew, and is measured before
-and after, on the old domain as well. Resumes where it stopped; minutes on two cores.
+and after, on the old domain as well. Resumes where it stopped.
 """
 
 import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from domains import code_rows
 from muon import MuonWithAdamW
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import (
@@ -29,23 +30,26 @@ from hf_dspark import (
 from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
-SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+REGIMES = {"sampled": SAMPLED, "greedy": {"do_sample": False}}
+QUESTION_TOKENS = 96  # the target's own questions end before, most of them
+ANSWER = "\nAnswer:"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="out/finetuned")
-    parser.add_argument("--num_prompts", type=int, default=1000, help="of the new domain")
-    parser.add_argument("--replayed", type=int, default=1200, help="texts of the old domain, which keep it in memory")
-    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--num_prompts", type=int, default=2000, help="of the new domain")
+    parser.add_argument("--replayed", type=int, default=1200, help="of the old domain, which keep it in memory")
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--kept", type=float, default=0.3, help="share of the old weights in the new ones (WiSE-FT)")
     parser.add_argument("--num_test_prompts", type=int, default=40)
-    parser.add_argument("--num_test_samples", type=int, default=5, help="answers measured per prompt")
+    parser.add_argument("--num_test_samples", type=int, default=5, help="answers measured per prompt, when sampled")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--max_new_tokens", type=int, default=96)
     options = parser.parse_args()
 
-    folder = Path(options.output_dir)
+    folder, num_tests = Path(options.output_dir), options.num_test_prompts
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
@@ -53,21 +57,25 @@ def main() -> None:
     code = [row["prompt"] for row in code_rows()]
     random.Random(0).shuffle(code)
     math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
-    held_out = {"code": code[: options.num_test_prompts], "math": math[: options.num_test_prompts]}
-    held_out = {name: prompts * options.num_test_samples for name, prompts in held_out.items()}
-    measuring = {"batch_size": 16, "max_new_tokens": options.max_new_tokens} | SAMPLING
-    before = measure_domains(target, draft, held_out, tokenizer, **measuring)
+    held_out = {"code": code[:num_tests], "math": math[:num_tests]}
+    decoding = {"batch_size": 16, "max_new_tokens": options.max_new_tokens}
 
-    # This target writes its questions as well: the old domain needs no data, only the word that starts it.
-    sources = {
-        "code": (code[2 * options.num_test_prompts :][: options.num_prompts], 1),
-        "math": (["Question:"], options.replayed),
-    }
+    def measured() -> dict[str, Any]:
+        samples = {"sampled": options.num_test_samples, "greedy": 1}
+        return {
+            regime: measure_domains(
+                target, draft, {name: part * samples[regime] for name, part in held_out.items()}, tokenizer,
+                **decoding, **sampling,
+            )
+            for regime, sampling in REGIMES.items()
+        }  # fmt: skip
+
+    before = measured()
+    questions = own_questions(target, tokenizer, draft, folder / "questions.jsonl", options.replayed)
     rows = []
-    for name, (prompts, num_samples) in sources.items():
-        path = folder / f"{name}.jsonl"
-        regenerate(target, tokenizer, prompts, path, draft, num_samples, **measuring)
-        rows += [json.loads(line) for line in path.read_text().strip().split("\n")]
+    for name, prompts in {"code": code[2 * num_tests :][: options.num_prompts], "math": questions}.items():
+        regenerate(target, tokenizer, prompts, folder / f"{name}.jsonl", draft, **decoding, **SAMPLED)
+        rows += read_rows(folder / f"{name}.jsonl")
     random.Random(0).shuffle(rows)
 
     arguments = DSparkTrainingArguments(
@@ -86,19 +94,41 @@ def main() -> None:
     mixed = {name: torch.lerp(weight, old_weights[name], options.kept) for name, weight in draft.state_dict().items()}
     draft.load_state_dict(mixed)
     calibration_error = {}
-    for regime, sampling in (("sampled", SAMPLING), ("greedy", {"do_sample": False})):
-        fresh = code[options.num_test_prompts : 2 * options.num_test_prompts]
+    for regime, sampling in REGIMES.items():
         report = calibrate(
-            target, draft, fresh, tokenizer, regime, progress=False, max_new_tokens=options.max_new_tokens, **sampling
-        )
+            target, draft, code[num_tests : 2 * num_tests], tokenizer, regime, progress=False,
+            max_new_tokens=options.max_new_tokens, **sampling,
+        )  # fmt: skip
         calibration_error[regime] = report.mean_ece
         print(f"{regime}: calibration error of the survival {report.mean_ece[0]:.1%} -> {report.mean_ece[1]:.1%}")
     draft.save_pretrained(folder)
-    after = measure_domains(target, draft, held_out, tokenizer, **measuring)
-    print(compare_domains(before, after))
-    results = {"provenance": provenance(), "calibration_error": calibration_error, "log": trainer.state.log_history}
-    results |= {name: {"before": before[name].to_dict(), "after": after[name].to_dict()} for name in held_out}
+    after = measured()
+    results: dict[str, Any] = {"provenance": provenance(), "calibration_error": calibration_error}
+    for regime in REGIMES:
+        print(f"\n{regime}\n\n{compare_domains(before[regime], after[regime])}")
+        results[regime] = {
+            name: {"before": before[regime][name].to_dict(), "after": after[regime][name].to_dict()}
+            for name in held_out
+        }
+    results["log"] = trainer.state.log_history
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+def own_questions(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft: DSparkDraftModel, path: Path, count: int
+) -> list[str]:
+    """Return prompts of the old domain that the target writes itself: no data of it is needed.
+
+    They end where the answer begins. Only answers are learnt: of a prompt nothing is ever drafted, and the words of a
+    question are harder to guess, so that a loss on them would drown the loss on what counts.
+    """
+    options = {"batch_size": 16, "max_new_tokens": QUESTION_TOKENS} | SAMPLED
+    regenerate(target, tokenizer, ["Question:"], path, draft, count, **options)
+    return [f"Question:{row['text'].split(ANSWER)[0]}{ANSWER}" for row in read_rows(path)]
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().strip().split("\n")]
 
 
 if __name__ == "__main__":

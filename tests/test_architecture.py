@@ -36,6 +36,7 @@ MODELS = {
     "rope_parameters",
     "slot_attention",
     "slot_cache",
+    "successors",
 }
 SHARED = {"feature_capture", "profiling", "collection", "target_check"}
 DECODING = {

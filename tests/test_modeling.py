@@ -555,26 +555,36 @@ def test_untrained_markov_head_leaves_the_base_logits_alone(target):
     assert torch.equal(torch.stack(sampler.scores, dim=1), base)
 
 
+@pytest.mark.parametrize("candidates", [1, 2, 5, 9])
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_draft_top_k_law_is_the_softmax_over_the_best_base_candidates(make_draft, target, head):
+def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(make_draft, target, head, candidates):
     tokens = torch.randint(0, 48, (2, 4))
     hidden, base, anchors = torch.randn(2, 4, 32), torch.randn(2, 4, 48), torch.tensor([5, 6])
-    full = ForcedSampler(tokens)
-    make_draft(target, **HEADS[head]).sample_block(hidden, base, anchors, full)
+    full, plain = ForcedSampler(tokens), make_draft(target, **HEADS[head])
+    plain.sample_block(hidden, base, anchors, full)
     law = (
-        make_draft(target, draft_top_k=5, **HEADS[head])
+        make_draft(target, draft_top_k=candidates, **HEADS[head])
         .sample_block(hidden, base, anchors, ForcedSampler(tokens))
         .law.dense(VOCAB)
         .probs
     )
+    num_successors = {1: 0, 2: 1, 5: 2, 9: 3}[candidates] if plain.markov_head is not None else 0
     for row in range(2):
         for slot in range(4):
-            best = base[row, slot].topk(5).indices
+            chosen = []
+            if num_successors:
+                previous = anchors[row] if slot == 0 else tokens[row, slot - 1]
+                embedding = plain.markov_head.markov_w1(previous)
+                transition, _ = plain.markov_head.transition(embedding, torch.zeros(32), None)
+                chosen = plain.markov_head.bias(transition).topk(num_successors).indices.tolist()
+            for token in base[row, slot].argsort(descending=True).tolist():
+                if len(chosen) < candidates and token not in chosen:
+                    chosen.append(token)
             expected = torch.zeros(48)
-            expected[best] = full.scores[slot][row][best].softmax(-1)
+            expected[chosen] = full.scores[slot][row][chosen].softmax(-1)
             close(law[row, slot], expected, atol=1e-6)
-            assert (law[row, slot] > 0).sum() == 5
+            assert (law[row, slot] > 0).sum() == candidates
 
 
 @torch.no_grad()

@@ -46,8 +46,9 @@ class DSparkConfig(DraftConfig):
             and never proposes any other token; `None` for the target's whole vocabulary.
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
-        kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the best base
-            candidates only.
+        kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
+            three quarters are those with the best base logits, one quarter those that the Markov head favours most
+            behind the previous token.
 
     Raises:
         ValueError: For each inconsistent value, naming it.

@@ -70,8 +70,8 @@ class DraftConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
-        draft_top_k (`int`, *optional*): Sample on the k best candidates of each slot only; the truncated law is then
-            the draft law, so the output stays exact.
+        draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated law is then the draft
+            law, so the output stays exact.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:

@@ -5,8 +5,10 @@ Knows nothing of `generate()`, policies or losses.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +22,10 @@ from .draft_heads import MARKOV_HEADS, ConfidenceHead, MarkovProjection
 from .draft_model import DraftModel
 from .sampling import DraftBlock, Sampler, TokenLaw, scatter_to_vocabulary
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from .successors import Successors, with_successors
+
+# Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
+SUCCESSORS_ONE_IN = 4
 
 
 @dataclass(frozen=True)
@@ -331,6 +337,25 @@ class DSparkDraftModel(DraftModel):
             self._pruned_ids[state] = token_ids
         return self._pruned_ids[state]
 
+    @functools.cached_property
+    def _successor_tables(self) -> dict[tuple[Any, ...], Successors]:
+        return {}
+
+    def _successors(self) -> Successors | None:
+        """Return whom the Markov head, as it is now, favours behind each token; `None` if nobody is asked for."""
+        candidates = self.config.draft_top_k
+        count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1)  # a single one is the best one
+        if self.markov_head is None or count == 0:
+            return None
+        weights = list(self.markov_head.parameters())
+        state = count, *((weight.data_ptr(), weight._version) for weight in weights)
+        if state not in self._successor_tables:
+            self._successor_tables.clear()
+            self._successor_tables[state] = Successors(self.markov_head, self.config.hidden_size, count)
+            if self.device.type != "cpu":
+                self._successor_tables[state].fill()
+        return self._successor_tables[state]
+
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""
         if self.config.draft_vocab_size is None:
@@ -451,9 +476,9 @@ class DSparkDraftModel(DraftModel):
 
         DSpark Eq. 4.
         """
-        scores, candidates = base_logits, None
-        if self.config.draft_top_k is not None:  # no full-vocabulary work behind this line
-            scores, candidates = scores.topk(self.config.draft_top_k, dim=-1)
+        best, successors = None, None
+        if self.config.draft_top_k is not None:  # no full-vocabulary work behind these lines
+            best, successors = base_logits.topk(self.config.draft_top_k, dim=-1).indices, self._successors()
         token_ids = self.draft_token_ids()
         previous, state = anchor_ids, None
         if self.markov_head is not None and not self.config.sample_from_anchor:
@@ -461,9 +486,14 @@ class DSparkDraftModel(DraftModel):
         hidden = self.predicting(hidden)
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
-        slots = zip(scores.unbind(dim=1), hidden.unbind(dim=1), strict=True)
+        slots = zip(base_logits.unbind(dim=1), hidden.unbind(dim=1), strict=True)
         for slot, (slot_scores, slot_hidden) in enumerate(slots):
-            slot_candidates = None if candidates is None else candidates[:, slot]
+            slot_candidates = None
+            if best is not None:
+                slot_candidates = best[:, slot]
+                if successors is not None:
+                    slot_candidates = with_successors(slot_candidates, successors(previous))
+                slot_scores = slot_scores.gather(-1, slot_candidates)
             if self.markov_head is not None:
                 embedding = self.markov_head.markov_w1(previous)
                 transition, state = self.markov_head.transition(embedding, slot_hidden, state)
@@ -471,7 +501,7 @@ class DSparkDraftModel(DraftModel):
                 embeddings.append(embedding)
             if token_ids is not None:  # from the draft's vocabulary to the target's
                 everything = token_ids.expand(len(tokens), -1)
-                slot_candidates = everything if candidates is None else token_ids[slot_candidates]
+                slot_candidates = everything if slot_candidates is None else token_ids[slot_candidates]
             previous, law = sampler(slot_scores.float(), slot_candidates, tokens[:, :slot])
             tokens[:, slot] = previous
             laws.append(law)
