@@ -2,6 +2,7 @@
 
 python benchmarks/loop.py efficiency --output benchmarks/results/loop_pair.json
 python benchmarks/loop.py replay --output benchmarks/results/loop_0.6b.json
+python benchmarks/loop.py replay --geometry qwen3-1.7b --output benchmarks/results/loop_1.7b.json
 python benchmarks/loop.py context --output benchmarks/results/loop_context.json
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 from pair import RESULTS, held_out_prompts, load_pair
-from profile_machine import random_pair
+from profile_machine import GEOMETRIES, random_pair
 from tqdm import tqdm
 from transformers import DynamicCache
 
@@ -154,18 +155,18 @@ def replayed(rounds: list[int]) -> Callable:
 
 
 def replay(options: argparse.Namespace) -> dict:
-    """Random weights of the Qwen3-0.6B geometry in bfloat16; what is accepted comes from recorded rounds."""
-    target, draft = random_pair("qwen3-0.6b", torch.bfloat16)
+    """Random weights of a Qwen3 geometry; what is accepted comes from recorded rounds."""
+    target, draft = random_pair(options.geometry, getattr(torch, options.dtype))
     draft.policy = FullBlock()
     draft.config.draft_top_k = 64
     target.generation_config.eos_token_id = None
     recording = json.loads(Path(options.rounds).read_text())
     accepted = [number for request in recording["requests"] for number in request["accepted"]]
     honest, cells = DecodingLoop._verify, {}
-    ids = torch.arange(256)[None] + 5
+    ids = torch.arange(options.context)[None] + 5
     for name, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
-        forwards, tau = Forwards(target, draft, 272), []
+        forwards, tau = Forwards(target, draft, options.context + 16), []
         for index in tqdm(range(options.repetitions), desc=name):
             numbers = accepted[index * 8 :]
             DecodingLoop._verify = replayed(numbers)
@@ -271,11 +272,17 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--num_prompts", type=int, default=30, help="of `efficiency`")
     parser.add_argument("--repetitions", type=int, default=5, help="of the other parts")
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b", help="of `replay`")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of `replay`")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the prompt of `replay`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 32, 64], help="of `batch`")
     parser.add_argument("--rounds", default=str(RESULTS / "pair_rounds.json"), help="recorded rounds for `replay`")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    result = {"provenance": provenance(), "cells": PARTS[options.part](options)}
+    result: dict = {"provenance": provenance()}
+    if options.part == "replay":
+        result |= {name: getattr(options, name) for name in ("geometry", "dtype", "context")}
+    result["cells"] = PARTS[options.part](options)
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

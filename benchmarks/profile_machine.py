@@ -17,11 +17,13 @@ from hf_dspark import DSparkConfig, DSparkDraftModel, profile_throughput
 TABLES = Path(__file__).parent.parent / "src" / "hf_dspark" / "tables"
 GEOMETRIES = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 SETTINGS = {
     "pair": {"batch_sizes": (1, 2, 4, 8, 16, 32), "context_lengths": (64, 256), "repetitions": 15},
     "qwen3-0.6b": {"batch_sizes": (1, 2, 4, 8), "context_lengths": (64, 512), "repetitions": 3},
+    "qwen3-1.7b": {"batch_sizes": (1, 2, 4), "context_lengths": (32, 256), "repetitions": 3},
     "qwen3-4b": {"batch_sizes": (1, 2, 4), "context_lengths": (32, 128), "repetitions": 2},
 }
 

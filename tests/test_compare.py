@@ -134,6 +134,19 @@ def test_long_context_is_bounded_by_the_positions_of_the_target_and_said_so(resu
     assert "8192 were asked for, the target has room for 118" in compare_summary.markdown(result[1])
 
 
+def test_models_read_as_many_positions_as_they_are_given(trained, tmp_path):
+    models = trained[0]
+    try:
+        compare.give_positions(models, 300)
+        cell = compare.Cell("math", 1, 0.0, 8192)
+        longer = compare.compare(models, [cell], tmp_path / "long.json", num_prompts=1, max_new_tokens=MAX_NEW_TOKENS)
+    finally:
+        compare.give_positions(models, 128)
+    (found,) = longer["cells"]
+    assert found["prompt_tokens"]["median"] == 300 - MAX_NEW_TOKENS == longer["longest_prompt"]
+    assert all(part["identical_rows"] == 1 for part in found["methods"].values())
+
+
 def test_table_marks_what_cannot_batch_and_names_the_lowest_scheduled_speedup(result):
     text = compare_summary.markdown(result[1])
     lowest = min(cell["methods"]["DSpark, scheduled"]["speedup"] for cell in result[1]["cells"])
