@@ -282,6 +282,7 @@ def main() -> None:
     )
     parser.add_argument("--pair", action="store_true", help="compare the shipped pair instead")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training in --work_dir")
+    parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="per domain, to train on")
     parser.add_argument("--tasks", nargs="+", help="math, code, prose; all unless given")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
@@ -299,7 +300,8 @@ def main() -> None:
         return
     if options.quick:
         vars(options).update(QUICK)
-    models = shipped_models() if options.pair else trained_models(Path(options.work_dir), Recipe(steps=options.steps))
+    recipe = Recipe(options.num_answers, steps=options.steps)
+    models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe)
     if options.positions:
         give_positions(models, options.positions)
     tasks = options.tasks or list(models.tasks)

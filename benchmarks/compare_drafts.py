@@ -2,8 +2,8 @@
 
 python benchmarks/compare_drafts.py --work_dir out/domains
 
-Data, target and drafts are those of `domains.py`; what is missing in the folder is trained, on the same answers of the
-target, for the same steps of 8 rows. Two are trained for the comparison alone: a DFlash draft in the fill-in layout,
+Data, target and drafts are those of `domains.py`, of all domains that the folder has rows of; what is missing in it is
+trained, on the same answers of the target, for the same steps of 8 rows. Two are trained for the comparison alone: a DFlash draft in the fill-in layout,
 which is exported to transformers' own DFlash, and an autoregressive assistant, a small Qwen3 with the target's
 tokenizer and as many parameters as DSpark's draft. Both counts are of what a model owns: the draft borrows the
 target's embedding and head, so they do not count; the assistant's embedding, which is its head as well, counts once.
@@ -104,11 +104,11 @@ def trained_models(work_dir: Path, recipe: Recipe) -> Models:
     Raises:
         ValueError: If the folder lacks target or data.
     """
-    needed = [f"{domain}_{part}.jsonl" for domain in domains.DOMAINS for part in ("train", "test")]
-    lacking = [name for name in ("target", *needed) if not (work_dir / name).exists()]
-    if lacking:
+    tasks = domains.domains_in(work_dir)
+    if not (work_dir / "target").exists() or not tasks:
         raise ValueError(
-            f"{work_dir} lacks {', '.join(lacking)}: make them as benchmarks/domains.py says in its first lines, or "
+            f"{work_dir} must hold a folder target, and DOMAIN_train.jsonl and DOMAIN_test.jsonl of one of "
+            f"{', '.join(domains.DOMAINS)} or more: make them as benchmarks/domains.py says in its first lines, or "
             "compare the shipped pair with --pair"
         )
     target, tokenizer = domains.load_target(work_dir)
@@ -130,7 +130,7 @@ def trained_models(work_dir: Path, recipe: Recipe) -> Models:
     return Models(
         target,
         tokenizer,
-        {domain: domains.read_rows(work_dir / f"{domain}_test.jsonl") for domain in domains.DOMAINS},
+        {domain: domains.read_rows(work_dir / f"{domain}_test.jsonl") for domain in tasks},
         dspark,
         trained("dflash_2"),
         trained("eagle3"),
@@ -157,7 +157,7 @@ def calibrate_regimes(
     """Fit the draft's temperatures for both regimes on the last training prompts, in memory; the rounds are kept."""
     prompts = [
         row["prompt"]
-        for domain in domains.DOMAINS
+        for domain in domains.domains_in(work_dir)
         for row in domains.read_rows(work_dir / f"{domain}_train.jsonl")[-recipe.calibration_prompts :]
     ]
     for regime, sampling in REGIMES.items():
@@ -250,9 +250,10 @@ def train_assistant(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work_dir", default="out/domains", help="data and target; gets answers, drafts, assistant")
+    parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="per domain, to train on")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training")
     options = parser.parse_args()
-    models = trained_models(Path(options.work_dir), Recipe(steps=options.steps))
+    models = trained_models(Path(options.work_dir), Recipe(options.num_answers, steps=options.steps))
     for name in ("target", "dspark", "dflash", "eagle3", "fill_in", "assistant"):
         print(f"{name}: {getattr(models, name).num_parameters() / 1e6:.2f} M parameters")
 

@@ -60,6 +60,12 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().strip().split("\n")]
 
 
+def domains_in(work_dir: Path) -> list[str]:
+    """Return the domains whose training and test rows a folder holds."""
+    parts = ("train", "test")
+    return [name for name in DOMAINS if all((work_dir / f"{name}_{part}.jsonl").exists() for part in parts)]
+
+
 def load_target(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     target = AutoModelForCausalLM.from_pretrained(work_dir / "target", dtype=torch.float32).eval()
     return target, AutoTokenizer.from_pretrained(work_dir / "target")
@@ -68,7 +74,7 @@ def load_target(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
     """Let the target write what the drafts are trained on; a poor domain is answered several times."""
     answers = {}
-    for domain in DOMAINS:
+    for domain in domains_in(work_dir):
         prompts = [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")][:num_prompts]
         path = work_dir / f"{domain}_answers.jsonl"
         regenerate(
@@ -90,7 +96,8 @@ def training_rows(answers: dict[str, list[dict]]) -> list[dict]:
 
 def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftModel | Eagle3DraftModel:
     num_layers, markov_rank, _ = DRAFTS[name]
-    facts = {"block_size": GAMMA, "target_layer_ids": [0, 1, 2, 3, 4]}
+    last_tapped = target.config.num_hidden_layers - 2  # from the first layer to the last that may be tapped
+    facts = {"block_size": GAMMA, "target_layer_ids": [round(last_tapped * part / 4) for part in range(5)]}
     torch.manual_seed(0)
     if markov_rank is None:
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
@@ -168,6 +175,9 @@ def main() -> None:
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
     answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
+    lacking = [domain for domain in DOMAINS if domain not in answers]
+    if lacking:
+        raise ValueError(f"{work_dir} lacks the rows of {', '.join(lacking)}: make them with examples/domains.py")
     rows = training_rows(answers)
     result = {"provenance": provenance(), "steps": options.steps, "rows": len(rows), "drafts": {}}
     for name in options.drafts:

@@ -295,7 +295,7 @@ def test_result_says_which_target_was_decoded(result, trained):
 
 
 def test_missing_data_is_named_before_anything_is_trained(tmp_path):
-    with pytest.raises(ValueError, match="lacks target, math_train.jsonl"):
+    with pytest.raises(ValueError, match="must hold a folder target, and DOMAIN_train.jsonl"):
         compare_drafts.trained_models(tmp_path, compare_drafts.Recipe())
 
 
