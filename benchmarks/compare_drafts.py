@@ -3,10 +3,16 @@
 python benchmarks/compare_drafts.py --work_dir out/domains
 
 Data, target and drafts are those of `domains.py`, of all domains that the folder has rows of; what is missing in it is
-trained, on the same answers of the target, for the same steps of 8 rows. Two are trained for the comparison alone: a DFlash draft in the fill-in layout,
-which is exported to transformers' own DFlash, and an autoregressive assistant, a small Qwen3 with the target's
-tokenizer and as many parameters as DSpark's draft. Both counts are of what a model owns: the draft borrows the
-target's embedding and head, so they do not count; the assistant's embedding, which is its head as well, counts once.
+trained, on the same answers of the target, for the same steps of 8 rows. Two are trained for the comparison alone: a
+DFlash draft in the fill-in layout, which is exported to transformers' own DFlash, and an autoregressive assistant, a
+small Qwen3 with the target's tokenizer and as many parameters as DSpark's draft. Both counts are of what a model owns:
+the draft borrows the target's embedding and head, so they do not count; the assistant's embedding, which is its head
+as well, counts once. For the shipped target and the prompts that it has not seen:
+
+python examples/domains.py --gsm8k train.jsonl --output_dir out/gsm8k
+cp -r examples/gsm8k_pair/target out/gsm8k/target
+cp examples/gsm8k_pair/prompts.jsonl out/gsm8k/math_test.jsonl
+python benchmarks/compare_drafts.py --work_dir out/gsm8k --num_answers 2000 --steps 600
 
 Each training takes some ten minutes on two cores and resumes at its last 100 steps; so do answers and calibration,
 prompt by prompt. Knows nothing of how anything is timed.
