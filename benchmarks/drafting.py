@@ -1,11 +1,16 @@
 """What drafting costs: among candidates against the whole vocabulary, and in longer blocks. Interleaved, one process.
 
 python benchmarks/drafting.py top_k --output benchmarks/results/top_k.json
+python benchmarks/drafting.py candidates --output benchmarks/results/candidates.json
 python benchmarks/drafting.py block_sizes --output benchmarks/results/block_sizes.json
 
 `top_k` times the drafting of a block at the Qwen3-0.6B geometry, random weights and a vocabulary of 152 thousand, with
-`draft_top_k` and without, and measures on the shipped pair what tau it costs (its vocabulary has 2048 tokens). Aims:
-at most half the time, at most 2 % of tau. Some ten minutes on two quiet cores, 6 GiB in float32, 3 in bfloat16.
+`draft_top_k` and without: behind tokens that were drafted before, whose likely successors are known (here: anybody),
+and what looking up a token that is new costs. Aim: at most half the time. Three minutes on two quiet cores, 6 GiB in
+float32, 3 in bfloat16.
+
+`candidates` measures on the shipped pair, whose vocabulary has 2048 tokens, what tau `draft_top_k` costs, and how many
+of the drafted tokens had to be looked up. Aim: at most 2 % of tau. Ten minutes.
 
 `block_sizes` times whole rounds of `generate()` at the same geometry with blocks of several sizes, and splits what the
 longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. The result is in the form that the
@@ -81,9 +86,11 @@ def drafting_costs(
         repetitions (`int`): Blocks of each kind, after those that warm up.
 
     Returns:
-        `dict`: By way of drawing, the median `full_ms` and, by number of candidates, `ms` and `ratio`.
+        `dict`: By way of drawing, the median `full_ms` and, by number of candidates, `ms` and `ratio`; and what the
+        successors of a token that is new cost, `new_token_ms`.
     """
     before, drawing = draft.config.draft_top_k, Drafting(draft, context_length)
+    new_token_seconds = {k: know_any_successors(draft, k) for k in candidates}
     times: dict[tuple[str, int | None], list[float]] = {
         (name, k): [] for name in SAMPLERS for k in (None, *candidates)
     }
@@ -103,7 +110,24 @@ def drafting_costs(
             },
         }
         for name in SAMPLERS
-    }
+    } | {"new_token_ms": {str(k): 1e3 * seconds for k, seconds in new_token_seconds.items()}}
+
+
+def know_any_successors(draft: DSparkDraftModel, candidates: int) -> float:
+    """Let every token have some successors, and return the seconds in which those of one token are computed."""
+    draft.config.draft_top_k = candidates
+    successors = draft._successors()
+    if successors is None:
+        return 0.0
+    seconds = []
+    for token_id in range(WARM_UP + 5):
+        _synchronize(draft.device)
+        started = time.perf_counter()
+        successors._compute(torch.tensor([token_id], device=draft.device))
+        _synchronize(draft.device)
+        seconds.append(time.perf_counter() - started)
+    successors._table.random_(0, draft.config.vocab_size)
+    return statistics.median(seconds[WARM_UP:])
 
 
 def tau_losses(
@@ -125,12 +149,13 @@ def tau_losses(
             known than to some per cent.
 
     Returns:
-        `dict`: By regime, `full` and, by number of candidates, `tau` and `loss`, the share of it that is lost.
+        `dict`: By regime, `full` and, by number of candidates, `tau`, `loss`, the share of it that is lost, and
+        `looked_up`, the share of the drafted tokens of the first answers that were new.
     """
     before, losses = draft.config.draft_top_k, {}
     try:
         for regime, sampling in REGIMES.items():
-            taus = {}
+            taus, looked_up = {}, {}
             options = {"max_new_tokens": max_new_tokens, "progress": False, **sampling}
             for k in (None, *candidates):
                 draft.config.draft_top_k = k
@@ -138,33 +163,44 @@ def tau_losses(
                 for seed in range(num_seeds if sampling["do_sample"] else 1):
                     torch.manual_seed(seed)
                     reports.append(measure_acceptance(target, draft, prompts, tokenizer, **options))
+                    if k is not None and seed == 0:
+                        looked_up[k] = share_looked_up(draft)
                 rounds = [report.rounds for report in reports]
                 taus[k] = sum(r.tau * n for r, n in zip(reports, rounds, strict=True)) / sum(rounds)
             losses[regime] = {
                 "full": taus[None],
-                "candidates": {str(k): {"tau": taus[k], "loss": 1 - taus[k] / taus[None]} for k in candidates},
+                "candidates": {
+                    str(k): {"tau": taus[k], "loss": 1 - taus[k] / taus[None], "looked_up": looked_up[k]}
+                    for k in candidates
+                },
             }
     finally:
         draft.config.draft_top_k = before
     return losses
 
 
+def share_looked_up(draft: DSparkDraftModel) -> float:
+    """Return how many of the tokens drafted so far were new, and had their successors computed."""
+    successors = draft._successors()
+    drafted = draft.last_stats.rounds * draft.config.block_size
+    return 0.0 if successors is None else successors.num_known / drafted
+
+
 def top_k(options: argparse.Namespace) -> dict[str, Any]:
-    """What candidates save at a large vocabulary, and what they lose on the shipped pair."""
+    """What candidates save at a large vocabulary."""
     target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
     target.to(options.device), draft.to(options.device)
     costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
-    vocab_size = draft.config.vocab_size
-    del target, draft
-    small_target, small_draft, tokenizer = load_pair()
+    return {"geometry": GEOMETRY, "dtype": options.dtype, "vocab_size": draft.config.vocab_size, "drafting": costs}
+
+
+def candidates(options: argparse.Namespace) -> dict[str, Any]:
+    """What candidates lose on the shipped pair."""
+    target, draft, tokenizer = load_pair()
     prompts = held_out_prompts()[: options.num_prompts]
     return {
-        "geometry": GEOMETRY,
-        "dtype": options.dtype,
-        "vocab_size": vocab_size,
-        "drafting": costs,
-        "vocab_size_of_pair": small_draft.config.vocab_size,
-        "tau_of_pair": tau_losses(small_target, small_draft, prompts, tokenizer, options.candidates),
+        "vocab_size": draft.config.vocab_size,
+        "tau": tau_losses(target, draft, prompts, tokenizer, options.candidates),
     }
 
 
@@ -274,7 +310,7 @@ def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"top_k": top_k, "block_sizes": block_sizes}
+PARTS = {"top_k": top_k, "candidates": candidates, "block_sizes": block_sizes}
 
 
 def main() -> None:
@@ -282,10 +318,10 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--candidates", type=int, nargs="+", default=[64, 256, 1024], help="of `top_k`: draft_top_k")
+    parser.add_argument("--candidates", type=int, nargs="+", default=[64, 128, 256], help="values of draft_top_k")
     parser.add_argument("--draft_top_k", type=int, default=64, help="of `block_sizes`")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--num_prompts", type=int, default=50, help="of `top_k`")
+    parser.add_argument("--num_prompts", type=int, default=50, help="of `candidates`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()

@@ -310,6 +310,7 @@ def own_pair(make_target, make_draft):
 
 def test_drafting_with_candidates_is_timed_against_the_whole_vocabulary(own_pair):
     cells = drafting.drafting_costs(own_pair[1].bind(own_pair[0]), [8, 16], context_length=12, repetitions=3)
+    assert set(cells.pop("new_token_ms")) == {"8", "16"}
     assert set(cells) == {"greedy", "temperature 1"}
     for cell in cells.values():
         assert set(cell["candidates"]) == {"8", "16"}
@@ -323,6 +324,9 @@ def test_loss_of_tau_is_zero_when_all_tokens_are_candidates_and_not_when_one_is(
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     size = draft.config.vocab_size
     losses = drafting.tau_losses(target, draft, prompts, chat_tokenizer, [1, size], max_new_tokens=16)
+    assert (
+        losses["greedy"]["candidates"]["1"]["looked_up"] == 0 < losses["greedy"]["candidates"][str(size)]["looked_up"]
+    )
     assert losses["greedy"]["candidates"][str(size)]["loss"] == 0
     assert losses["sampled"]["candidates"]["1"]["loss"] != 0
     assert draft.config.draft_top_k is None

@@ -43,6 +43,7 @@ def test_a_row_is_computed_once(draft, monkeypatch):
     for token_ids in ([3, 5, 3], [5, 3], [5, 6]):
         successors(torch.tensor(token_ids))
     assert asked == [2, 1]
+    assert successors.num_known == 3
 
 
 def test_rows_may_be_computed_all_at_once(draft, monkeypatch):

@@ -338,7 +338,7 @@ class DSparkDraftModel(DraftModel):
         return self._pruned_ids[state]
 
     @functools.cached_property
-    def _successor_tables(self) -> dict[tuple[Any, ...], Successors]:
+    def _successor_tables(self) -> dict[int, tuple[Any, Successors]]:
         return {}
 
     def _successors(self) -> Successors | None:
@@ -347,14 +347,13 @@ class DSparkDraftModel(DraftModel):
         count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1)  # a single one is the best one
         if self.markov_head is None or count == 0:
             return None
-        weights = list(self.markov_head.parameters())
-        state = count, *((weight.data_ptr(), weight._version) for weight in weights)
-        if state not in self._successor_tables:
-            self._successor_tables.clear()
-            self._successor_tables[state] = Successors(self.markov_head, self.config.hidden_size, count)
+        weights = [(weight.data_ptr(), weight._version) for weight in self.markov_head.parameters()]
+        if self._successor_tables.get(count, (None,))[0] != weights:
+            successors = Successors(self.markov_head, self.config.hidden_size, count)
             if self.device.type != "cpu":
-                self._successor_tables[state].fill()
-        return self._successor_tables[state]
+                successors.fill()
+            self._successor_tables[count] = weights, successors
+        return self._successor_tables[count][1]
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""

@@ -33,6 +33,11 @@ class Successors:
             self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._is_complete = False
 
+    @property
+    def num_known(self) -> int:
+        """Rows computed so far."""
+        return int((self._table[:, 0] >= 0).sum())
+
     def fill(self) -> None:
         """Compute all rows now. On accelerators, asking whether a row is there would wait for the device each time."""
         for token_ids in torch.arange(len(self._table), device=self._table.device).split(ROWS_AT_A_TIME):
