@@ -249,7 +249,10 @@ def test_fresh_policies_forget():
     assert len(policy._history) == 1 and len(policy.fresh()._history) == 0
     wrapped = AdaptiveDrafting(policy, JAGGED)
     wrapped.observe(outcome([[0.01] * 4]))
-    assert len(wrapped.fresh()._confidence) == 0 and len(wrapped.fresh().policy._history) == 0
+    assert (
+        len(wrapped.fresh()._prospects) == len(wrapped.fresh()._latest) == 0
+        and len(wrapped.fresh().policy._history) == 0
+    )
 
 
 CAUSAL = [
@@ -410,15 +413,45 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
     assert policy.plan_draft(Load())  # nothing known yet
     policy.observe(outcome([[0.9] * 4]))
     assert policy.plan_draft(Load())
-    doubtful = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
-    doubtful.observe(outcome([[0.05] * 4]))
-    assert not doubtful.plan_draft(Load())
+    assert not poor_history().plan_draft(Load())
+
+
+def poor_history():
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    for _ in range(30):
+        policy.observe(outcome([[0.05] * 4]))
+    return policy
+
+
+def test_an_unlucky_start_does_not_end_drafting():
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    policy.observe(outcome([[0.05] * 4]))
+    assert policy.plan_draft(Load())
+
+
+def test_a_good_block_is_followed_by_another_whatever_came_before():
+    policy = poor_history()
+    policy.observe(outcome([[0.9] * 4]))
+    assert policy.plan_draft(Load())
+    policy.observe(dataclasses.replace(outcome(None), drafted=False))
+    assert not policy.plan_draft(Load())
+
+
+def test_good_slots_that_come_together_are_worth_more_than_their_mean():
+    """Half of the blocks are accepted whole: the mean confidence is the same as if each slot were so every time."""
+    dear = ThroughputTable((1, 8), (10.0, 9.0), drafting=0.05)
+    together, apart = (AdaptiveDrafting(PrefixScheduler(dear), dear) for _ in range(2))
+    for number in range(40):
+        together.observe(outcome([[0.95 * (number % 2)] * 4]))
+        apart.observe(outcome([[0.475] * 4]))
+    for policy in (together, apart):
+        policy._latest.clear()
+    assert together.plan_draft(Load()) and not apart.plan_draft(Load())
 
 
 def test_skipping_looks_again_now_and_then():
     pattern = [False] * policies.LOOK_AGAIN_AFTER + [True]
-    adaptive = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
-    adaptive.observe(outcome([[0.05] * 4]))
+    adaptive = poor_history()
     assert [adaptive.plan_draft(Load()) for _ in range(34)] == pattern * 2
     limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115, mode="expected")
     limited.observe(outcome([[0.05] * 4], accepted=0))
@@ -450,7 +483,7 @@ def test_requests_that_left_are_forgotten():
     policy = AdaptiveDrafting(SLOLimit(FullBlock(), LINEAR, 1.0, mode="running"), LINEAR)
     policy.observe(outcome([[0.9] * 4] * 3, request_ids=(1, 2, 3)))
     policy.plan_draft(Load((2, 4)))
-    assert set(policy._confidence) == set(policy.policy._spent) == {2}
+    assert set(policy._prospects) == set(policy._latest) == set(policy.policy._spent) == {2}
 
 
 def test_drafting_depends_on_the_load():
@@ -461,14 +494,16 @@ def test_drafting_depends_on_the_load():
 
 
 def test_unknown_requests_are_expected_to_be_like_the_others():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
-    policy.observe(outcome([[0.05] * 4]))
-    assert not policy.plan_draft(Load((0, 1, 2)))
+    assert not poor_history().plan_draft(Load((0, 1, 2)))
 
 
-def test_history_is_an_exponential_mean():
+def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
     policy = AdaptiveDrafting(FullBlock(), LINEAR)
     policy.observe(outcome([[0.5]]))
+    assert policy._prospects[0].survival.item() == pytest.approx((3 * 0.8 + 0.5) / 4)
     policy.observe(outcome([[1.0]]))
     policy.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
-    assert policy._confidence[0].item() == pytest.approx(0.55)
+    assert policy._prospects[0].survival.item() == pytest.approx((3 * 0.8 + 0.5 + 1.0) / 5)
+    for _ in range(60):
+        policy.observe(outcome([[0.25]]))
+    assert policy._prospects[0].survival.item() == pytest.approx(0.25, abs=0.01)

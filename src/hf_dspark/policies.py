@@ -289,6 +289,9 @@ class LaggedScheduler(CostPolicy):
 
 
 LOOK_AGAIN_AFTER = 16
+# What a slot of an unknown request is expected to be worth, how many rounds that expectation counts for, and after how
+# many rounds older ones fade.
+PRIOR_ACCEPTANCE, PRIOR_ROUNDS, RECENT_ROUNDS = 0.8, 3, 10
 
 
 @dataclass
@@ -438,12 +441,37 @@ class SLOLimit(PolicyOverPolicy):
 
 
 @dataclass(frozen=True)
+class Prospect:
+    """How far the blocks of one request survive, by its rounds so far.
+
+    Attributes:
+        survival (`np.ndarray` of shape `[γ]`): Mean of a_k. Of the products themselves: good slots come together, and
+            a product of means would promise too little.
+        rounds (`int`): How many it rests on, beside the prior.
+    """
+
+    survival: np.ndarray
+    rounds: int = 0
+
+    def after(self, survival: np.ndarray) -> "Prospect":
+        """Return what is expected after one more round: its mean with all others, the older ones fading."""
+        weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
+        return Prospect((1 - weight) * self.survival + weight * survival, self.rounds + 1)
+
+    @classmethod
+    def unknown(cls, block_size: int) -> "Prospect":
+        """Return what is expected of a request before its first round."""
+        return cls(np.cumprod(np.full(block_size, PRIOR_ACCEPTANCE)))
+
+
+@dataclass(frozen=True)
 class AdaptiveDrafting(PolicyOverPolicy):
     """Draft only when it is predicted to pay; another policy decides how much of a drafted block is verified.
 
-    Predicts the coming confidences of each request by an exponential mean of its past ones, and drafts if the best
-    throughput with drafting beats that of a plain step. Skipped rounds give no confidences, so now and then one is
-    drafted to look again.
+    Predicts the survivals of each request's coming block by the mean of its past ones, and drafts if the best
+    throughput with drafting beats that of a plain step, or if the round before, drafted, would have: good blocks come
+    in runs. A request starts with the benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no
+    confidences, so now and then one is drafted to look again.
 
     Args:
         policy ([`Policy`]): Decides how much to verify.
@@ -452,7 +480,9 @@ class AdaptiveDrafting(PolicyOverPolicy):
     AdaSpec Section 5.1 for a one-pass drafter; the difficulty-aware skip that DSpark Section 7 leaves open.
     """
 
-    _confidence: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _prospects: dict[int, Prospect] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Survivals of the round before; empty if that was skipped.
+    _latest: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
 
     @property
@@ -460,19 +490,20 @@ class AdaptiveDrafting(PolicyOverPolicy):
         return True
 
     def plan_draft(self, load: Load) -> bool:
-        _forget(self._confidence, load)
-        if self._pays(load):
+        _forget(self._prospects, load)
+        _forget(self._latest, load)
+        expected = [prospect.survival for prospect in self._prospects.values()]
+        if not expected or self._pays(load, expected) or self._pays(load, list(self._latest.values())):
             self._patience.reset()
             return self.policy.plan_draft(load)
         return self._patience.look_again() and self.policy.plan_draft(load)
 
-    def _pays(self, load: Load) -> bool:
-        known = [self._confidence[request] for request in load.request_ids if request in self._confidence]
+    def _pays(self, load: Load, known: list[np.ndarray]) -> bool:
         if not known:
-            return True
+            return False
         # Requests that are new are expected to be like the others. All verify the same length, as in AdaSpec: a lower
         # bound of what a scheduler gets out of the same tokens.
-        survivals = np.cumprod(known, axis=1).mean(axis=0) * load.num_requests
+        survivals = np.mean(known, axis=0) * load.num_requests
         kept = load.base_tokens + np.concatenate([[0.0], np.cumsum(survivals)])
         seconds = self.cost.round_seconds(load, load.num_requests * len(survivals))[:: load.num_requests]
         return float((kept / seconds).max()) > load.base_tokens / self.cost.plain_seconds(load)
@@ -482,10 +513,13 @@ class AdaptiveDrafting(PolicyOverPolicy):
 
     def observe(self, outcome: RoundOutcome) -> None:
         self.policy.observe(outcome)
+        self._latest.clear()
         if outcome.confidence is None:
             return
-        for request, confidence in zip(outcome.request_ids, outcome.confidence.numpy(), strict=True):
-            self._confidence[request] = _smoothed(self._confidence.get(request), confidence)
+        for request, alive in zip(outcome.request_ids, survival(outcome.confidence).numpy(), strict=True):
+            before = self._prospects.get(request, Prospect.unknown(len(alive)))
+            self._prospects[request] = before.after(alive)
+            self._latest[request] = alive
 
 
 @dataclass(frozen=True)
