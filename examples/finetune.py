@@ -42,7 +42,6 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=2000, help="of the new domain")
     parser.add_argument("--replayed", type=int, default=1200, help="of the old domain, which keep it in memory")
     parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--kept", type=float, default=0.3, help="share of the old weights in the new ones (WiSE-FT)")
     parser.add_argument("--num_test_prompts", type=int, default=40)
     parser.add_argument("--num_test_samples", type=int, default=5, help="answers measured per prompt, when sampled")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
@@ -53,7 +52,6 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
-    old_weights = {name: weight.clone() for name, weight in draft.state_dict().items()}
     code = [row["prompt"] for row in code_rows()]
     random.Random(0).shuffle(code)
     math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
@@ -90,9 +88,6 @@ def main() -> None:
         draft, target, arguments, train_dataset=rows, processing_class=tokenizer, optimizers=(optimizer, None)
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
-    # Part of the way back to where it came from, a draft keeps most of what it knew, and loses little of what is new.
-    mixed = {name: torch.lerp(weight, old_weights[name], options.kept) for name, weight in draft.state_dict().items()}
-    draft.load_state_dict(mixed)
     calibration_error = {}
     for regime, sampling in REGIMES.items():
         report = calibrate(
