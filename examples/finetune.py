@@ -54,7 +54,7 @@ def main() -> None:
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
     code = [row["prompt"] for row in code_rows()]
     random.Random(0).shuffle(code)
-    math = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().strip().split("\n")]
+    math = [row["prompt"] for row in read_rows(PAIR / "prompts.jsonl")]
     held_out = {"code": code[:num_tests], "math": math[:num_tests]}
     decoding = {"batch_size": 16, "max_new_tokens": options.max_new_tokens}
 
