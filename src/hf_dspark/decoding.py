@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .draft_model import input_device
+from .few_rows import large_linears, multiplying_few_rows
 from .int8_outliers import has_outliers, outliers_of_each
 from .noise import BlockNoise
 from .processing import Prefix, Scores
@@ -98,11 +99,13 @@ class DecodingLoop:
         self._device = generator.draft.device
         self._input_device = input_device(target.get_input_embeddings())
         self._has_outliers = has_outliers(target)
+        self._large_linears = large_linears(target)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Switch and hook the target for one step: between two, it is the caller's."""
-        with torch.no_grad(), attending_by_slots(self._target), self.generator:
+        few_rows = multiplying_few_rows(self._large_linears)
+        with torch.no_grad(), attending_by_slots(self._target), few_rows, self.generator:
             yield
 
     def run_round(self) -> None:

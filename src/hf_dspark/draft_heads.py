@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .configuration_dspark import DSparkConfig
+from .few_rows import FewRowsLinear
 
 
-class MarkovProjection(nn.Linear):
+class MarkovProjection(FewRowsLinear):
     """W_2; its own class because it starts at zero, so that an untrained head leaves the base logits alone."""
 
 
@@ -58,7 +59,7 @@ class GatedMarkovHead(VanillaMarkovHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
+        self.gate_proj = FewRowsLinear(config.hidden_size + config.markov_rank, config.markov_rank)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -71,7 +72,7 @@ class RNNHead(VanillaMarkovHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
+        self.joint_proj = FewRowsLinear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -92,7 +93,7 @@ class ConfidenceHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
-        self.proj = nn.Linear(config.hidden_size + self.with_markov * config.markov_rank, 1)
+        self.proj = FewRowsLinear(config.hidden_size + self.with_markov * config.markov_rank, 1)
 
     def forward(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         features = torch.cat([hidden, embedding.to(hidden.dtype)], dim=-1) if self.with_markov else hidden

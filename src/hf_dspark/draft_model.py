@@ -32,6 +32,7 @@ from .checkpoint_files import (
     shortened,
 )
 from .draft_config import require_decoder_only
+from .few_rows import apply_to_few_rows
 from .losses import LossWeights, SlotScores, block_losses
 from .policies import Policy, RoundOutcome
 from .sampling import DraftBlock, Sampler
@@ -261,7 +262,8 @@ class DraftModel(PreTrainedModel):
             hidden (`torch.Tensor` of shape `[..., d]`): Hidden states after the final norm, the target's or a draft's.
         """
         borrowed = self._require_target()
-        logits = borrowed.lm_head(hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype))
+        hidden_there = hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype)
+        logits = apply_to_few_rows(borrowed.lm_head, hidden_there)
         return self.scaled_logits(logits.to(hidden))
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:

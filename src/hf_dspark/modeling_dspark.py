@@ -20,6 +20,7 @@ from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_att
 from .configuration_dspark import DSparkConfig
 from .draft_heads import MARKOV_HEADS, ConfidenceHead, MarkovProjection
 from .draft_model import DraftModel
+from .few_rows import FewRowsLinear
 from .sampling import DraftBlock, Sampler, TokenLaw, scatter_to_vocabulary
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 from .successors import Successors, with_successors
@@ -172,10 +173,10 @@ class DSparkAttention(nn.Module):
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.v_proj = None if config.attention_k_eq_v else nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_proj = FewRowsLinear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = FewRowsLinear(config.hidden_size, key_size, bias=bias)
+        self.v_proj = None if config.attention_k_eq_v else FewRowsLinear(config.hidden_size, key_size, bias=bias)
+        self.o_proj = FewRowsLinear(query_size, config.hidden_size, bias=config.attention_output_bias)
         norm = (lambda: DSparkRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
         scale_free = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
@@ -232,9 +233,9 @@ class DSparkAttention(nn.Module):
 class DSparkMLP(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = FewRowsLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = FewRowsLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = FewRowsLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -288,13 +289,13 @@ class DSparkDraftModel(DraftModel):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
+        self.fc = FewRowsLinear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(hidden_size, eps)
         if config.draft_vocab_size is not None:
             # Rows of the target's head, and frozen as that is.
-            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
+            self.lm_head = FewRowsLinear(hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
             # As speculators keeps it: draft id i is the target's token i + d2t[i].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .block_attention import BlockLayout
 from .configuration_eagle3 import Eagle3Config
 from .draft_model import DraftModel
+from .few_rows import FewRowsLinear
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
 from .range_attention import KeyRanges, append_own
 from .sampling import DraftBlock, Sampler, TokenLaw
@@ -74,10 +75,10 @@ class Eagle3Attention(nn.Module):
         self.scaling = config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_proj = FewRowsLinear(2 * config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = FewRowsLinear(query_size, config.hidden_size, bias=config.attention_output_bias)
         self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -156,7 +157,7 @@ class Eagle3DraftModel(DraftModel):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = FewRowsLinear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = DSparkRotaryEmbedding(config)

@@ -27,6 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .draft_config import DraftConfig
 from .draft_model import DraftModel
+from .few_rows import large_linears, multiplying_few_rows
 from .sampling import TokenLaw, draw
 from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
@@ -258,7 +259,7 @@ def _passes_by_slots(
         with packed_pass(cache, layout):
             target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
 
-    with attending_by_slots(target):
+    with attending_by_slots(target), multiplying_few_rows(large_linears(target)):
         run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
         yield run
 

@@ -1,0 +1,197 @@
+"""Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, few_rows
+from hf_dspark.few_rows import (
+    MAX_ROWS,
+    MIN_WEIGHTS,
+    FewRowsLinear,
+    apply_to_few_rows,
+    few_rows_linear,
+    large_linears,
+    multiplying_few_rows,
+)
+
+pytestmark = pytest.mark.skipif(not few_rows._has_onednn(), reason="PyTorch without MKL or oneDNN has no second way")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The rows of every product that oneDNN was asked for."""
+    asked, original = [], torch.ops.mkldnn._linear_pointwise
+
+    class Recorded:
+        @staticmethod
+        def _linear_pointwise(rows, *rest):
+            asked.append(rows.shape[:-1].numel())
+            return original(rows, *rest)
+
+    class Ops:
+        mkldnn = Recorded
+
+    class Torch:
+        ops = Ops
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(few_rows, "torch", Torch())
+    return asked
+
+
+def linear(out: int = 1024, inputs: int = 1024, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(out, inputs, bias=bias)
+
+
+@pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_the_numbers_are_those_of_linear(shape, bias):
+    layer, rows = linear(bias=bias), torch.randn(*shape, 1024)
+    torch.testing.assert_close(few_rows_linear(rows, layer.weight, layer.bias), layer(rows), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_need_not_lie_side_by_side(products):
+    layer, rows = linear(), torch.randn(1024, 8).t()
+    torch.testing.assert_close(few_rows_linear(rows, layer.weight, layer.bias), layer(rows), atol=1e-5, rtol=1e-5)
+    assert products == [8]
+
+
+@torch.no_grad()
+def test_few_rows_of_a_large_matrix_go_the_other_way(products):
+    layer = linear()
+    for count in (1, 8, MAX_ROWS, MAX_ROWS + 1):
+        few_rows_linear(torch.randn(count, 1024), layer.weight)
+    assert products == [1, 8, MAX_ROWS]
+
+
+def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products):
+    layer, rows = linear(), torch.randn(8, 1024)
+    assert few_rows_linear(rows, layer.weight).requires_grad
+    with torch.no_grad():
+        assert linear(512, 512).weight.numel() < MIN_WEIGHTS
+        few_rows_linear(rows[:, :512], linear(512, 512).weight)
+        few_rows_linear(rows.double(), layer.weight.double())
+        few_rows_linear(rows.bfloat16(), layer.weight.bfloat16())
+        few_rows_linear(rows, layer.weight.t())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert few_rows_linear(rows, layer.weight).dtype == torch.bfloat16
+    assert products == []
+
+
+@torch.no_grad()
+def test_layers_change_while_entered_and_are_then_as_before(products):
+    model, rows = nn.Sequential(linear(), nn.ReLU(), linear(1024, 16)), torch.randn(8, 1024)
+    before = model(rows)
+    linears = large_linears(model)
+    assert linears == [model[0]]
+    with multiplying_few_rows(linears):
+        torch.testing.assert_close(model(rows), before, atol=1e-5, rtol=1e-5)
+        with multiplying_few_rows(linears):
+            model(rows)
+        model(rows)
+    assert products == [8, 8, 8]
+    assert torch.equal(model(rows), before) and products == [8, 8, 8]
+
+
+@torch.no_grad()
+def test_an_error_leaves_layers_as_before():
+    layer = linear()
+    with pytest.raises(RuntimeError, match="shapes|size"), multiplying_few_rows([layer]):
+        layer(torch.randn(8, 3))
+    assert "forward" not in vars(layer)
+
+
+@torch.no_grad()
+def test_what_others_put_around_a_layer_stays(products):
+    layer, rows = linear(), torch.randn(8, 1024)
+    layer.forward = lambda rows: rows + 1  # as accelerate's hooks do
+    layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    with multiplying_few_rows([layer]):
+        assert torch.equal(layer(rows), (rows + 1) * 2)
+    assert torch.equal(layer.forward(rows), rows + 1) and products == []
+
+
+def test_layers_of_other_classes_are_not_changed():
+    class Quantised(nn.Linear):
+        pass
+
+    assert large_linears(Quantised(1024, 1024)) == []
+    assert large_linears(linear().to(torch.bfloat16)) == []
+
+
+def test_a_lent_head_is_multiplied_so_without_gradients_alone(products):
+    head, rows = linear(), torch.randn(8, 1024)
+    assert apply_to_few_rows(head, rows).requires_grad and products == []
+    with torch.no_grad():
+        apply_to_few_rows(head, rows)
+    assert products == [8] and "forward" not in vars(head)
+
+
+def test_training_through_a_draft_layer_is_that_of_a_plain_one():
+    plain = linear()
+    ours = FewRowsLinear(1024, 1024)
+    ours.load_state_dict(plain.state_dict())
+    rows = torch.randn(8, 1024)
+    for layer in (plain, ours):
+        layer(rows).square().sum().backward()
+    assert torch.equal(plain.weight.grad, ours.weight.grad)
+
+
+def test_a_compiled_layer_keeps_to_linear():
+    layer, rows = FewRowsLinear(1024, 1024), torch.randn(8, 1024)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(rows), F.linear(rows, layer.weight, layer.bias))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    target = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=8192, hidden_size=128, intermediate_size=8192, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    config = DSparkConfig.from_target(
+        target.config, num_hidden_layers=1, block_size=7, target_layer_ids=[0, 1], mask_token_id=1, markov_rank=128
+    )
+    draft = DSparkDraftModel(config).eval()
+    draft.policy = FullBlock()
+    return target, draft
+
+
+@pytest.mark.parametrize("transformers_loop", [False, True])
+def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(pair, products, transformers_loop):
+    target, draft = pair
+    draft.use_transformers_loop = transformers_loop
+    ids = torch.arange(10)[None] + 5
+    plain = target.generate(ids, max_new_tokens=24, do_sample=False)
+    assert products == []
+    drafted = target.generate(ids, max_new_tokens=24, do_sample=False, assistant_model=draft)
+    assert torch.equal(plain, drafted)
+    large = 3 * 3 + 1  # gate, up and down of three layers, and the head
+    assert len(products) >= (1 if transformers_loop else large) * draft.last_stats.rounds
+    assert not any("forward" in vars(module) for module in target.modules())
+
+
+def test_sampling_stays_the_same_with_either_product(pair, monkeypatch):
+    """The coins are the same, and the laws but for rounding: so are the tokens, round for round."""
+    target, draft = copy.deepcopy(pair[0]), pair[1]
+    ids = torch.arange(10)[None] + 5
+    outputs = []
+    for most in (MAX_ROWS, 0):
+        monkeypatch.setattr(few_rows, "MAX_ROWS", most)
+        torch.manual_seed(3)
+        outputs.append(target.generate(ids, max_new_tokens=32, do_sample=True, assistant_model=draft))
+    assert torch.equal(*outputs)
