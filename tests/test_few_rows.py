@@ -19,7 +19,7 @@ from hf_dspark.few_rows import (
     multiplying_few_rows,
 )
 
-pytestmark = pytest.mark.skipif(not few_rows._has_onednn(), reason="PyTorch without MKL or oneDNN has no second way")
+pytestmark = pytest.mark.skipif(not few_rows._has_both_ways(), reason="PyTorch without MKL or oneDNN knows one way")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_few_rows_of_a_large_matrix_go_the_other_way(products):
     assert products == [1, 8, MAX_ROWS]
 
 
-def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products):
+def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, monkeypatch):
     layer, rows = linear(), torch.randn(8, 1024)
     assert few_rows_linear(rows, layer.weight).requires_grad
     with torch.no_grad():
@@ -83,6 +83,8 @@ def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products):
         few_rows_linear(rows.double(), layer.weight.double())
         few_rows_linear(rows.bfloat16(), layer.weight.bfloat16())
         few_rows_linear(rows, layer.weight.t())
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+        few_rows_linear(rows, layer.weight)
         with torch.autocast("cpu", torch.bfloat16):
             assert few_rows_linear(rows, layer.weight).dtype == torch.bfloat16
     assert products == []

@@ -7,9 +7,9 @@ machine). Other devices and dtypes have such ways of their own, and are left alo
 attention.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ class FewRowsLinear(nn.Linear):
 
 def large_linears(model: nn.Module) -> list[nn.Linear]:
     """Return the plain linear layers within a model, itself included, that gain by [`multiplying_few_rows`]."""
-    if not _has_onednn():
+    if not _has_both_ways():
         return []
     return [module for module in model.modules() if type(module) is nn.Linear and _is_large(module.weight)]
 
@@ -59,7 +59,7 @@ def multiplying_few_rows(linears: Sequence[nn.Linear]) -> Iterator[None]:
     """While entered, these layers multiply as [`few_rows_linear`] does. What others hooked into a layer stays."""
     changed = [linear for linear in linears if "forward" not in vars(linear)]
     for linear in changed:
-        vars(linear)["forward"] = partial(FewRowsLinear.forward, linear)
+        vars(linear)["forward"] = functools.partial(FewRowsLinear.forward, linear)
     try:
         yield
     finally:
@@ -67,9 +67,12 @@ def multiplying_few_rows(linears: Sequence[nn.Linear]) -> Iterator[None]:
             vars(linear).pop("forward", None)
 
 
-def _has_onednn() -> bool:
-    # Where PyTorch has no MKL, it multiplies in other ways, which nobody measured.
-    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+@functools.cache
+def _has_both_ways() -> bool:
+    # Where PyTorch has no MKL, it multiplies in other ways, which nobody measured. The operator is the one that
+    # torch.compile asks for; it has no public name.
+    with_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return with_onednn and torch.backends.mkl.is_available()
 
 
 def _is_large(weight: torch.Tensor) -> bool:
@@ -88,5 +91,6 @@ def _is_slow(rows: torch.Tensor, weight: torch.Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and _has_onednn()
+        and torch.backends.mkldnn.enabled
+        and _has_both_ways()
     )
