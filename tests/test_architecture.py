@@ -28,6 +28,7 @@ MODELS = {
     "draft_heads",
     "draft_kinds",
     "draft_model",
+    "few_rows",
     "fingerprint",
     "int8_outliers",
     "modeling_dspark",
