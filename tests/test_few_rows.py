@@ -1,11 +1,13 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, few_rows
@@ -27,22 +29,11 @@ def products(monkeypatch):
     """The rows of every product that oneDNN was asked for."""
     asked, original = [], torch.ops.mkldnn._linear_pointwise
 
-    class Recorded:
-        @staticmethod
-        def _linear_pointwise(rows, *rest):
-            asked.append(rows.shape[:-1].numel())
-            return original(rows, *rest)
+    def recorded(rows, *rest):
+        asked.append(rows.shape[:-1].numel())
+        return original(rows, *rest)
 
-    class Ops:
-        mkldnn = Recorded
-
-    class Torch:
-        ops = Ops
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    monkeypatch.setattr(few_rows, "torch", Torch())
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=recorded))
     return asked
 
 
@@ -123,12 +114,36 @@ def test_what_others_put_around_a_layer_stays(products):
     assert torch.equal(layer.forward(rows), rows + 1) and products == []
 
 
-def test_layers_of_other_classes_are_not_changed():
+def test_layers_without_weight_and_of_other_classes_are_not_changed():
+    compressed = linear()
+    del compressed.weight
+    assert large_linears(compressed) == []
+
     class Quantised(nn.Linear):
         pass
 
     assert large_linears(Quantised(1024, 1024)) == []
     assert large_linears(linear().to(torch.bfloat16)) == []
+
+
+@torch.no_grad()
+def test_what_onednn_would_misread_stays_with_linear(products):
+    weight, rows = linear().weight, torch.randn(8, 1024)
+    for bias in (torch.randn(1).expand(1024), torch.randn(2048)[::2], torch.randn(1)):
+        assert torch.equal(few_rows_linear(rows, weight, bias), F.linear(rows, weight, bias))
+    sparse = nn.Parameter(weight.to_sparse_csr(), requires_grad=False)
+    assert torch.equal(few_rows_linear(rows, sparse), F.linear(rows, sparse))
+    assert products == []
+
+
+@torch.no_grad()
+def test_a_compiled_layer_is_compiled_once_for_all_rounds():
+    model, rows, counter = nn.Sequential(linear(), linear()), torch.randn(8, 1024), CompileCounter()
+    compiled, linears = torch.compile(model, backend=counter), large_linears(model)
+    for _ in range(3):
+        with multiplying_few_rows(linears):
+            compiled(rows)
+    assert counter.frame_count == 1
 
 
 def test_a_lent_head_is_multiplied_so_without_gradients_alone(products):

@@ -1,13 +1,13 @@
 """Products of few rows with large float32 matrices on a CPU, in the time that reading the matrix once takes.
 
-A verification pass shows all weights of the target to 2 to 64 tokens, and so does a draft. MKL, which multiplies
-float32 for PyTorch on x86, has no fast way for so few rows: with eight it takes three to five times as long as with
-one. oneDNN, which comes with PyTorch as well, reads the matrix once (`benchmarks/few_rows.py` measures both on this
-machine). Other devices and dtypes have such ways of their own, and are left alone. Knows nothing of drafts, caches or
-attention.
+A verification pass shows all weights of the target to as many tokens as are verified, and a draft its own to a block.
+MKL, which multiplies float32 for PyTorch on x86, has no fast way for so few rows; oneDNN, which comes with PyTorch as
+well, has one (`benchmarks/few_rows.py` measures both on this machine). Other devices and dtypes are left alone. Knows
+nothing of generation, caches or attention.
 """
 
 import functools
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,52 +15,78 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-MAX_ROWS = 64  # from here on a product takes its time for arithmetic
+MAX_ROWS = 128  # with more, both ways take the same time
 MIN_WEIGHTS = 2**20  # below, the call itself takes as long as the product
 
 
-def few_rows_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what `torch.nn.functional.linear` returns, but for rounding.
+def few_rows_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply as `torch.nn.functional.linear` does, but for rounding.
 
     Args:
-        rows (`torch.Tensor` of shape `[..., in]`).
+        input (`torch.Tensor` of shape `[..., in]`).
         weight (`torch.Tensor` of shape `[out, in]`).
         bias (`torch.Tensor` of shape `[out]`, *optional*).
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`.
     """
-    if not _is_slow(rows, weight):
-        return F.linear(rows, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    if not _is_slow(input, weight, bias):
+        return F.linear(input, weight, bias)
+    # `.default`: choosing among the overloads would take as long as a small product.
+    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
 class FewRowsLinear(nn.Linear):
-    """A linear layer of a draft, which works on one block at a time."""
+    """A linear layer that is mostly shown a few rows, as the layers of a draft are."""
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return few_rows_linear(rows, self.weight, self.bias)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return few_rows_linear(input, self.weight, self.bias)
 
 
 def large_linears(model: nn.Module) -> list[nn.Linear]:
-    """Return the plain linear layers within a model, itself included, that gain by [`multiplying_few_rows`]."""
+    """Find who gains by [`multiplying_few_rows`].
+
+    Args:
+        model (`nn.Module`): It may be such a layer itself.
+
+    Returns:
+        `list[nn.Linear]`: Plain layers alone: classes of others may hold something else than their weights.
+    """
     if not _has_both_ways():
         return []
-    return [module for module in model.modules() if type(module) is nn.Linear and _is_large(module.weight)]
+    linears = (module for module in model.modules() if type(module) is nn.Linear)
+    # Compressed layers have no weight before they are first called.
+    return [linear for linear in linears if _is_large(getattr(linear, "weight", None))]
 
 
-def apply_to_few_rows(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """Return `module(rows)`, multiplied as [`few_rows_linear`] does where the module is a plain linear layer."""
+def apply_to_few_rows(module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """Call a module whose plain linear layers, itself included, multiply as [`few_rows_linear`] does.
+
+    Args:
+        module (`nn.Module`): Small: its layers are looked for in each call.
+        input (`torch.Tensor`): Its argument.
+
+    Returns:
+        `torch.Tensor`: What `module(input)` returns; with gradients or in a compiled graph it is exactly that.
+    """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return module(rows)
+        return module(input)
     with multiplying_few_rows(large_linears(module)):
-        return module(rows)
+        return module(input)
 
 
 @contextmanager
 def multiplying_few_rows(linears: Sequence[nn.Linear]) -> Iterator[None]:
-    """While entered, these layers multiply as [`few_rows_linear`] does. What others hooked into a layer stays."""
+    """While entered, layers multiply as [`few_rows_linear`] does. What others put in place of their `forward` stays.
+
+    Args:
+        linears (`Sequence[nn.Linear]`): From [`large_linears`].
+    """
     changed = [linear for linear in linears if "forward" not in vars(linear)]
-    for linear in changed:
-        vars(linear)["forward"] = functools.partial(FewRowsLinear.forward, linear)
     try:
+        for linear in changed:
+            # A bound method, as compiled graphs take it for the same one in every round.
+            vars(linear)["forward"] = types.MethodType(FewRowsLinear.forward, linear)
         yield
     finally:
         for linear in changed:
@@ -75,19 +101,30 @@ def _has_both_ways() -> bool:
     return with_onednn and torch.backends.mkl.is_available()
 
 
-def _is_large(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_WEIGHTS
+def _is_large(weight: torch.Tensor | None) -> bool:
+    """Tell whether a weight is a large float32 matrix in CPU memory. Subclasses stand for something else than that."""
+    return (
+        type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.layout == torch.strided
+        and weight.numel() >= MIN_WEIGHTS
+    )
 
 
-def _is_slow(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether a product would be slow, and needs none of what oneDNN's does not have: gradients and autocast."""
+def _is_slow(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Tell whether a product would be slow, and needs nothing that oneDNN does not know.
+
+    It knows no backward pass and no autocast, reads matrix and bias without strides, and cannot say which shapes are
+    wrong.
+    """
     return (
         _is_large(weight)
-        and 0 < rows.shape[:-1].numel() <= MAX_ROWS
-        and rows.dtype == torch.float32
-        and rows.shape[-1] == weight.shape[1]  # else torch says what is wrong, and oneDNN does not
+        and 0 < input.shape[:-1].numel() <= MAX_ROWS
+        and input.dtype == torch.float32
+        and input.shape[-1] == weight.shape[1]
         and weight.is_contiguous()
-        and type(weight) in (torch.Tensor, nn.Parameter)  # others may stand for something else than their numbers
+        and (bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1]))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
