@@ -12,9 +12,9 @@ as well, counts once. For the shipped target and the prompts that it has not see
 python examples/domains.py --gsm8k train.jsonl --output_dir out/gsm8k
 cp -r examples/gsm8k_pair/target out/gsm8k/target
 cp examples/gsm8k_pair/prompts.jsonl out/gsm8k/math_test.jsonl
-python benchmarks/compare_drafts.py --work_dir out/gsm8k --steps 600
+python benchmarks/compare_drafts.py --work_dir out/gsm8k --num_answers 3800 --steps 900
 
-Each training takes some ten minutes on two cores and resumes at its last 100 steps; so do answers and calibration,
+Each training takes some twenty minutes on one core and resumes at its last 100 steps; so do answers and calibration,
 prompt by prompt. Knows nothing of how anything is timed.
 """
 
