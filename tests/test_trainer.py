@@ -41,6 +41,13 @@ ENVIRONMENT = os.environ | {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+
+def run_to_end(command: list[str]) -> None:
+    """Run a script in processes of its own; one that fails says why."""
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
 
 
@@ -310,7 +317,7 @@ def test_killed_run_resumes_on_the_same_curve(tmp_path):
         assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stderr
         if kill_at >= 0:
             assert not (tmp_path / f"{name}.json").exists()
-            subprocess.run([*command, "-1"], env=ENVIRONMENT, check=True, capture_output=True)
+            run_to_end([*command, "-1"])
         logs[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert logs["killed"]["losses"] == pytest.approx(logs["whole"]["losses"], abs=1e-5)
     weights = [load_file(tmp_path / name / "model.safetensors") for name in logs]
@@ -323,10 +330,10 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path, draft)
     script = Path(__file__).parent / "train_tiny.py"
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     run = [sys.executable, str(script), str(tmp_path / "one"), str(one), "-1", draft, "2"]
-    subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True)
+    run_to_end(run)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = [*launch, str(script), str(tmp_path / "two"), str(two), "-1", draft, "1"]
-    subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True)
+    run_to_end(run)
     logs = [json.loads(path.read_text()) for path in (one, two)]
     assert logs[0]["processes"] == 1 and logs[1]["processes"] == 2
     assert len(logs[0]["losses"]) == 10
@@ -337,7 +344,7 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path, draft)
 def test_sharded_parameters_get_the_same_gradients(tmp_path):
     script, output = Path(__file__).parent / "shard_tiny.py", tmp_path / "gradients.safetensors"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([*launch, str(script), str(output)], env=ENVIRONMENT, check=True, capture_output=True)
+    run_to_end([*launch, str(script), str(output)])
     values = load_file(output)
     names = [name.removeprefix("alone.") for name in values if name.startswith("alone.")]
     assert len(names) > 20
@@ -587,7 +594,7 @@ def test_several_processes_train_on_streams(tmp_path):
     script = Path(__file__).parent / "train_tiny.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run = [*launch, str(script), str(tmp_path / "run"), str(tmp_path / "log.json"), "-1", "stream"]
-    subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True)
+    run_to_end(run)
     log = json.loads((tmp_path / "log.json").read_text())
     assert log["processes"] == 2 and len(log["losses"]) == 10
 

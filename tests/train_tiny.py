@@ -106,6 +106,8 @@ def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", acc
                 },
                 file,
             )
+    # Processes that end with their group open may die in its destructor.
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
