@@ -19,21 +19,14 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.few_rows import MAX_ROWS
+from hf_dspark.few_rows import MAX_ROWS, onednn_linear
 from hf_dspark.provenance import provenance
 
 SHAPES = [(1024, 1024), (3072, 1024), (1024, 3072), (6144, 2048), (2048, 6144), (151936, 1024)]
 NUM_ROWS = [1, 2, 4, 8, 16, 32, 64, MAX_ROWS, 2 * MAX_ROWS]
 CACHE_BYTES = 2**29  # more than any holds
+WAYS = {"torch": F.linear, "onednn": onednn_linear}
 WARM_UP = 2
-
-
-def onednn(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply as hf_dspark does up to `MAX_ROWS`, however many rows there are."""
-    return torch.ops.mkldnn._linear_pointwise.default(rows, weight, None, "none", [], "")
-
-
-WAYS = {"torch": F.linear, "onednn": onednn}
 
 
 def matrices(shape: tuple[int, int]) -> Iterator[torch.Tensor]:
@@ -43,15 +36,14 @@ def matrices(shape: tuple[int, int]) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def measure(shape: tuple[int, int], num_rows: int, repetitions: int) -> dict[str, float]:
+def measure(weights: Iterator[torch.Tensor], rows: torch.Tensor, repetitions: int) -> dict[str, float]:
     """Return the median milliseconds of each way, and their ratio.
 
     Args:
-        shape (`tuple[int, int]`): Of the matrix: outputs, inputs.
-        num_rows (`int`): Multiplied with it.
+        weights (`Iterator[torch.Tensor]`): Matrices of one shape, without end.
+        rows (`torch.Tensor`): What each is multiplied with.
         repetitions (`int`): Of each way, after those that warm up.
     """
-    rows, weights = torch.randn(num_rows, shape[1]), matrices(shape)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(WARM_UP + repetitions):
         for way, multiply in WAYS.items():
@@ -70,10 +62,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     cells: list[dict[str, Any]] = []
-    for shape in tqdm(SHAPES):
+    for outputs, inputs in tqdm(SHAPES):
+        weights = matrices((outputs, inputs))
         for num_rows in NUM_ROWS:
-            cells.append({"outputs": shape[0], "inputs": shape[1], "rows": num_rows})
-            cells[-1] |= measure(shape, num_rows, options.repetitions)
+            times = measure(weights, torch.randn(num_rows, inputs), options.repetitions)
+            cells.append({"outputs": outputs, "inputs": inputs, "rows": num_rows} | times)
     if options.output:
         Path(options.output).write_text(json.dumps({"provenance": provenance(), "cells": cells}, indent=1) + "\n")
     print("outputs x inputs   rows   torch, ms   oneDNN, ms   ratio")

@@ -1,6 +1,5 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, few_rows
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows
 from hf_dspark.few_rows import (
     MAX_ROWS,
     MIN_WEIGHTS,
@@ -189,9 +188,11 @@ def pair():
 
 
 @pytest.mark.parametrize("transformers_loop", [False, True])
-def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(pair, products, transformers_loop):
+def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(
+    pair, products, monkeypatch, transformers_loop
+):
     target, draft = pair
-    draft.use_transformers_loop = transformers_loop
+    monkeypatch.setattr(draft, "use_transformers_loop", transformers_loop)
     ids = torch.arange(10)[None] + 5
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
     assert products == []
@@ -202,9 +203,14 @@ def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(pa
     assert not any("forward" in vars(module) for module in target.modules())
 
 
+def test_checking_a_target_runs_the_passes_that_decoding_runs(pair, products):
+    check_target(pair[0])
+    assert len(products) == 3 * (3 * 3 + 1)  # three packed passes; single rows are multiplied as by plain decoding
+
+
 def test_sampling_stays_the_same_with_either_product(pair, monkeypatch):
     """The coins are the same, and the laws but for rounding: so are the tokens, round for round."""
-    target, draft = copy.deepcopy(pair[0]), pair[1]
+    target, draft = pair
     ids = torch.arange(10)[None] + 5
     outputs = []
     for most in (MAX_ROWS, 0):

@@ -30,8 +30,18 @@ def few_rows_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     Returns:
         `torch.Tensor` of shape `[..., out]`.
     """
-    if not _is_slow(input, weight, bias):
-        return F.linear(input, weight, bias)
+    return onednn_linear(input, weight, bias) if _is_slow(input, weight, bias) else F.linear(input, weight, bias)
+
+
+def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply by oneDNN, without asking whether that is faster, or possible.
+
+    Args:
+        input, weight, bias: As in [`few_rows_linear`].
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`.
+    """
     # `.default`: choosing among the overloads would take as long as a small product.
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
