@@ -9,6 +9,7 @@ from hf_dspark.sampling import (
     TokenLaw,
     acceptance_probability,
     greedy_sampler,
+    largest,
     residual_distribution,
     scatter_to_vocabulary,
     verify_block,
@@ -228,6 +229,31 @@ def test_greedy_sampler_returns_token_ids_not_candidate_indices():
     candidates = torch.tensor([[7, 4, 9], [8, 1, 2]])
     token_ids, law = greedy_sampler(logits, candidates, drafted)
     assert token_ids.tolist() == [4, 8] and law is None
+
+
+@pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of which the latter has many equal scores
+def test_largest_scores_are_those_of_topk(vocab_size, dtype):
+    scores = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, -1] = 100.0  # a token behind the last group
+    scores[1, 1, 4:] = -torch.inf  # fewer possible tokens than asked for
+    values, ids = largest(scores, 6)
+    assert torch.equal(values, scores.topk(6, dim=-1).values)
+    assert torch.equal(scores.gather(-1, ids), values)
+    assert all(len(set(row)) == 6 for row in ids.flatten(0, 1).tolist())
+
+
+def test_largest_scores_are_searched_by_groups_where_that_is_less(monkeypatch):
+    scores, searched, topk = torch.randn(1, sampling.LARGE_VOCABULARY), [], torch.Tensor.topk
+
+    def recording(scores, *args, **options):
+        searched.append(scores.shape[-1])
+        return topk(scores, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "topk", recording)
+    largest(scores, 4)
+    largest(scores, scores.shape[-1] // 2)
+    assert searched == [scores.shape[-1] // sampling.GROUP_SIZE, 4 * sampling.GROUP_SIZE, scores.shape[-1]]
 
 
 def test_scatter_to_vocabulary_forbids_every_other_token():

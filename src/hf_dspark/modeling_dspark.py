@@ -21,7 +21,7 @@ from .configuration_dspark import DSparkConfig
 from .draft_heads import MARKOV_HEADS, ConfidenceHead, MarkovProjection
 from .draft_model import DraftModel
 from .few_rows import FewRowsLinear
-from .sampling import DraftBlock, Sampler, TokenLaw, scatter_to_vocabulary
+from .sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 from .successors import Successors, with_successors
 
@@ -478,7 +478,7 @@ class DSparkDraftModel(DraftModel):
         """
         best, successors = None, None
         if self.config.draft_top_k is not None:  # no full-vocabulary work behind these lines
-            best, successors = base_logits.topk(self.config.draft_top_k, dim=-1).indices, self._successors()
+            best, successors = largest(base_logits, self.config.draft_top_k)[1], self._successors()
         token_ids = self.draft_token_ids()
         previous, state = anchor_ids, None
         if self.markov_head is not None and not self.config.sample_from_anchor:

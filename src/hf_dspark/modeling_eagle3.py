@@ -19,7 +19,7 @@ from .draft_model import DraftModel
 from .few_rows import FewRowsLinear
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
 from .range_attention import KeyRanges, append_own
-from .sampling import DraftBlock, Sampler, TokenLaw
+from .sampling import DraftBlock, Sampler, TokenLaw, largest
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -199,7 +199,7 @@ class Eagle3DraftModel(DraftModel):
                 hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
             scores, candidate_ids = self.base_logits(self.norm(hidden)), None
             if self.config.draft_top_k is not None:
-                scores, candidate_ids = scores.topk(self.config.draft_top_k, dim=-1)
+                scores, candidate_ids = largest(scores, self.config.draft_top_k)
             tokens[:, slot], law = sampler(scores.float(), candidate_ids, tokens[:, :slot])
             laws.append(law)
         return DraftBlock(tokens, None if laws[0] is None else TokenLaw.stack(laws), None)

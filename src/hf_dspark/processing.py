@@ -24,7 +24,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .sampling import TokenLaw, scatter_to_vocabulary
+from .sampling import TokenLaw, largest, scatter_to_vocabulary
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
@@ -225,7 +225,7 @@ class Truncation:
             return Scores(scores if self.min_p is None else self._above_min_p(scores))
         size = logits.shape[-1]
         wanted = TOP_P_CANDIDATES if self.top_k is None else self.top_k + self.tie_margin
-        best, candidate_ids = logits.topk(min(size, wanted), dim=-1)
+        best, candidate_ids = largest(logits, min(size, wanted))
         scores = best.float() / self.temperature
         is_whole = scores.shape[-1] == size
         if self.top_k is not None and self.top_k < scores.shape[-1]:

@@ -11,6 +11,10 @@ from typing import Protocol
 
 import torch
 
+# `largest` on a CPU: vocabularies from this size on are searched by groups of so many tokens.
+LARGE_VOCABULARY = 2**15
+GROUP_SIZE = 64
+
 
 @dataclass(frozen=True)
 class TokenLaw:
@@ -98,6 +102,31 @@ class Sampler(Protocol):
         Returns:
             Token ids `[B]`, and the law they were drawn from, or `None` for an arg-max draw.
         """
+
+
+def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest scores `[..., count]` of each row, the best first, and their ids: `topk` for vocabularies.
+
+    On a CPU `topk` looks at every entry of a large vocabulary with its index beside it. The best of each group of
+    tokens are found in a fraction of that time; a token can be among the `count` largest only in one of the `count`
+    best groups, so that what is left to search is small. Which of several equal scores are named may differ.
+
+    Args:
+        scores (`torch.Tensor` of shape `[..., V]`): In any float type.
+        count (`int`): 1 <= count <= V.
+    """
+    size = scores.shape[-1]
+    num_groups = size // GROUP_SIZE
+    if scores.device.type != "cpu" or size < LARGE_VOCABULARY or num_groups < 4 * count:
+        return scores.topk(count, dim=-1)
+    grouped = num_groups * GROUP_SIZE
+    group_maxima = scores[..., :grouped].unflatten(-1, (num_groups, GROUP_SIZE)).amax(dim=-1)
+    first_ids = group_maxima.topk(count, dim=-1, sorted=False).indices * GROUP_SIZE
+    members = (first_ids[..., None] + torch.arange(GROUP_SIZE, device=scores.device)).flatten(-2)
+    rest = torch.arange(grouped, size, device=scores.device).expand(*scores.shape[:-1], -1)  # too few for a group
+    members = torch.cat([members, rest], dim=-1)
+    values, index = scores.gather(-1, members).topk(count, dim=-1)
+    return values, members.gather(-1, index)
 
 
 def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

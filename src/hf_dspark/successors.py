@@ -7,6 +7,7 @@ here. Knows nothing of sampling; whom it names is a guess that decides speed alo
 import torch
 
 from .draft_heads import VanillaMarkovHead
+from .sampling import largest
 
 # Rows of W_1 W_2 that exist at a time while the whole table is filled.
 ROWS_AT_A_TIME = 256
@@ -56,7 +57,7 @@ class Successors:
     def _compute(self, token_ids: torch.Tensor) -> None:
         embedding = self._head.markov_w1(token_ids)
         transition, _ = self._head.transition(embedding, embedding.new_zeros(len(token_ids), self._hidden_size), None)
-        best = self._head.bias(transition).topk(self._table.shape[1], dim=-1).indices
+        best = largest(self._head.bias(transition), self._table.shape[1])[1]
         self._table[token_ids] = best.to(torch.int32)
 
 
