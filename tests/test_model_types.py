@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel
+from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
 from hf_dspark.candidate_generator import DSparkCandidateGenerator
 from hf_dspark.sampling import DraftBlock
 
@@ -120,7 +120,7 @@ def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batche
         target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
 
 
-def test_targets_that_are_not_all_attention_are_refused():
+def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decode():
     config = AutoConfig.for_model(
         "qwen3_next", **COMMON, layer_types=["linear_attention"] * 3 + ["full_attention"], num_experts=2,
         moe_intermediate_size=16, num_experts_per_tok=1, shared_expert_intermediate_size=16, head_dim=8,
@@ -128,9 +128,18 @@ def test_targets_that_are_not_all_attention_are_refused():
     )  # fmt: skip
     target = AutoModelForCausalLM.from_config(config).eval()
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    batch, mask = padded(PROMPTS)
-    with pytest.raises(ValueError, match="linear_attention|stateful"):
+    row, (batch, mask) = torch.tensor([PROMPTS[0]]), padded(PROMPTS)
+    with pytest.raises(ValueError, match="stateful"):  # transformers' own words
+        target.generate(row, assistant_model=draft, **PLAIN)
+    with pytest.raises(ValueError, match="stateful"):
         target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+    for refused in (
+        lambda: target.generate(row, custom_generate=decode_with(draft), **PLAIN),
+        lambda: list(generate_many(target, draft, [PROMPTS[0]], **PLAIN)),
+        lambda: check_target(target),
+    ):
+        with pytest.raises(ValueError, match="recurrent state.*without a draft"):
+            refused()
 
 
 def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():

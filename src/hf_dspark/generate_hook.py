@@ -34,7 +34,7 @@ from .draft_model import check_fits
 from .generation import Call, generate_together, needs_padding
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
-from .slot_attention import rope_parameters, why_not_by_slots
+from .slot_attention import require_no_state, rope_parameters, why_not_by_slots
 from .slot_cache import SlotCache
 
 # What each wrapped method must accept; a test checks it on every supported version.
@@ -211,6 +211,7 @@ def prepare_with(draft: PreTrainedModel, together: int = 1) -> Callable[..., Cal
     def prepare(
         target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, **prepared: Any
     ) -> Call:
+        require_no_state(target)
         check_fits(draft.config, target)
         mode = generation_config.get_generation_mode()
         plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

@@ -201,6 +201,19 @@ def why_not_by_slots(target: PreTrainedModel) -> str | None:
     return None
 
 
+def require_no_state(target: PreTrainedModel) -> None:
+    """Raise a `ValueError` for recurrent and hybrid targets.
+
+    Keys behind a rejected token are forgotten by a mask. A state that has read it cannot go back, which is why
+    transformers' own assisted generation refuses such targets, too.
+    """
+    if getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{type(target).__name__} keeps a recurrent state, which cannot go back to before a rejected token: "
+            "decode it without a draft"
+        )
+
+
 def rope_parameters(target: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the rotary parameters of a target: one set, or one per layer type."""
     found = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .draft_model import input_device
 from .few_rows import large_linears, multiplying_few_rows
 from .int8_outliers import has_outliers, outliers_of_each
-from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
+from .slot_attention import attending_by_slots, packed_pass, require_no_state, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
 
 # Largest difference of logits, as a part of the largest logit.
@@ -35,8 +35,10 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
         The largest difference of two logits, as a part of the largest logit.
 
     Raises:
-        ValueError: If the target cannot attend to a slot cache, or the difference is more than rounding.
+        ValueError: If the target keeps a recurrent state or cannot attend to a slot cache, or the difference is more
+            than rounding.
     """
+    require_no_state(target)
     reason = why_not_by_slots(target)
     if reason is not None:
         raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")
