@@ -53,11 +53,13 @@ class Table:
         title (`str`): What it is about.
         head (`Sequence[str]`): Names of the columns.
         rows (`Sequence[Sequence[str]]`): The cells.
+        text (`str`): How to read it.
     """
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def report(results: str | Path | Iterable[str | Path], output_folder: str | Path
     folder = Path(output_folder)
     folder.mkdir(parents=True, exist_ok=True)
     sections = [_figure(kind, known, folder) for kind in FIGURES]
-    sections += [Section(table.title, table=table) for table in (*_tables(known), _files(files)) if table.rows]
+    tables = [table for table in (*_tables(known), _files(files)) if table.rows]
+    sections += [Section(table.title, table.text, table=table) for table in tables]
     (folder / "report.md").write_text(to_markdown(sections))
     page = folder / PAGE
     page.write_text(to_html(sections))
@@ -208,21 +211,32 @@ def _speed_table(results: Sequence[Result]) -> Table:
 
 def _comparison_table(results: Sequence[Result]) -> Table:
     """Return every way to decode against plain decoding."""
-    rows = []
-    for each in compared_methods(results):
+    found = compared_methods(results)
+    rows, refused = [], {each.method: each.refused for each in found if each.refused}
+    for each in found:
+        if each.refused:
+            continue
         lower, median, upper = each.milliseconds or (None, None, None)
         rows.append(
             (
                 each.cell,
                 each.method,
-                each.refused or _number(each.speedup, 2),
+                _number(each.speedup, 2),
                 "–" if median is None else f"{median:.2f} ({lower:.2f} to {upper:.2f})",
                 _number(each.tokens_per_pass, 2),
                 "–" if each.identical is None else f"{each.identical[0]} of {each.identical[1]}",
             )
         )
-    head = ("on", "method", "times plain decoding", "ms per token, median (quartiles)", "tokens a pass", "identical")
-    return Table("Against the alternatives", head, rows)
+    text = (
+        "A row of a batch that has ended gets no more tokens while the others are decoded: plain decoding gives less "
+        "than one token to a row and pass there. Identical are greedy rows that equal those of plain decoding."
+    )
+    text += "".join(f" Not in batches: {method} ({reason})." for method, reason in refused.items())
+    head = (
+        "on", "method", "times plain decoding", "ms per token, median (quartiles)", "tokens a row and pass",
+        "identical",
+    )  # fmt: skip
+    return Table("Against the alternatives", head, rows, text)
 
 
 def _threshold_table(results: Sequence[Result]) -> Table:
