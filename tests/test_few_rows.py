@@ -1,5 +1,6 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows
 from hf_dspark.few_rows import (
+    GAINS,
     MAX_ROWS,
-    MIN_WEIGHTS,
     FewRowsLinear,
     apply_to_few_rows,
     few_rows_linear,
@@ -20,7 +21,13 @@ from hf_dspark.few_rows import (
     multiplying_few_rows,
 )
 
-pytestmark = pytest.mark.skipif(not few_rows._has_both_ways(), reason="PyTorch without MKL or oneDNN knows one way")
+pytestmark = pytest.mark.skipif(few_rows._gain() is None, reason="PyTorch knows one way, or this CPU is not known")
+
+
+@pytest.fixture(autouse=True)
+def small_and_single_rows_gain(monkeypatch):
+    """The same on every machine: what is measured on AVX2 is least."""
+    monkeypatch.setattr(few_rows, "_gain", functools.cache(lambda: GAINS["AVX2"]))
 
 
 @pytest.fixture
@@ -64,11 +71,20 @@ def test_few_rows_of_a_large_matrix_go_the_other_way(products):
     assert products == [1, 8, MAX_ROWS]
 
 
+@torch.no_grad()
+def test_single_rows_and_smaller_matrices_stay_where_mkl_is_as_fast(products, monkeypatch):
+    monkeypatch.setattr(few_rows, "_gain", lambda: GAINS["AVX512"])
+    for count in (1, 3, 4, MAX_ROWS):
+        few_rows_linear(torch.randn(count, 1024), linear().weight)
+        few_rows_linear(torch.randn(count, 1024), linear(1024, 2048).weight)
+    assert products == [4, MAX_ROWS]
+
+
 def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, monkeypatch):
     layer, rows = linear(), torch.randn(8, 1024)
     assert few_rows_linear(rows, layer.weight).requires_grad
     with torch.no_grad():
-        assert linear(512, 512).weight.numel() < MIN_WEIGHTS
+        assert linear(512, 512).weight.numel() < GAINS["AVX2"].least_weights
         few_rows_linear(rows[:, :512], linear(512, 512).weight)
         few_rows_linear(rows.double(), layer.weight.double())
         few_rows_linear(rows.bfloat16(), layer.weight.bfloat16())

@@ -10,13 +10,29 @@ import functools
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 MAX_ROWS = 128  # with more, both ways take the same time
-MIN_WEIGHTS = 2**20  # below, the call itself takes as long as the product
+
+
+class Gain(NamedTuple):
+    """From which size on oneDNN is the faster one.
+
+    Args:
+        least_rows (`int`): With fewer, MKL is as fast.
+        least_weights (`int`): Entries of the matrix. Below, the call itself takes as long as the product.
+    """
+
+    least_rows: int
+    least_weights: int
+
+
+# By what PyTorch calls the CPU; others were not measured.
+GAINS = {"AVX2": Gain(1, 2**20), "AVX512": Gain(4, 2**21)}
 
 
 def few_rows_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,8 +78,6 @@ def large_linears(model: nn.Module) -> list[nn.Linear]:
     Returns:
         `list[nn.Linear]`: Plain layers alone: classes of others may hold something else than their weights.
     """
-    if not _has_both_ways():
-        return []
     linears = (module for module in model.modules() if type(module) is nn.Linear)
     # Compressed layers have no weight before they are first called.
     return [linear for linear in linears if _is_large(getattr(linear, "weight", None))]
@@ -104,21 +118,25 @@ def multiplying_few_rows(linears: Sequence[nn.Linear]) -> Iterator[None]:
 
 
 @functools.cache
-def _has_both_ways() -> bool:
+def _gain() -> Gain | None:
+    """Return when oneDNN is the faster one on this machine; `None` where it never is, or nobody knows."""
     # Where PyTorch has no MKL, it multiplies in other ways, which nobody measured. The operator is the one that
     # torch.compile asks for; it has no public name.
     with_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return with_onednn and torch.backends.mkl.is_available()
+    has_both = with_onednn and torch.backends.mkl.is_available()
+    return GAINS.get(torch.backends.cpu.get_cpu_capability()) if has_both else None
 
 
 def _is_large(weight: torch.Tensor | None) -> bool:
     """Tell whether a weight is a large float32 matrix in CPU memory. Subclasses stand for something else than that."""
+    gain = _gain()
     return (
-        type(weight) in (nn.Parameter, torch.Tensor)
+        gain is not None
+        and type(weight) in (nn.Parameter, torch.Tensor)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.layout == torch.strided
-        and weight.numel() >= MIN_WEIGHTS
+        and weight.numel() >= gain.least_weights
     )
 
 
@@ -129,15 +147,14 @@ def _is_slow(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     wrong.
     """
     return (
-        _is_large(weight)
-        and 0 < input.shape[:-1].numel() <= MAX_ROWS
+        not torch.compiler.is_compiling()
+        and _is_large(weight)
+        and _gain().least_rows <= input.shape[:-1].numel() <= MAX_ROWS
         and input.dtype == torch.float32
         and input.shape[-1] == weight.shape[1]
         and weight.is_contiguous()
         and (bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1]))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and torch.backends.mkldnn.enabled
-        and _has_both_ways()
     )
