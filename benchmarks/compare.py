@@ -282,7 +282,7 @@ def main() -> None:
     )
     parser.add_argument("--pair", action="store_true", help="compare the shipped pair instead")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training in --work_dir")
-    parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="per domain, to train on")
+    parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="to train on, in each regime")
     parser.add_argument("--tasks", nargs="+", help="math, code, prose; all unless given")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])

@@ -2,17 +2,20 @@
 
 python benchmarks/compare_drafts.py --work_dir out/domains
 
-Data, target and drafts are those of `domains.py`, of all domains that the folder has rows of; what is missing in it is
-trained, on the same answers of the target, for the same steps of 8 rows. Two are trained for the comparison alone: a
-DFlash draft in the fill-in layout, which is exported to transformers' own DFlash, and an autoregressive assistant, a
-small Qwen3 with the target's tokenizer and as many parameters as DSpark's draft. Both counts are of what a model owns:
-the draft borrows the target's embedding and head, so they do not count; the assistant's embedding, which is its head
-as well, counts once. For the shipped target and the prompts that it has not seen:
+Data and target are those of `domains.py`, of all domains that the folder has rows of; what is missing in it is made.
+The target answers half of the training prompts at temperature 1 and half greedily, because it is compared at both:
+greedy answers of a small target run into loops that sampled ones do not show. All drafts learn from the same answers,
+for the same steps of 8 rows with 64 anchors. Two models are trained for the comparison alone: a DFlash draft in the
+fill-in layout, which is exported to transformers' own DFlash, and an autoregressive assistant, a small Qwen3 with the
+target's tokenizer and as many parameters as DSpark's draft. Both counts are of what a model owns: the draft borrows
+the target's embedding and head, so they do not count; the assistant's embedding, which is its head as well, counts
+once. For the shipped target and the prompts that it has not seen:
 
 python examples/domains.py --gsm8k train.jsonl --output_dir out/gsm8k
+rm out/gsm8k/code_*.jsonl
 cp -r examples/gsm8k_pair/target out/gsm8k/target
 cp examples/gsm8k_pair/prompts.jsonl out/gsm8k/math_test.jsonl
-python benchmarks/compare_drafts.py --work_dir out/gsm8k --num_answers 3800 --steps 900
+python benchmarks/compare_drafts.py --work_dir out/gsm8k --num_answers 1900 --steps 900
 
 Each training takes some twenty minutes on one core and resumes at its last 100 steps; so do answers and calibration,
 prompt by prompt. Knows nothing of how anything is timed.
@@ -85,15 +88,17 @@ class Recipe:
     """How much work goes into the models.
 
     Args:
-        num_prompts (`int`): Answered by the target, per domain.
+        num_prompts (`int`): Answered by the target at temperature 1, per domain, and as many others greedily.
         answer_tokens (`int`): Of an answer, at most.
         steps (`int`): Of each training.
+        num_anchors (`int`): Blocks that a draft learns from, per row and step, at most.
         calibration_prompts (`int`): Decoded per domain and regime.
     """
 
     num_prompts: int = 1000
     answer_tokens: int = 160
     steps: int = 500
+    num_anchors: int = 64
     calibration_prompts: int = 50
 
 
@@ -118,12 +123,11 @@ def trained_models(work_dir: Path, recipe: Recipe) -> Models:
             "compare the shipped pair with --pair"
         )
     target, tokenizer = domains.load_target(work_dir)
-    answers = domains.answer_all(target, tokenizer, work_dir, recipe.num_prompts, recipe.answer_tokens)
-    rows = domains.training_rows(answers)
+    rows = answered(target, tokenizer, work_dir, recipe)
 
     def trained(name: str) -> DraftModel:
         folder = work_dir / f"{name}_{recipe.steps}"
-        domains.train(name, target, tokenizer, rows, folder, recipe.steps)
+        domains.train(name, target, tokenizer, rows, folder, recipe.steps, recipe.num_anchors)
         kind = Eagle3DraftModel if name == "eagle3" else DSparkDraftModel
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -142,8 +146,20 @@ def trained_models(work_dir: Path, recipe: Recipe) -> Models:
         trained("eagle3"),
         transformers_dflash(trained("dflash_fill_in_2"), target, native_folder),
         Qwen3ForCausalLM.from_pretrained(assistant_folder, dtype=torch.float32).eval(),
-        {"rows": len(rows), "steps": recipe.steps, "rows_per_step": 8, "max_length": MAX_LENGTH},
-    )
+        {
+            "rows": len(rows), "greedy_rows": len(rows) // 2, "steps": recipe.steps, "rows_per_step": 8,
+            "num_anchors": recipe.num_anchors, "max_length": MAX_LENGTH,
+        },
+    )  # fmt: skip
+
+
+def answered(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work_dir: Path, recipe: Recipe
+) -> list[dict[str, Any]]:
+    """Return what drafts and assistant learn from: sampled and greedy answers by turns, as many of each."""
+    sampled = domains.answer_all(target, tokenizer, work_dir, recipe.num_prompts, recipe.answer_tokens)
+    greedy = domains.answer_greedily(target, tokenizer, work_dir, recipe.num_prompts, recipe.answer_tokens)
+    return domains.training_rows(sampled | {f"{domain}, greedy": rows for domain, rows in greedy.items()})
 
 
 def transformers_dflash(draft: DraftModel, target: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -256,7 +272,7 @@ def train_assistant(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work_dir", default="out/domains", help="data and target; gets answers, drafts, assistant")
-    parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="per domain, to train on")
+    parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="per domain, in each regime")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training")
     options = parser.parse_args()
     models = trained_models(Path(options.work_dir), Recipe(options.num_answers, steps=options.steps))

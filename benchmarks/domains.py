@@ -81,12 +81,32 @@ def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_toke
             target, tokenizer, prompts, path, num_samples=max(1, num_prompts // len(prompts)), batch_size=64,
             max_new_tokens=max_new_tokens, **SAMPLING,
         )  # fmt: skip
-        answers[domain] = [
-            {name: row[name] for name in ("prompt_ids", "completion_ids")}
-            for row in read_rows(path)
-            if len(row.get("completion_ids", ())) > 1
-        ]
+        answers[domain] = read_answers(path)
     return answers
+
+
+def answer_greedily(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
+    """Let the target answer the prompts behind those of `answer_all`, or the same in a poor domain, greedily.
+
+    Greedy decoding of a small target runs into loops that sampling leaves, and that no sampled answer shows.
+    """
+    answers = {}
+    for domain in domains_in(work_dir):
+        prompts = [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")]
+        prompts = prompts[num_prompts : 2 * num_prompts] or prompts
+        path = work_dir / f"{domain}_greedy_answers.jsonl"
+        regenerate(target, tokenizer, prompts, path, batch_size=64, max_new_tokens=max_new_tokens, **GREEDY)
+        answers[domain] = read_answers(path)
+    return answers
+
+
+def read_answers(path: Path) -> list[dict]:
+    """Return the answers of which something can be learnt, as rows of token ids."""
+    return [
+        {name: row[name] for name in ("prompt_ids", "completion_ids")}
+        for row in read_rows(path)
+        if len(row.get("completion_ids", ())) > 1
+    ]
 
 
 def training_rows(answers: dict[str, list[dict]]) -> list[dict]:
@@ -115,13 +135,15 @@ def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftMode
     )
 
 
-def train(name: str, target, tokenizer, rows: list[dict], folder: Path, steps: int) -> list[dict]:
+def train(
+    name: str, target, tokenizer, rows: list[dict], folder: Path, steps: int, num_anchors: int = 32
+) -> list[dict]:
     """Train one draft to its end, and return its curve."""
     if not (folder / "curve.json").exists():
         draft = make_draft(name, target, tokenizer)
         arguments = DSparkTrainingArguments(
             output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, per_device_eval_batch_size=16,
-            num_anchors=32, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
+            num_anchors=num_anchors, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
             save_steps=100, save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none",
             seed=0, max_length=384, **DRAFTS[name][2],
         )  # fmt: skip

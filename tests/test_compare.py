@@ -92,6 +92,18 @@ def result(trained, tmp_path_factory):
 # The whole chain
 
 
+def test_half_of_what_drafts_learn_from_is_what_the_target_says_greedily(trained, work_dir):
+    models, recipe = trained
+    rows = compare_drafts.answered(models.target, models.tokenizer, work_dir, recipe)
+    num_domains = len(domains.DOMAINS)
+    greedy = [row for index, row in enumerate(rows) if index % (2 * num_domains) >= num_domains]
+    assert 2 * len(greedy) == len(rows) == 2 * models.facts["greedy_rows"]
+    for row in greedy[:num_domains]:
+        prompt = torch.tensor([row["prompt_ids"]])
+        output = models.target.generate(prompt, do_sample=False, max_new_tokens=recipe.answer_tokens)
+        assert output[0, prompt.shape[1] :].tolist() == row["completion_ids"]
+
+
 def test_comparison_has_every_method_in_every_cell_when_drafts_are_trained(result):
     for cell in result[1]["cells"]:
         assert list(cell["methods"]) == ["plain", *NATIVE, *OURS]
@@ -159,7 +171,9 @@ def test_report_shows_the_comparison(result, tmp_path):
     assert hf_dspark_main(["report", str(result[0]), "--output_dir", str(tmp_path / "page")]) in (0, None)
     text = (tmp_path / "page" / "report.md").read_text()
     assert "Against the alternatives" in text
-    assert text.count("transformers' DFlash |") == len(CELLS)
+    single = [cell for cell in CELLS if cell.batch_size == 1]
+    assert text.count("transformers' DFlash |") == len(single) and text.count("DSpark |") >= len(CELLS)
+    assert text.count("Not in batches: transformers' DFlash (transformers' assisted generation takes one") == 1
 
 
 def test_assistant_has_about_as_many_parameters_as_the_draft(trained):
