@@ -88,7 +88,8 @@ def test_quantised_head_is_dequantised(make_target, tmp_path, bits):
     copy, _ = stored(target, tmp_path)
     hidden = torch.randn(8, 64)
     expected = target.lm_head(hidden)
-    assert (copy.lm_head(hidden) - expected).norm() < (1e-5 if bits == 4 else 0.02) * expected.norm()
+    # bitsandbytes multiplies 4-bit weights in bfloat16 where the CPU has units for it, and rounds rows to 8 bits.
+    assert (copy.lm_head(hidden) - expected).norm() < (0.005 if bits == 4 else 0.02) * expected.norm()
 
 
 class Doubling(nn.Linear):
