@@ -212,9 +212,11 @@ def _speed_table(results: Sequence[Result]) -> Table:
 def _comparison_table(results: Sequence[Result]) -> Table:
     """Return every way to decode against plain decoding."""
     found = compared_methods(results)
-    rows, refused = [], {each.method: each.refused for each in found if each.refused}
+    rows: list[tuple[str, ...]] = []
+    refused: dict[str, dict[str, None]] = {}  # methods by reason, each once
     for each in found:
         if each.refused:
+            refused.setdefault(each.refused, {})[each.method] = None
             continue
         lower, median, upper = each.milliseconds or (None, None, None)
         rows.append(
@@ -231,7 +233,7 @@ def _comparison_table(results: Sequence[Result]) -> Table:
         "A row of a batch that has ended gets no more tokens while the others are decoded: plain decoding gives less "
         "than one token to a row and pass there. Identical are greedy rows that equal those of plain decoding."
     )
-    text += "".join(f" Not in batches: {method} ({reason})." for method, reason in refused.items())
+    text += "".join(f" Not in batches: {', '.join(methods)} ({reason})." for reason, methods in refused.items())
     head = (
         "on", "method", "times plain decoding", "ms per token, median (quartiles)", "tokens a row and pass",
         "identical",
