@@ -85,11 +85,12 @@ def test_quantised_head_is_dequantised(make_target, tmp_path, bits):
         ),
     )  # fmt: skip
     assert not target.lm_head.weight.is_floating_point()
+    # In evaluation, bitsandbytes rounds 4-bit products to bfloat16 where the CPU has units for it.
+    target.train(bits == 4)
     copy, _ = stored(target, tmp_path)
     hidden = torch.randn(8, 64)
     expected = target.lm_head(hidden)
-    # bitsandbytes multiplies 4-bit weights in bfloat16 where the CPU has units for it, and rounds rows to 8 bits.
-    assert (copy.lm_head(hidden) - expected).norm() < (0.005 if bits == 4 else 0.02) * expected.norm()
+    assert (copy.lm_head(hidden) - expected).norm() < (1e-5 if bits == 4 else 0.02) * expected.norm()
 
 
 class Doubling(nn.Linear):
