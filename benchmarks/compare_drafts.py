@@ -17,7 +17,7 @@ cp -r examples/gsm8k_pair/target out/gsm8k/target
 cp examples/gsm8k_pair/prompts.jsonl out/gsm8k/math_test.jsonl
 python benchmarks/compare_drafts.py --work_dir out/gsm8k --num_answers 1900 --steps 900
 
-Each training takes some twenty minutes on one core and resumes at its last 100 steps; so do answers and calibration,
+Each training takes some half an hour on one core and resumes at its last 100 steps; so do answers and calibration,
 prompt by prompt. Knows nothing of how anything is timed.
 """
 
@@ -178,9 +178,9 @@ def calibrate_regimes(
 ) -> None:
     """Fit the draft's temperatures for both regimes on the last training prompts, in memory; the rounds are kept."""
     prompts = [
-        row["prompt"]
-        for domain in domains.domains_in(work_dir)
-        for row in domains.read_rows(work_dir / f"{domain}_train.jsonl")[-recipe.calibration_prompts :]
+        prompt
+        for of_domain in domains.training_prompts(work_dir).values()
+        for prompt in of_domain[-recipe.calibration_prompts :]
     ]
     for regime, sampling in REGIMES.items():
         calibrate(

@@ -71,17 +71,31 @@ def load_target(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     return target, AutoTokenizer.from_pretrained(work_dir / "target")
 
 
+def training_prompts(work_dir: Path) -> dict[str, list[str]]:
+    """Return the prompts of each domain's training rows."""
+    return {
+        domain: [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")]
+        for domain in domains_in(work_dir)
+    }
+
+
+def answers_to(prompts: list[str], path: Path, target, tokenizer, **options) -> list[dict]:
+    """Let the target answer into a file; return the answers of which something can be learnt, as token ids."""
+    regenerate(target, tokenizer, prompts, path, batch_size=64, **options)
+    return [
+        {name: row[name] for name in ("prompt_ids", "completion_ids")}
+        for row in read_rows(path)
+        if len(row.get("completion_ids", ())) > 1
+    ]
+
+
 def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
     """Let the target write what the drafts are trained on; a poor domain is answered several times."""
     answers = {}
-    for domain in domains_in(work_dir):
-        prompts = [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")][:num_prompts]
-        path = work_dir / f"{domain}_answers.jsonl"
-        regenerate(
-            target, tokenizer, prompts, path, num_samples=max(1, num_prompts // len(prompts)), batch_size=64,
-            max_new_tokens=max_new_tokens, **SAMPLING,
-        )  # fmt: skip
-        answers[domain] = read_answers(path)
+    for domain, prompts in training_prompts(work_dir).items():
+        prompts, path = prompts[:num_prompts], work_dir / f"{domain}_answers.jsonl"
+        options = {"num_samples": max(1, num_prompts // len(prompts)), "max_new_tokens": max_new_tokens, **SAMPLING}
+        answers[domain] = answers_to(prompts, path, target, tokenizer, **options)
     return answers
 
 
@@ -91,22 +105,12 @@ def answer_greedily(target, tokenizer, work_dir: Path, num_prompts: int, max_new
     Greedy decoding of a small target runs into loops that sampling leaves, and that no sampled answer shows.
     """
     answers = {}
-    for domain in domains_in(work_dir):
-        prompts = [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")]
-        prompts = prompts[num_prompts : 2 * num_prompts] or prompts
-        path = work_dir / f"{domain}_greedy_answers.jsonl"
-        regenerate(target, tokenizer, prompts, path, batch_size=64, max_new_tokens=max_new_tokens, **GREEDY)
-        answers[domain] = read_answers(path)
+    for domain, prompts in training_prompts(work_dir).items():
+        others, path = prompts[num_prompts : 2 * num_prompts], work_dir / f"{domain}_greedy_answers.jsonl"
+        answers[domain] = answers_to(
+            others or prompts, path, target, tokenizer, max_new_tokens=max_new_tokens, **GREEDY
+        )
     return answers
-
-
-def read_answers(path: Path) -> list[dict]:
-    """Return the answers of which something can be learnt, as rows of token ids."""
-    return [
-        {name: row[name] for name in ("prompt_ids", "completion_ids")}
-        for row in read_rows(path)
-        if len(row.get("completion_ids", ())) > 1
-    ]
 
 
 def training_rows(answers: dict[str, list[dict]]) -> list[dict]:

@@ -211,10 +211,9 @@ def _speed_table(results: Sequence[Result]) -> Table:
 
 def _comparison_table(results: Sequence[Result]) -> Table:
     """Return every way to decode against plain decoding."""
-    found = compared_methods(results)
     rows: list[tuple[str, ...]] = []
     refused: dict[str, dict[str, None]] = {}  # methods by reason, each once
-    for each in found:
+    for each in compared_methods(results):
         if each.refused:
             refused.setdefault(each.refused, {})[each.method] = None
             continue
