@@ -12,7 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows
 from hf_dspark.few_rows import (
+    AMD,
     GAINS,
+    INTEL,
     MAX_ROWS,
     FewRowsLinear,
     apply_to_few_rows,
@@ -21,13 +23,14 @@ from hf_dspark.few_rows import (
     multiplying_few_rows,
 )
 
-pytestmark = pytest.mark.skipif(few_rows._gain() is None, reason="PyTorch knows one way, or this CPU is not known")
+GAIN_HERE, GAIN_HERE_UNCACHED = few_rows._gain(), few_rows._gain.__wrapped__
+pytestmark = pytest.mark.skipif(GAIN_HERE is None, reason="PyTorch knows one way, or this CPU is not known")
 
 
 @pytest.fixture(autouse=True)
 def small_and_single_rows_gain(monkeypatch):
-    """The same on every machine: what is measured on AVX2 is least."""
-    monkeypatch.setattr(few_rows, "_gain", functools.cache(lambda: GAINS["AVX2"]))
+    """The same on every machine."""
+    monkeypatch.setattr(few_rows, "_gain", functools.cache(lambda: GAINS[AMD, "AVX2"]))
 
 
 @pytest.fixture
@@ -73,18 +76,53 @@ def test_few_rows_of_a_large_matrix_go_the_other_way(products):
 
 @torch.no_grad()
 def test_single_rows_and_smaller_matrices_stay_where_mkl_is_as_fast(products, monkeypatch):
-    monkeypatch.setattr(few_rows, "_gain", lambda: GAINS["AVX512"])
+    monkeypatch.setattr(few_rows, "_gain", lambda: GAINS[INTEL, "AVX512"])
     for count in (1, 3, 4, MAX_ROWS):
         few_rows_linear(torch.randn(count, 1024), linear().weight)
         few_rows_linear(torch.randn(count, 1024), linear(1024, 2048).weight)
     assert products == [4, MAX_ROWS]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("gain", GAINS.values())
+def test_each_kind_of_cpu_has_its_least_matrix(products, monkeypatch, gain):
+    monkeypatch.setattr(few_rows, "_gain", lambda: gain)
+    for weights in (gain.least_weights, gain.least_weights - 64):
+        few_rows_linear(torch.randn(8, 64), torch.randn(weights // 64, 64))
+    assert products == [8]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "processor", "maker"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\n", "", AMD),
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\n", "", INTEL),
+        ("processor\t: 0\nCPU implementer\t: 0x41\n", "", None),
+        (None, "Intel64 Family 6 Model 143 Stepping 8, GenuineIntel", INTEL),
+        (None, "arm", None),
+    ],
+)
+def test_the_maker_is_read_where_the_system_says_it(monkeypatch, cpuinfo, processor, maker):
+    def read_text(path):
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return cpuinfo
+
+    monkeypatch.setattr(few_rows.Path, "read_text", read_text)
+    monkeypatch.setattr(few_rows.platform, "processor", lambda: processor)
+    assert few_rows._maker() == maker
+
+
+def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch):
+    monkeypatch.setattr(few_rows, "_maker", lambda: None)
+    assert GAIN_HERE is not None and GAIN_HERE_UNCACHED() is None
+
+
 def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, monkeypatch):
     layer, rows = linear(), torch.randn(8, 1024)
     assert few_rows_linear(rows, layer.weight).requires_grad
     with torch.no_grad():
-        assert linear(512, 512).weight.numel() < GAINS["AVX2"].least_weights
+        assert linear(512, 512).weight.numel() < GAINS[AMD, "AVX2"].least_weights
         few_rows_linear(rows[:, :512], linear(512, 512).weight)
         few_rows_linear(rows.double(), layer.weight.double())
         few_rows_linear(rows.bfloat16(), layer.weight.bfloat16())

@@ -1,15 +1,17 @@
 """Products of few rows with large float32 matrices on a CPU, in the time that reading the matrix once takes.
 
 A verification pass shows all weights of the target to as many tokens as are verified, and a draft its own to a block.
-MKL, which multiplies float32 for PyTorch on x86, has no fast way for so few rows; oneDNN, which comes with PyTorch as
-well, has one (`benchmarks/few_rows.py` measures both on this machine). Other devices and dtypes are left alone. Knows
-nothing of generation, caches or attention.
+MKL, which multiplies float32 for PyTorch on x86, has no fast way for so few rows, least of all on CPUs that are not
+Intel's; oneDNN, which comes with PyTorch as well, has one (`benchmarks/few_rows.py` measures both on this machine).
+Other devices and dtypes are left alone. Knows nothing of generation, caches or attention.
 """
 
 import functools
+import platform
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,8 +33,9 @@ class Gain(NamedTuple):
     least_weights: int
 
 
-# By what PyTorch calls the CPU; others were not measured.
-GAINS = {"AVX2": Gain(1, 2**20), "AVX512": Gain(4, 2**21)}
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"  # as CPUs name their makers
+# By maker, and by the vector units that PyTorch uses; others were not measured.
+GAINS = {(AMD, "AVX2"): Gain(1, 2**20), (AMD, "AVX512"): Gain(1, 2**17), (INTEL, "AVX512"): Gain(4, 2**21)}
 
 
 def few_rows_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -124,7 +127,16 @@ def _gain() -> Gain | None:
     # torch.compile asks for; it has no public name.
     with_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     has_both = with_onednn and torch.backends.mkl.is_available()
-    return GAINS.get(torch.backends.cpu.get_cpu_capability()) if has_both else None
+    return GAINS.get((_maker(), torch.backends.cpu.get_cpu_capability())) if has_both else None
+
+
+def _maker() -> str | None:
+    """Return who made the CPU: `AMD`, `INTEL`, or `None` for others."""
+    try:
+        description = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        description = platform.processor()
+    return next((maker for maker in (AMD, INTEL) if maker in description), None)
 
 
 def _is_large(weight: torch.Tensor | None) -> bool:
