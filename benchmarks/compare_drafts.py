@@ -127,7 +127,9 @@ def trained_models(work_dir: Path, recipe: Recipe) -> Models:
 
     def trained(name: str) -> DraftModel:
         folder = work_dir / f"{name}_{recipe.steps}"
-        domains.train(name, target, tokenizer, rows, folder, recipe.steps, recipe.num_anchors)
+        domains.train(
+            name, target, tokenizer, rows, folder, recipe.steps, recipe.num_anchors, str(work_dir / "features")
+        )
         kind = Eagle3DraftModel if name == "eagle3" else DSparkDraftModel
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -140,7 +140,14 @@ def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftMode
 
 
 def train(
-    name: str, target, tokenizer, rows: list[dict], folder: Path, steps: int, num_anchors: int = 32
+    name: str,
+    target,
+    tokenizer,
+    rows: list[dict],
+    folder: Path,
+    steps: int,
+    num_anchors: int = 32,
+    feature_cache_dir: str | None = None,
 ) -> list[dict]:
     """Train one draft to its end, and return its curve."""
     if not (folder / "curve.json").exists():
@@ -149,7 +156,7 @@ def train(
             output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, per_device_eval_batch_size=16,
             num_anchors=num_anchors, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
             save_steps=100, save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none",
-            seed=0, max_length=384, **DRAFTS[name][2],
+            seed=0, max_length=384, feature_cache_dir=feature_cache_dir, **DRAFTS[name][2],
         )  # fmt: skip
         optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
         trainer = DSparkTrainer(
