@@ -1,6 +1,6 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
-import functools
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -11,26 +11,31 @@ from torch._dynamo.testing import CompileCounter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows
+from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import (
     AMD,
     GAINS,
     INTEL,
     MAX_ROWS,
     FewRowsLinear,
+    PackedWeights,
     apply_to_few_rows,
     few_rows_linear,
     large_linears,
     multiplying_few_rows,
 )
 
-GAIN_HERE, GAIN_HERE_UNCACHED = few_rows._gain(), few_rows._gain.__wrapped__
-pytestmark = pytest.mark.skipif(GAIN_HERE is None, reason="PyTorch knows one way, or this CPU is not known")
+GAIN_UNCACHED = few_rows._gain.__wrapped__
+PACKED_FROM = 2**16
+pytestmark = pytest.mark.skipif(not few_rows._has_both(), reason="PyTorch knows one way")
 
 
 @pytest.fixture(autouse=True)
 def small_and_single_rows_gain(monkeypatch):
     """The same on every machine."""
-    monkeypatch.setattr(few_rows, "_gain", functools.cache(lambda: GAINS[AMD, "AVX2"]))
+    gains = {torch.float32: GAINS[AMD, "AVX2", torch.float32]}
+    monkeypatch.setattr(few_rows, "_gain", gains.get)
+    monkeypatch.setattr(few_rows, "_packed_gain", dict.fromkeys((torch.float32, torch.bfloat16), PACKED_FROM).get)
 
 
 @pytest.fixture
@@ -46,9 +51,22 @@ def products(monkeypatch):
     return asked
 
 
+@pytest.fixture
+def packings(monkeypatch):
+    """The shape of every matrix that was packed."""
+    done, original = [], few_rows.packed_weight
+
+    def recorded(weight):
+        done.append(tuple(weight.shape))
+        return original(weight)
+
+    monkeypatch.setattr(few_rows, "packed_weight", recorded)
+    return done
+
+
 def linear(out: int = 1024, inputs: int = 1024, bias: bool = True) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(out, inputs, bias=bias)
+    return nn.Linear(inputs, out, bias=bias)
 
 
 @pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
@@ -76,17 +94,17 @@ def test_few_rows_of_a_large_matrix_go_the_other_way(products):
 
 @torch.no_grad()
 def test_single_rows_and_smaller_matrices_stay_where_mkl_is_as_fast(products, monkeypatch):
-    monkeypatch.setattr(few_rows, "_gain", lambda: GAINS[INTEL, "AVX512"])
+    monkeypatch.setattr(few_rows, "_gain", lambda dtype: GAINS[INTEL, "AVX512", dtype])
     for count in (1, 3, 4, MAX_ROWS):
         few_rows_linear(torch.randn(count, 1024), linear().weight)
-        few_rows_linear(torch.randn(count, 1024), linear(1024, 2048).weight)
+        few_rows_linear(torch.randn(count, 1024), linear(2048, 1024).weight)
     assert products == [4, MAX_ROWS]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("gain", GAINS.values())
 def test_each_kind_of_cpu_has_its_least_matrix(products, monkeypatch, gain):
-    monkeypatch.setattr(few_rows, "_gain", lambda: gain)
+    monkeypatch.setattr(few_rows, "_gain", lambda dtype: gain)
     for weights in (gain.least_weights, gain.least_weights - 64):
         few_rows_linear(torch.randn(8, 64), torch.randn(weights // 64, 64))
     assert products == [8]
@@ -110,19 +128,20 @@ def test_the_maker_is_read_where_the_system_says_it(monkeypatch, cpuinfo, proces
 
     monkeypatch.setattr(few_rows.Path, "read_text", read_text)
     monkeypatch.setattr(few_rows.platform, "processor", lambda: processor)
-    assert few_rows._maker() == maker
+    assert few_rows._cpu()[0] == maker
 
 
-def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch):
-    monkeypatch.setattr(few_rows, "_maker", lambda: None)
-    assert GAIN_HERE is not None and GAIN_HERE_UNCACHED() is None
+@pytest.mark.parametrize(("maker", "is_known"), [(AMD, True), (None, False)])
+def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch, maker, is_known):
+    monkeypatch.setattr(few_rows, "_cpu", lambda: (maker, "AVX512"))
+    assert (GAIN_UNCACHED(torch.float32) is not None) == is_known
 
 
 def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, monkeypatch):
     layer, rows = linear(), torch.randn(8, 1024)
     assert few_rows_linear(rows, layer.weight).requires_grad
     with torch.no_grad():
-        assert linear(512, 512).weight.numel() < GAINS[AMD, "AVX2"].least_weights
+        assert linear(512, 512).weight.numel() < GAINS[AMD, "AVX2", torch.float32].least_weights
         few_rows_linear(rows[:, :512], linear(512, 512).weight)
         few_rows_linear(rows.double(), layer.weight.double())
         few_rows_linear(rows.bfloat16(), layer.weight.bfloat16())
@@ -136,7 +155,7 @@ def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, mon
 
 @torch.no_grad()
 def test_layers_change_while_entered_and_are_then_as_before(products):
-    model, rows = nn.Sequential(linear(), nn.ReLU(), linear(1024, 16)), torch.randn(8, 1024)
+    model, rows = nn.Sequential(linear(), nn.ReLU(), linear(16, 1024)), torch.randn(8, 1024)
     before = model(rows)
     linears = large_linears(model)
     assert linears == [model[0]]
@@ -176,7 +195,7 @@ def test_layers_without_weight_and_of_other_classes_are_not_changed():
         pass
 
     assert large_linears(Quantised(1024, 1024)) == []
-    assert large_linears(linear().to(torch.bfloat16)) == []
+    assert large_linears(linear().to(torch.float16)) == []
 
 
 @torch.no_grad()
@@ -224,6 +243,93 @@ def test_a_compiled_layer_keeps_to_linear():
         assert torch.equal(compiled(rows), F.linear(rows, layer.weight, layer.bias))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_packed_copy_gives_the_numbers_of_linear(shape, bias, dtype):
+    layer, rows = linear(256, 512, bias=bias).to(dtype), torch.randn(*shape, 512).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    with multiplying_few_rows([layer], PackedWeights(2**30)):
+        torch.testing.assert_close(
+            layer(rows), F.linear(rows, layer.weight, layer.bias), atol=tolerance, rtol=tolerance
+        )
+
+
+@torch.no_grad()
+def test_a_matrix_is_packed_once_and_for_drafts_layers_too(packings):
+    layers = nn.Sequential(linear(256, 256), FewRowsLinear(256, 256), linear(255, 256))
+    linears = large_linears(layers)
+    assert linears == [layers[0]]
+    packed = PackedWeights(2**30)
+    for _ in range(3):
+        with multiplying_few_rows(linears, packed), multiplying_few_rows(linears):
+            layers(torch.randn(8, 256))
+    assert packings == [(256, 256), (256, 256)]  # the third is too small
+    layers(torch.randn(8, 256))
+    with multiplying_few_rows(linears):
+        layers(torch.randn(8, 256))
+    assert packings == [(256, 256), (256, 256)]
+
+
+@torch.no_grad()
+def test_many_rows_alone_pack_nothing(packings):
+    layer = linear()
+    with multiplying_few_rows([layer], PackedWeights(2**30)):
+        layer(torch.randn(MAX_ROWS + 1, 1024))
+    assert packings == []
+
+
+@torch.no_grad()
+def test_copies_take_no_more_than_their_room(packings, products):
+    large, small, rows = linear(512, 256), linear(256, 256), torch.randn(8, 256)
+    with multiplying_few_rows([large, small], PackedWeights(large.weight.nbytes)):
+        small(rows), large(rows), small(rows)
+    assert packings == [(256, 256)] and products == [8, 8]
+
+
+@torch.no_grad()
+def test_a_weight_that_is_computed_anew_is_not_packed(packings):
+    layer = FewRowsLinear(256, 256)
+    nn.utils.parametrizations.weight_norm(layer)
+    rows = torch.randn(8, 256)
+    with multiplying_few_rows([], PackedWeights(2**30)):
+        torch.testing.assert_close(layer(rows), F.linear(rows, layer.weight, layer.bias))
+    assert packings == []
+
+
+def test_copies_take_half_of_the_memory_that_is_free(monkeypatch, packings):
+    layer = linear(256, 256, bias=False)
+    monkeypatch.setattr(few_rows, "free_memory", lambda: 2 * layer.weight.nbytes - 1)
+    assert PackedWeights().of(layer.weight) is None
+    monkeypatch.setattr(few_rows, "free_memory", lambda: 2 * layer.weight.nbytes)
+    assert PackedWeights().of(layer.weight) is not None
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"limit": "1000\n", "used": "700\n", "stat": "anon 500\ninactive_file 150\n"}, 450),
+        ({"limit": "1000\n", "used": "1200\n", "stat": "inactive_file 0\n"}, 0),
+        ({"limit": "max\n", "used": "700\n", "stat": "inactive_file 150\n"}, 5 * 1024),
+        ({}, 5 * 1024),
+    ],
+)
+def test_memory_is_free_within_the_limits_of_a_container(monkeypatch, tmp_path, files, free):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    paths = (*(str(tmp_path / name) for name in ("limit", "used", "stat")), "inactive_file")
+    monkeypatch.setattr(few_rows, "MEMORY_LIMITS", (paths,))
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemFree:  2 kB\nMemAvailable:  5 kB\n")
+    monkeypatch.setattr(few_rows, "MEMORY_FILE", str(tmp_path / "meminfo"))
+    assert few_rows.free_memory() == free
+
+
+def test_where_nobody_says_what_is_free_nothing_is_packed(monkeypatch, tmp_path):
+    monkeypatch.setattr(few_rows, "MEMORY_FILE", str(tmp_path / "missing"))
+    assert PackedWeights().of(linear().weight) is None
+
+
 @pytest.fixture(scope="module")
 def pair():
     torch.manual_seed(0)
@@ -255,6 +361,35 @@ def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(
     large = 3 * 3 + 1  # gate, up and down of three layers, and the head
     assert len(products) >= (1 if transformers_loop else large) * draft.last_stats.rounds
     assert not any("forward" in vars(module) for module in target.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_call_packs_each_matrix_once_and_a_short_one_none(pair, packings, dtype):
+    target, draft = (copy.deepcopy(model).to(dtype) for model in pair)
+    draft.policy = FullBlock()
+    ids = torch.arange(10)[None] + 5
+    target.generate(ids, max_new_tokens=PACKING_PAYS_FROM - 1, do_sample=False, assistant_model=draft)
+    assert packings == []
+    output = target.generate(ids, max_new_tokens=PACKING_PAYS_FROM, do_sample=False, assistant_model=draft)
+    assert output.shape[1] == 10 + PACKING_PAYS_FROM
+    # Gate, up and down of four layers, the head once for both, W_2, and what joins the two tapped layers of less.
+    sizes = [rows * columns for rows, columns in packings]
+    assert len(packings) == 3 * 4 + 2 and min(sizes) >= PACKED_FROM
+    target.generate(ids, max_new_tokens=PACKING_PAYS_FROM, do_sample=False, assistant_model=draft)
+    assert len(packings) == 2 * len(sizes)  # copies end with their call
+
+
+def test_weights_that_change_between_calls_are_packed_as_they_are_then(pair, packings):
+    target, draft = (copy.deepcopy(model) for model in pair)
+    draft.policy = FullBlock()
+    ids = torch.arange(10)[None] + 5
+    call = {"max_new_tokens": PACKING_PAYS_FROM, "do_sample": False}
+    before = target.generate(ids, assistant_model=draft, **call)
+    for parameter in target.lm_head.parameters():
+        parameter.data.copy_(parameter.data.flip(0))  # as merging an adapter does: no version is counted
+    after = target.generate(ids, assistant_model=draft, **call)
+    assert torch.equal(after, target.generate(ids, **call)) and not torch.equal(after, before)
+    assert packings
 
 
 def test_checking_a_target_runs_the_passes_that_decoding_runs(pair, products):

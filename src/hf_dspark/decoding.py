@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .draft_model import input_device
-from .few_rows import large_linears, multiplying_few_rows
+from .few_rows import PackedWeights, large_linears, multiplying_few_rows
 from .int8_outliers import has_outliers, outliers_of_each
 from .noise import BlockNoise
 from .processing import Prefix, Scores
@@ -22,6 +22,9 @@ from .request import Request
 from .sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from .slot_attention import attending_by_slots, packed_pass
 from .slot_cache import SlotCache, SlotLayout
+
+# Packing the weights takes as long as some ten rounds gain by it, that is, some forty tokens.
+PACKING_PAYS_FROM = 64
 
 
 @dataclass
@@ -100,11 +103,12 @@ class DecodingLoop:
         self._input_device = input_device(target.get_input_embeddings())
         self._has_outliers = has_outliers(target)
         self._large_linears = large_linears(target)
+        self._packed: PackedWeights | None = None
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Switch and hook the target for one step: between two, it is the caller's."""
-        few_rows = multiplying_few_rows(self._large_linears)
+        few_rows = multiplying_few_rows(self._large_linears, self._packed)
         with torch.no_grad(), attending_by_slots(self._target), few_rows, self.generator:
             yield
 
@@ -287,6 +291,9 @@ class DecodingLoop:
                 `[n, d]`, at least one position.
             chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
         """
+        room = max((request.max_length - request.length for request in requests), default=0)
+        if self._packed is None and room >= PACKING_PAYS_FROM:
+            self._packed = PackedWeights()
         with self._at_work():
             self._admit(requests, prompts, chunk_size)
 

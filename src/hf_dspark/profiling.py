@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .draft_config import DraftConfig
 from .draft_model import DraftModel
-from .few_rows import large_linears, multiplying_few_rows
+from .few_rows import PackedWeights, large_linears, multiplying_few_rows
 from .sampling import TokenLaw, draw
 from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
@@ -259,7 +259,7 @@ def _passes_by_slots(
         with packed_pass(cache, layout):
             target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
 
-    with attending_by_slots(target), multiplying_few_rows(large_linears(target)):
+    with attending_by_slots(target), multiplying_few_rows(large_linears(target), PackedWeights()):
         run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
         yield run
 
@@ -293,13 +293,13 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
         committed_ids = torch.zeros(requests * num_features, dtype=torch.long, device=draft.device)
         draft.draft_block(anchors, features, cache, _plain_sampler, committed_ids=committed_ids)
 
-    draft_blocks(context_length)
-
     def one_pass() -> None:
         draft_blocks(3)
         cache.lengths = [context_length] * requests
 
-    return _median_seconds(one_pass, repetitions, draft.device)
+    with multiplying_few_rows([], PackedWeights()):
+        draft_blocks(context_length)
+        return _median_seconds(one_pass, repetitions, draft.device)
 
 
 def _plain_sampler(
