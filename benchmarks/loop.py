@@ -26,6 +26,7 @@ from transformers import DynamicCache
 
 from hf_dspark import FullBlock
 from hf_dspark.decoding import DecodingLoop
+from hf_dspark.few_rows import multiplying_few_rows, packed_weights_of
 from hf_dspark.generate_hook import default_policy
 from hf_dspark.profiling import _passes_by_columns, _passes_by_slots
 from hf_dspark.provenance import provenance
@@ -84,9 +85,10 @@ class Forwards:
             self._draft(4)
             self.cache.lengths[0] = self.prompt.shape[1]
 
-        with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
-            self._time("verify", lambda: by_slots(block), repetitions)
-        self._time("draft", draft_one, repetitions)
+        with multiplying_few_rows([], packed_weights_of(self.draft)):
+            with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
+                self._time("verify", lambda: by_slots(block), repetitions)
+            self._time("draft", draft_one, repetitions)
         with _passes_by_columns(self.target, self.prompt, 1) as by_columns:
             self._time("transformers_verify", lambda: by_columns(block), repetitions)
         cache = DynamicCache(config=self.target.config)

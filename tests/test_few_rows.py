@@ -1,6 +1,8 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +25,7 @@ from hf_dspark.few_rows import (
     few_rows_linear,
     large_linears,
     multiplying_few_rows,
+    packed_weights_of,
 )
 
 GAIN_UNCACHED = few_rows._gain.__wrapped__
@@ -289,6 +292,16 @@ def test_copies_take_no_more_than_their_room(packings, products):
 
 
 @torch.no_grad()
+def test_what_a_dead_matrix_took_is_room_again(packings):
+    packed = PackedWeights(linear(256, 256).weight.nbytes)
+    for _ in range(2):
+        layer = linear(256, 256)
+        assert packed.of(layer.weight) is not None and packed.of(linear(256, 256).weight) is None
+        del layer
+    assert packings == 2 * [(256, 256)]
+
+
+@torch.no_grad()
 def test_a_weight_that_is_computed_anew_is_not_packed(packings):
     layer = FewRowsLinear(256, 256)
     nn.utils.parametrizations.weight_norm(layer)
@@ -376,20 +389,63 @@ def test_a_long_call_packs_each_matrix_once_and_a_short_one_none(pair, packings,
     sizes = [rows * columns for rows, columns in packings]
     assert len(packings) == 3 * 4 + 2 and min(sizes) >= PACKED_FROM
     target.generate(ids, max_new_tokens=PACKING_PAYS_FROM, do_sample=False, assistant_model=draft)
-    assert len(packings) == 2 * len(sizes)  # copies end with their call
+    assert len(packings) == len(sizes)
 
 
-def test_weights_that_change_between_calls_are_packed_as_they_are_then(pair, packings):
+def add_to(weight):
+    weight.data += weight.data.flip(0)  # as merging an adapter does: no version is counted
+
+
+def set_one(weight):
+    weight.data[5, 3] += 1.0
+
+
+def swap_rows(weight):
+    weight.data[[5, 6]] = weight.data[[6, 5]]
+
+
+def replace(weight):
+    weight.data = weight.data.flip(0).contiguous()
+
+
+@pytest.mark.parametrize("change", [add_to, set_one, swap_rows, replace])
+def test_a_weight_that_changed_between_calls_is_packed_anew(pair, packings, change):
+    target, draft = (copy.deepcopy(model) for model in pair)
+    draft.policy = FullBlock()
+    ids = torch.arange(10)[None] + 5
+    call = {"max_new_tokens": PACKING_PAYS_FROM, "do_sample": False}
+    target.generate(ids, assistant_model=draft, **call)
+    packings.clear()
+    change(target.lm_head.weight)
+    after = target.generate(ids, assistant_model=draft, **call)
+    assert torch.equal(after, target.generate(ids, **call))
+    assert packings == [tuple(target.lm_head.weight.shape)]
+
+
+def test_without_looking_a_changed_weight_would_be_missed(pair, monkeypatch):
     target, draft = (copy.deepcopy(model) for model in pair)
     draft.policy = FullBlock()
     ids = torch.arange(10)[None] + 5
     call = {"max_new_tokens": PACKING_PAYS_FROM, "do_sample": False}
     before = target.generate(ids, assistant_model=draft, **call)
-    for parameter in target.lm_head.parameters():
-        parameter.data.copy_(parameter.data.flip(0))  # as merging an adapter does: no version is counted
-    after = target.generate(ids, assistant_model=draft, **call)
-    assert torch.equal(after, target.generate(ids, **call)) and not torch.equal(after, before)
-    assert packings
+    monkeypatch.setattr(PackedWeights, "refresh", lambda self: None)
+    target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
+    assert torch.equal(target.generate(ids, assistant_model=draft, **call)[:, 11:], before[:, 11:])
+    assert not torch.equal(target.generate(ids, **call)[:, 11:], before[:, 11:])
+
+
+def test_copies_end_with_their_draft_and_do_not_keep_the_target(pair):
+    target, draft = (copy.deepcopy(model) for model in pair)
+    draft.policy = FullBlock()
+    target.generate(torch.arange(10)[None] + 5, max_new_tokens=PACKING_PAYS_FROM, assistant_model=draft)
+    packed, weight = weakref.ref(packed_weights_of(draft)), weakref.ref(target.model.layers[0].mlp.up_proj.weight)
+    assert packed().of(weight()) is not None
+    del target
+    gc.collect()
+    assert weight() is None and packed() is not None
+    del draft
+    gc.collect()
+    assert packed() is None
 
 
 def test_checking_a_target_runs_the_passes_that_decoding_runs(pair, products):

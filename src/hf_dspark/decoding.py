@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .draft_model import input_device
-from .few_rows import PackedWeights, large_linears, multiplying_few_rows
+from .few_rows import PackedWeights, large_linears, multiplying_few_rows, packed_weights_of
 from .int8_outliers import has_outliers, outliers_of_each
 from .noise import BlockNoise
 from .processing import Prefix, Scores
@@ -23,7 +23,7 @@ from .sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from .slot_attention import attending_by_slots, packed_pass
 from .slot_cache import SlotCache, SlotLayout
 
-# Packing the weights takes as long as some ten rounds gain by it, that is, some forty tokens.
+# Packing the weights, once, takes as long as some ten rounds gain by it, that is, some forty tokens.
 PACKING_PAYS_FROM = 64
 
 
@@ -293,7 +293,7 @@ class DecodingLoop:
         """
         room = max((request.max_length - request.length for request in requests), default=0)
         if self._packed is None and room >= PACKING_PAYS_FROM:
-            self._packed = PackedWeights()
+            self._packed = packed_weights_of(self.generator.draft)
         with self._at_work():
             self._admit(requests, prompts, chunk_size)
 

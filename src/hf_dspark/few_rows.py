@@ -3,17 +3,19 @@
 A verification pass shows all weights of the target to as many tokens as are verified, and a draft its own to a block.
 MKL, which multiplies float32 for PyTorch on x86, has no fast way for so few rows, least of all on CPUs that are not
 Intel's; oneDNN, which comes with PyTorch as well, has one. It is faster still on weights in a layout of its own, into
-which it brings those of bfloat16 anew with each product: while a call decodes, packed copies are kept
-([`PackedWeights`]). `benchmarks/few_rows.py` measures all of it on this machine. Other devices and dtypes are left
-alone. Knows nothing of generation, caches or attention.
+which it brings those of bfloat16 anew with each product: packed copies are kept ([`PackedWeights`]).
+`benchmarks/few_rows.py` measures all of it on this machine. Other devices and dtypes are left alone. Knows nothing of
+generation, caches or attention.
 """
 
 import functools
 import platform
 import types
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,11 +102,21 @@ class FewRowsLinear(nn.Linear):
         return few_rows_linear(input, self.weight, self.bias)
 
 
+@dataclass(frozen=True)
+class _Copy:
+    """A packed copy, of which matrix, and what that held then. Without a copy, it is known that there is none."""
+
+    weight: "weakref.ref[torch.Tensor]"
+    packed: torch.Tensor | None = None
+    row_sums: torch.Tensor | None = None
+    num_bytes: int = 0
+
+
 class PackedWeights:
     """Packed copies of matrices, made when they are first multiplied with few rows.
 
-    They are of the weights as they were then: keep them for one call, as the caches of keys and values are kept,
-    which a change of the weights would make worthless, too.
+    Weights may change between two calls, also in ways that leave no trace (`weight.data += ...`, as adapters are
+    merged): [`~PackedWeights.refresh`] looks at all that they hold.
 
     Args:
         max_bytes (`int`, *optional*): What the copies may take together; a matrix that does not fit is multiplied as
@@ -113,19 +125,62 @@ class PackedWeights:
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self._bytes_left = free_memory() // MEMORY_SHARE if max_bytes is None else max_bytes
-        # By id; the weights themselves are kept, lest an id be given to another one.
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._copies: dict[int, _Copy] = {}  # by the weight's id
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the copy of a matrix; `None` if there is nothing to gain by it, or no room for it."""
-        if id(weight) not in self._copies:
-            least = _packed_gain(weight.dtype)
-            # What is computed for each call, by a parametrization for example, would be packed in each call.
-            lasts = isinstance(weight, nn.Parameter) and least is not None and _is_large(weight, least)
-            packs = lasts and weight.nbytes <= self._bytes_left
-            self._bytes_left -= weight.nbytes if packs else 0
-            self._copies[id(weight)] = weight, packed_weight(weight) if packs else None
-        return self._copies[id(weight)][1]
+        copy = self._copies.get(id(weight))
+        if copy is None or copy.weight() is not weight:
+            copy = self._copies[id(weight)] = self._copy(weight)
+        return copy.packed
+
+    def _copy(self, weight: torch.Tensor) -> _Copy:
+        key = id(weight)
+        reference = weakref.ref(weight, lambda _: self._forget(key))
+        least = _packed_gain(weight.dtype)
+        # What is computed for each call, by a parametrization for example, would be packed in each call.
+        lasts = isinstance(weight, nn.Parameter) and least is not None and _is_large(weight, least)
+        if not lasts or not _has_words(weight) or weight.nbytes > self._bytes_left:
+            return _Copy(reference)
+        self._bytes_left -= weight.nbytes
+        return _Copy(reference, packed_weight(weight), _row_sums(weight), weight.nbytes)
+
+    def refresh(self) -> None:
+        """Forget the copies of matrices that have changed since. Takes as long as reading all of them once."""
+        for key, copy in list(self._copies.items()):
+            weight = copy.weight()
+            if weight is None or copy.packed is None or not _is_same(weight, copy.row_sums):
+                self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        copy = self._copies.pop(key, None)
+        self._bytes_left += 0 if copy is None else copy.num_bytes
+
+
+_kept: "weakref.WeakKeyDictionary[nn.Module, PackedWeights]" = weakref.WeakKeyDictionary()
+
+
+def packed_weights_of(draft: nn.Module) -> PackedWeights:
+    """Return the copies that live as long as a draft does, of its own weights and its target's, as those are now."""
+    if draft not in _kept:
+        _kept[draft] = PackedWeights()
+    _kept[draft].refresh()
+    return _kept[draft]
+
+
+def _has_words(weight: torch.Tensor) -> bool:
+    """Tell whether the rows of a matrix can be read as 64-bit words."""
+    return weight.shape[1] * weight.itemsize % 8 == 0 and weight.storage_offset() * weight.itemsize % 8 == 0
+
+
+def _row_sums(weight: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row's bits as 64-bit words, `[out]`: a row that changes has another one."""
+    return weight.detach().view(torch.int64).sum(dim=1)
+
+
+def _is_same(weight: torch.Tensor, row_sums: torch.Tensor) -> bool:
+    same_kind = weight.device.type == "cpu" and len(weight) == len(row_sums) and _has_words(weight)
+    return same_kind and torch.equal(_row_sums(weight), row_sums)
 
 
 _copies: ContextVar[PackedWeights | None] = ContextVar("hf_dspark_packed_weights")

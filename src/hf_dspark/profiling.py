@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .draft_config import DraftConfig
 from .draft_model import DraftModel
-from .few_rows import PackedWeights, large_linears, multiplying_few_rows
+from .few_rows import large_linears, multiplying_few_rows, packed_weights_of
 from .sampling import TokenLaw, draw
 from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
@@ -196,7 +196,8 @@ def profile_throughput(
         for requests in batch_sizes
     }
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
-    with tqdm(total=total, desc="profiling", disable=not progress) as bar:
+    bar = tqdm(total=total, desc="profiling", disable=not progress)
+    with bar, multiplying_few_rows([], packed_weights_of(draft)):
         for context_length in context_lengths:
             for requests in batch_sizes:
                 for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
@@ -259,7 +260,7 @@ def _passes_by_slots(
         with packed_pass(cache, layout):
             target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
 
-    with attending_by_slots(target), multiplying_few_rows(large_linears(target), PackedWeights()):
+    with attending_by_slots(target), multiplying_few_rows(large_linears(target)):
         run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
         yield run
 
@@ -297,9 +298,8 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
         draft_blocks(3)
         cache.lengths = [context_length] * requests
 
-    with multiplying_few_rows([], PackedWeights()):
-        draft_blocks(context_length)
-        return _median_seconds(one_pass, repetitions, draft.device)
+    draft_blocks(context_length)
+    return _median_seconds(one_pass, repetitions, draft.device)
 
 
 def _plain_sampler(
