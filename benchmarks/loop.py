@@ -173,7 +173,7 @@ def replay(options: argparse.Namespace) -> dict:
             numbers = accepted[index * 8 :]
             DecodingLoop._verify = replayed(numbers)
             for loop in runs:
-                settings = {"max_new_tokens": 33 if loop == "own" else 17, "pad_token_id": 0, **sampling}
+                settings = {"max_new_tokens": 97 if loop == "own" else 17, "pad_token_id": 0, **sampling}
                 runs[loop].append(decode(target, draft, ids, loop, index, **settings))
                 if loop == "own":
                     tau.append(draft.last_stats)

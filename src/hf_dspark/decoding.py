@@ -23,8 +23,9 @@ from .sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from .slot_attention import attending_by_slots, packed_pass
 from .slot_cache import SlotCache, SlotLayout
 
-# Packing the weights, once, takes as long as some ten rounds gain by it, that is, some forty tokens.
-PACKING_PAYS_FROM = 64
+# Packing the weights takes as long as some ten rounds gain by it, once for all calls; seeing in each call whether they
+# have changed takes as long as one round gains.
+PACKING_PAYS_FROM = 16
 
 
 @dataclass
