@@ -1,9 +1,11 @@
-"""What a float32 product of few rows costs on this CPU: by MKL, as PyTorch has it, and by oneDNN. Interleaved.
+"""What a product of few rows costs on this CPU: as PyTorch does it, by oneDNN, and by oneDNN with packed weights.
 
 python benchmarks/few_rows.py --output benchmarks/results/few_rows.json
 
-Shapes that the shipped pair, a Qwen3-0.6B and a 1.7B have, and an LM head. hf_dspark asks oneDNN for
-`few_rows.MAX_ROWS` rows at most, and by kind of CPU from the sizes on that `few_rows.GAINS` says. Three minutes.
+PyTorch multiplies float32 by MKL, and bfloat16 by oneDNN with weights as they are. Interleaved; shapes that the
+shipped pair, a Qwen3-0.6B and a 1.7B have, and an LM head. hf_dspark asks oneDNN for `few_rows.MAX_ROWS` rows at most,
+and by kind of CPU from the sizes on that `few_rows.GAINS` and `few_rows.PACKED_GAINS` say. What packing takes, and
+seeing whether a matrix has changed since, is measured as well. Five minutes.
 """
 
 import argparse
@@ -11,7 +13,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +22,64 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.few_rows import MAX_ROWS, onednn_linear
+from hf_dspark.few_rows import MAX_ROWS, onednn_linear, packed_weight, row_sums
 from hf_dspark.provenance import provenance
 
 SHAPES = [
     (256, 256), (832, 256), (256, 832), (1024, 1024), (3072, 1024), (1024, 3072), (6144, 2048), (2048, 6144),
     (151936, 1024),
 ]  # fmt: skip
-NUM_ROWS = [1, 2, 3, 4, 8, 16, 32, 64, MAX_ROWS, 2 * MAX_ROWS]
+NUM_ROWS = [1, 2, 3, 4, 8, 16, 32, MAX_ROWS, 2 * MAX_ROWS]
+DTYPES = [torch.float32, torch.bfloat16]
+WAYS = ["torch", "onednn", "packed"]
 CACHE_BYTES = 2**29  # more than any holds
-WAYS = {"torch": F.linear, "onednn": onednn_linear}
 WARM_UP = 2
 
 
-def matrices(shape: tuple[int, int]) -> Iterator[torch.Tensor]:
-    """Yield so many by turns that each comes from memory, as in decoding, and not from a cache."""
-    count = max(1, CACHE_BYTES // (4 * shape[0] * shape[1]))
-    return itertools.cycle([torch.randn(shape) for _ in range(count)])
+class Matrices:
+    """Matrices of one shape by turns, so many that each comes from memory, as in decoding, and not from a cache."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        count = max(1, CACHE_BYTES // (dtype.itemsize * shape[0] * shape[1]))
+        self.plain = [torch.randn(shape).to(dtype) for _ in range(count)]
+        self.packed = [packed_weight(weight) for weight in self.plain]
+        self._turns = itertools.cycle(range(count))
+
+    def product(self, way: str, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return what multiplies rows with the next matrix."""
+        turn = next(self._turns)
+        if way == "torch":
+            return partial(F.linear, rows, self.plain[turn])
+        return partial(onednn_linear, rows, (self.packed if way == "packed" else self.plain)[turn])
+
+    def work(self, name: str) -> Callable[[], torch.Tensor]:
+        """Return what packs the next matrix, or sees whether it has changed."""
+        return partial({"pack": packed_weight, "look": row_sums}[name], self.plain[next(self._turns)])
 
 
 @torch.no_grad()
-def measure(weights: Iterator[torch.Tensor], rows: torch.Tensor, repetitions: int) -> dict[str, float]:
-    """Return the median milliseconds of each way, and their ratio.
+def medians(measured: dict[str, Callable[[], Callable[[], Any]]], repetitions: int) -> dict[str, float]:
+    """Return the median milliseconds of each entry, all by turns.
 
     Args:
-        weights (`Iterator[torch.Tensor]`): Matrices of one shape, without end.
-        rows (`torch.Tensor`): What each is multiplied with.
-        repetitions (`int`): Of each way, after those that warm up.
+        measured (`dict`): Returns what is to be called, made ready.
+        repetitions (`int`): Of each, after those that warm up.
     """
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {name: [] for name in measured}
     for _ in range(WARM_UP + repetitions):
-        for way, multiply in WAYS.items():
-            weight = next(weights)
+        for name, ready in measured.items():
+            call = ready()
             started = time.perf_counter()
-            multiply(rows, weight)
-            seconds[way].append(time.perf_counter() - started)
-    medians = {way: 1e3 * statistics.median(values[WARM_UP:]) for way, values in seconds.items()}
-    return {f"{way}_ms": value for way, value in medians.items()} | {"ratio": medians["onednn"] / medians["torch"]}
+            call()
+            seconds[name].append(time.perf_counter() - started)
+    return {f"{name}_ms": 1e3 * statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
+
+
+def measure(matrices: Matrices, rows: torch.Tensor, repetitions: int) -> dict[str, float]:
+    """Return what the product takes in each way, and that of oneDNN as parts of PyTorch's."""
+    times = medians({way: partial(matrices.product, way, rows) for way in WAYS}, repetitions)
+    ratios = {"ratio": times["onednn_ms"] / times["torch_ms"], "packed_ratio": times["packed_ms"] / times["torch_ms"]}
+    return times | ratios
 
 
 def main() -> None:
@@ -65,19 +89,25 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     cells: list[dict[str, Any]] = []
-    for outputs, inputs in tqdm(SHAPES):
-        weights = matrices((outputs, inputs))
+    packing: list[dict[str, Any]] = []
+    for dtype, (outputs, inputs) in tqdm(list(itertools.product(DTYPES, SHAPES))):
+        matrices = Matrices((outputs, inputs), dtype)
+        of = {"dtype": str(dtype).removeprefix("torch."), "outputs": outputs, "inputs": inputs}
         for num_rows in NUM_ROWS:
-            times = measure(weights, torch.randn(num_rows, inputs), options.repetitions)
-            cells.append({"outputs": outputs, "inputs": inputs, "rows": num_rows} | times)
+            times = measure(matrices, torch.randn(num_rows, inputs).to(dtype), options.repetitions)
+            cells.append(of | {"rows": num_rows} | times)
+        packing.append(of | medians({name: partial(matrices.work, name) for name in ("pack", "look")}, 5))
     if options.output:
-        Path(options.output).write_text(json.dumps({"provenance": provenance(), "cells": cells}, indent=1) + "\n")
-    print("outputs x inputs   rows   torch, ms   oneDNN, ms   ratio")
+        result = {"provenance": provenance(), "cells": cells, "packing": packing}
+        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    print("dtype    outputs x inputs   rows   torch, ms   oneDNN, ms   packed, ms   ratio   packed")
     for cell in cells:
-        print(
-            f"{cell['outputs']:>7} x {cell['inputs']:<6} {cell['rows']:>5} {cell['torch_ms']:>11.2f} "
-            f"{cell['onednn_ms']:>12.2f} {cell['ratio']:>7.2f}"
-        )
+        name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
+        times = f"{cell['torch_ms']:>11.2f} {cell['onednn_ms']:>12.2f} {cell['packed_ms']:>12.2f}"
+        print(f"{name} {cell['rows']:>5} {times} {cell['ratio']:>7.2f} {cell['packed_ratio']:>8.2f}")
+    for cell in packing:
+        name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
+        print(f"{name} packed in {cell['pack_ms']:.2f} ms, looked at in {cell['look_ms']:.2f} ms")
 
 
 if __name__ == "__main__":

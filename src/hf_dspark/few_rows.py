@@ -143,7 +143,7 @@ class PackedWeights:
         if not lasts or not _has_words(weight) or weight.nbytes > self._bytes_left:
             return _Copy(reference)
         self._bytes_left -= weight.nbytes
-        return _Copy(reference, packed_weight(weight), _row_sums(weight), weight.nbytes)
+        return _Copy(reference, packed_weight(weight), row_sums(weight), weight.nbytes)
 
     def refresh(self) -> None:
         """Forget the copies of matrices that have changed since. Takes as long as reading all of them once."""
@@ -173,14 +173,14 @@ def _has_words(weight: torch.Tensor) -> bool:
     return weight.shape[1] * weight.itemsize % 8 == 0 and weight.storage_offset() * weight.itemsize % 8 == 0
 
 
-def _row_sums(weight: torch.Tensor) -> torch.Tensor:
+def row_sums(weight: torch.Tensor) -> torch.Tensor:
     """Return the sum of each row's bits as 64-bit words, `[out]`: a row that changes has another one."""
     return weight.detach().view(torch.int64).sum(dim=1)
 
 
-def _is_same(weight: torch.Tensor, row_sums: torch.Tensor) -> bool:
-    same_kind = weight.device.type == "cpu" and len(weight) == len(row_sums) and _has_words(weight)
-    return same_kind and torch.equal(_row_sums(weight), row_sums)
+def _is_same(weight: torch.Tensor, before: torch.Tensor) -> bool:
+    same_kind = weight.device.type == "cpu" and len(weight) == len(before) and _has_words(weight)
+    return same_kind and torch.equal(row_sums(weight), before)
 
 
 _copies: ContextVar[PackedWeights | None] = ContextVar("hf_dspark_packed_weights")
