@@ -85,7 +85,7 @@ class Forwards:
             self._draft(4)
             self.cache.lengths[0] = self.prompt.shape[1]
 
-        with multiplying_few_rows([], packed_weights_of(self.draft)):
+        with multiplying_few_rows([], packed_weights_of(self.target, self.draft)):
             with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
                 self._time("verify", lambda: by_slots(block), repetitions)
             self._time("draft", draft_one, repetitions)

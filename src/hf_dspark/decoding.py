@@ -294,7 +294,7 @@ class DecodingLoop:
         """
         room = max((request.max_length - request.length for request in requests), default=0)
         if self._packed is None and room >= PACKING_PAYS_FROM:
-            self._packed = packed_weights_of(self.generator.draft)
+            self._packed = packed_weights_of(self._target, self.generator.draft)
         with self._at_work():
             self._admit(requests, prompts, chunk_size)
 

@@ -12,7 +12,7 @@ import functools
 import platform
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -113,19 +113,26 @@ class _Copy:
 
 
 class PackedWeights:
-    """Packed copies of matrices, made when they are first multiplied with few rows.
+    """Packed copies of matrices, made when they are first multiplied with few rows, and dropped with them.
 
     Weights may change between two calls, also in ways that leave no trace (`weight.data += ...`, as adapters are
     merged): [`~PackedWeights.refresh`] looks at all that they hold.
 
     Args:
         max_bytes (`int`, *optional*): What the copies may take together; a matrix that does not fit is multiplied as
-            it is. Half of the memory that is free now, unless given.
+            it is. Unless given, half of the memory that would be free without them, as it is at each refresh.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        self._bytes_left = free_memory() // MEMORY_SHARE if max_bytes is None else max_bytes
         self._copies: dict[int, _Copy] = {}  # by the weight's id
+        self._max_bytes = max_bytes
+        self._packed_bytes = 0
+        self._limit = self._memory_limit()
+
+    def _memory_limit(self) -> int:
+        if self._max_bytes is not None:
+            return self._max_bytes
+        return (free_memory() + self._packed_bytes) // MEMORY_SHARE
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the copy of a matrix; `None` if there is nothing to gain by it, or no room for it."""
@@ -140,32 +147,42 @@ class PackedWeights:
         least = _packed_gain(weight.dtype)
         # What is computed for each call, by a parametrization for example, would be packed in each call.
         lasts = isinstance(weight, nn.Parameter) and least is not None and _is_large(weight, least)
-        if not lasts or not _has_words(weight) or weight.nbytes > self._bytes_left:
+        if not lasts or not _has_words(weight) or self._packed_bytes + weight.nbytes > self._limit:
             return _Copy(reference)
-        self._bytes_left -= weight.nbytes
+        self._packed_bytes += weight.nbytes
         return _Copy(reference, packed_weight(weight), row_sums(weight), weight.nbytes)
 
-    def refresh(self) -> None:
-        """Forget the copies of matrices that have changed since. Takes as long as reading all of them once."""
-        for key, copy in list(self._copies.items()):
-            weight = copy.weight()
-            if weight is None or copy.packed is None or not _is_same(weight, copy.row_sums):
-                self._forget(key)
+    def refresh(self, weights: Iterable[torch.Tensor]) -> None:
+        """Forget the copies of those matrices that have changed since. Takes as long as reading them once.
+
+        Args:
+            weights (`Iterable[torch.Tensor]`): Those that will be asked for.
+        """
+        for weight in weights:
+            copy = self._copies.get(id(weight))
+            if copy is not None and (copy.packed is None or not _is_same(weight, copy.row_sums)):
+                self._forget(id(weight))
+        self._limit = self._memory_limit()
 
     def _forget(self, key: int) -> None:
         copy = self._copies.pop(key, None)
-        self._bytes_left += 0 if copy is None else copy.num_bytes
+        self._packed_bytes -= 0 if copy is None else copy.num_bytes
 
 
-_kept: "weakref.WeakKeyDictionary[nn.Module, PackedWeights]" = weakref.WeakKeyDictionary()
+@functools.cache
+def _all_packed_weights() -> PackedWeights:
+    return PackedWeights()
 
 
-def packed_weights_of(draft: nn.Module) -> PackedWeights:
-    """Return the copies that live as long as a draft does, of its own weights and its target's, as those are now."""
-    if draft not in _kept:
-        _kept[draft] = PackedWeights()
-    _kept[draft].refresh()
-    return _kept[draft]
+def packed_weights_of(*models: nn.Module) -> PackedWeights:
+    """Return the packed copies of this process; those of some models are of their weights as they are now.
+
+    Args:
+        models (`nn.Module`): Whose layers will multiply.
+    """
+    packed = _all_packed_weights()
+    packed.refresh(parameter for model in models for parameter in model.parameters())
+    return packed
 
 
 def _has_words(weight: torch.Tensor) -> bool:

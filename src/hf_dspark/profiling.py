@@ -197,7 +197,7 @@ def profile_throughput(
     }
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
     bar = tqdm(total=total, desc="profiling", disable=not progress)
-    with bar, multiplying_few_rows([], packed_weights_of(draft)):
+    with bar, multiplying_few_rows([], packed_weights_of(target, draft)):
         for context_length in context_lengths:
             for requests in batch_sizes:
                 for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
