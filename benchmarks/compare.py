@@ -57,7 +57,7 @@ from hf_dspark.results import describe_target
 from hf_dspark.timed_decoding import TimedCall, timed_call
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 16  # as many as weights are packed for
 LEAST_CALLS = 5  # of a cell, however large the batch
 QUICK = {"num_prompts": 3, "max_new_tokens": 32, "batch_sizes": [1, 4], "contexts": [0], "tasks": ["math"]}
 

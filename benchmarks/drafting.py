@@ -34,7 +34,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
-from hf_dspark.few_rows import multiplying_few_rows, packed_weights_of
+from hf_dspark.few_rows import using_copies
+from hf_dspark.packed_weights import packed_weights_of
 from hf_dspark.profiling import _plain_sampler, _synchronize
 from hf_dspark.provenance import provenance
 from hf_dspark.sampling import greedy_sampler
@@ -58,13 +59,11 @@ class Drafting:
         self.draft, self.context_length, self.cache = draft, context_length, SlotCache()
         self.width = len(draft.config.target_layer_ids) * draft.config.hidden_size
         self.anchor = torch.zeros(1, dtype=torch.long, device=draft.device)
-        self.packed = packed_weights_of(draft)
         self._draft_block(context_length, greedy_sampler)
 
     def _draft_block(self, num_features: int, sampler) -> None:
         features = torch.ones(1, num_features, self.width, dtype=self.draft.dtype, device=self.draft.device)
-        with multiplying_few_rows([], self.packed):
-            self.draft.draft_block(self.anchor, features, self.cache, sampler)
+        self.draft.draft_block(self.anchor, features, self.cache, sampler)
         self.cache.lengths[0] = self.context_length
 
     @torch.inference_mode()
@@ -193,7 +192,8 @@ def top_k(options: argparse.Namespace) -> dict[str, Any]:
     """What candidates save at a large vocabulary."""
     target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
     target.to(options.device), draft.to(options.device)
-    costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
+    with using_copies(packed_weights_of(target, draft)):  # as in decoding
+        costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
     return {"geometry": GEOMETRY, "dtype": options.dtype, "vocab_size": draft.config.vocab_size, "drafting": costs}
 
 

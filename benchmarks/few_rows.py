@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.few_rows import MAX_ROWS, onednn_linear, packed_weight, row_sums
+from hf_dspark.few_rows import MAX_ROWS, onednn_linear
+from hf_dspark.packed_weights import packed_weight, row_sums
 from hf_dspark.provenance import provenance
 
 SHAPES = [

@@ -26,8 +26,9 @@ from transformers import DynamicCache
 
 from hf_dspark import FullBlock
 from hf_dspark.decoding import DecodingLoop
-from hf_dspark.few_rows import multiplying_few_rows, packed_weights_of
+from hf_dspark.few_rows import using_copies
 from hf_dspark.generate_hook import default_policy
+from hf_dspark.packed_weights import packed_weights_of
 from hf_dspark.profiling import _passes_by_columns, _passes_by_slots
 from hf_dspark.provenance import provenance
 from hf_dspark.sampling import VerifiedBlock, greedy_sampler
@@ -85,7 +86,7 @@ class Forwards:
             self._draft(4)
             self.cache.lengths[0] = self.prompt.shape[1]
 
-        with multiplying_few_rows([], packed_weights_of(self.target, self.draft)):
+        with using_copies(packed_weights_of(self.target, self.draft)):
             with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
                 self._time("verify", lambda: by_slots(block), repetitions)
             self._time("draft", draft_one, repetitions)
@@ -169,6 +170,7 @@ def replay(options: argparse.Namespace) -> dict:
     for name, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
         forwards, tau = Forwards(target, draft, options.context + 16), []
+        decode(target, draft, ids, "own", 0, max_new_tokens=16, pad_token_id=0, **sampling)
         for index in tqdm(range(options.repetitions), desc=name):
             numbers = accepted[index * 8 :]
             DecodingLoop._verify = replayed(numbers)

@@ -33,6 +33,7 @@ MODELS = {
     "int8_outliers",
     "modeling_dspark",
     "modeling_eagle3",
+    "packed_weights",
     "range_attention",
     "rope_parameters",
     "slot_attention",

@@ -1,8 +1,5 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
-import copy
-import gc
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -12,24 +9,20 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows
-from hf_dspark.decoding import PACKING_PAYS_FROM
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows, packed_weights
 from hf_dspark.few_rows import (
     AMD,
     GAINS,
     INTEL,
     MAX_ROWS,
     FewRowsLinear,
-    PackedWeights,
     apply_to_few_rows,
     few_rows_linear,
     large_linears,
     multiplying_few_rows,
-    packed_weights_of,
 )
 
-GAIN_UNCACHED = few_rows._gain.__wrapped__
-PACKED_FROM = 2**16
+GAIN_UNCACHED, PACKED_GAIN_UNCACHED = few_rows._gain.__wrapped__, few_rows.packed_gain.__wrapped__
 pytestmark = pytest.mark.skipif(not few_rows._has_both(), reason="PyTorch knows one way")
 
 
@@ -38,7 +31,8 @@ def small_and_single_rows_gain(monkeypatch):
     """The same on every machine."""
     gains = {torch.float32: GAINS[AMD, "AVX2", torch.float32]}
     monkeypatch.setattr(few_rows, "_gain", gains.get)
-    monkeypatch.setattr(few_rows, "_packed_gain", dict.fromkeys((torch.float32, torch.bfloat16), PACKED_FROM).get)
+    for module in (few_rows, packed_weights):
+        monkeypatch.setattr(module, "packed_gain", lambda dtype: None)
 
 
 @pytest.fixture
@@ -52,19 +46,6 @@ def products(monkeypatch):
 
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", SimpleNamespace(default=recorded))
     return asked
-
-
-@pytest.fixture
-def packings(monkeypatch):
-    """The shape of every matrix that was packed."""
-    done, original = [], few_rows.packed_weight
-
-    def recorded(weight):
-        done.append(tuple(weight.shape))
-        return original(weight)
-
-    monkeypatch.setattr(few_rows, "packed_weight", recorded)
-    return done
 
 
 def linear(out: int = 1024, inputs: int = 1024, bias: bool = True) -> nn.Linear:
@@ -138,6 +119,8 @@ def test_the_maker_is_read_where_the_system_says_it(monkeypatch, cpuinfo, proces
 def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch, maker, is_known):
     monkeypatch.setattr(few_rows, "_cpu", lambda: (maker, "AVX512"))
     assert (GAIN_UNCACHED(torch.float32) is not None) == is_known
+    assert (PACKED_GAIN_UNCACHED(torch.bfloat16) is not None) == is_known
+    assert GAIN_UNCACHED(torch.float16) is None and PACKED_GAIN_UNCACHED(torch.float16) is None
 
 
 def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, monkeypatch):
@@ -246,103 +229,6 @@ def test_a_compiled_layer_keeps_to_linear():
         assert torch.equal(compiled(rows), F.linear(rows, layer.weight, layer.bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
-@pytest.mark.parametrize("bias", [True, False])
-@torch.no_grad()
-def test_a_packed_copy_gives_the_numbers_of_linear(shape, bias, dtype):
-    layer, rows = linear(256, 512, bias=bias).to(dtype), torch.randn(*shape, 512).to(dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    with multiplying_few_rows([layer], PackedWeights(2**30)):
-        torch.testing.assert_close(
-            layer(rows), F.linear(rows, layer.weight, layer.bias), atol=tolerance, rtol=tolerance
-        )
-
-
-@torch.no_grad()
-def test_a_matrix_is_packed_once_and_for_drafts_layers_too(packings):
-    layers = nn.Sequential(linear(256, 256), FewRowsLinear(256, 256), linear(255, 256))
-    linears = large_linears(layers)
-    assert linears == [layers[0]]
-    packed = PackedWeights(2**30)
-    for _ in range(3):
-        with multiplying_few_rows(linears, packed), multiplying_few_rows(linears):
-            layers(torch.randn(8, 256))
-    assert packings == [(256, 256), (256, 256)]  # the third is too small
-    layers(torch.randn(8, 256))
-    with multiplying_few_rows(linears):
-        layers(torch.randn(8, 256))
-    assert packings == [(256, 256), (256, 256)]
-
-
-@torch.no_grad()
-def test_many_rows_alone_pack_nothing(packings):
-    layer = linear()
-    with multiplying_few_rows([layer], PackedWeights(2**30)):
-        layer(torch.randn(MAX_ROWS + 1, 1024))
-    assert packings == []
-
-
-@torch.no_grad()
-def test_copies_take_no_more_than_their_room(packings, products):
-    large, small, rows = linear(512, 256), linear(256, 256), torch.randn(8, 256)
-    with multiplying_few_rows([large, small], PackedWeights(large.weight.nbytes)):
-        small(rows), large(rows), small(rows)
-    assert packings == [(256, 256)] and products == [8, 8]
-
-
-@torch.no_grad()
-def test_what_a_dead_matrix_took_is_room_again(packings):
-    packed = PackedWeights(linear(256, 256).weight.nbytes)
-    for _ in range(2):
-        layer = linear(256, 256)
-        assert packed.of(layer.weight) is not None and packed.of(linear(256, 256).weight) is None
-        del layer
-    assert packings == 2 * [(256, 256)]
-
-
-@torch.no_grad()
-def test_a_weight_that_is_computed_anew_is_not_packed(packings):
-    layer = FewRowsLinear(256, 256)
-    nn.utils.parametrizations.weight_norm(layer)
-    rows = torch.randn(8, 256)
-    with multiplying_few_rows([], PackedWeights(2**30)):
-        torch.testing.assert_close(layer(rows), F.linear(rows, layer.weight, layer.bias))
-    assert packings == []
-
-
-def test_copies_take_half_of_the_memory_that_is_free(monkeypatch, packings):
-    layer = linear(256, 256, bias=False)
-    monkeypatch.setattr(few_rows, "free_memory", lambda: 2 * layer.weight.nbytes - 1)
-    assert PackedWeights().of(layer.weight) is None
-    monkeypatch.setattr(few_rows, "free_memory", lambda: 2 * layer.weight.nbytes)
-    assert PackedWeights().of(layer.weight) is not None
-
-
-@pytest.mark.parametrize(
-    ("files", "free"),
-    [
-        ({"limit": "1000\n", "used": "700\n", "stat": "anon 500\ninactive_file 150\n"}, 450),
-        ({"limit": "1000\n", "used": "1200\n", "stat": "inactive_file 0\n"}, 0),
-        ({"limit": "max\n", "used": "700\n", "stat": "inactive_file 150\n"}, 5 * 1024),
-        ({}, 5 * 1024),
-    ],
-)
-def test_memory_is_free_within_the_limits_of_a_container(monkeypatch, tmp_path, files, free):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    paths = (*(str(tmp_path / name) for name in ("limit", "used", "stat")), "inactive_file")
-    monkeypatch.setattr(few_rows, "MEMORY_LIMITS", (paths,))
-    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemFree:  2 kB\nMemAvailable:  5 kB\n")
-    monkeypatch.setattr(few_rows, "MEMORY_FILE", str(tmp_path / "meminfo"))
-    assert few_rows.free_memory() == free
-
-
-def test_where_nobody_says_what_is_free_nothing_is_packed(monkeypatch, tmp_path):
-    monkeypatch.setattr(few_rows, "MEMORY_FILE", str(tmp_path / "missing"))
-    assert PackedWeights().of(linear().weight) is None
-
-
 @pytest.fixture(scope="module")
 def pair():
     torch.manual_seed(0)
@@ -374,81 +260,6 @@ def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(
     large = 3 * 3 + 1  # gate, up and down of three layers, and the head
     assert len(products) >= (1 if transformers_loop else large) * draft.last_stats.rounds
     assert not any("forward" in vars(module) for module in target.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_long_call_packs_each_matrix_once_and_a_short_one_none(pair, packings, dtype):
-    target, draft = (copy.deepcopy(model).to(dtype) for model in pair)
-    draft.policy = FullBlock()
-    ids = torch.arange(10)[None] + 5
-    target.generate(ids, max_new_tokens=PACKING_PAYS_FROM - 1, do_sample=False, assistant_model=draft)
-    assert packings == []
-    output = target.generate(ids, max_new_tokens=PACKING_PAYS_FROM, do_sample=False, assistant_model=draft)
-    assert output.shape[1] == 10 + PACKING_PAYS_FROM
-    sizes = [rows * columns for rows, columns in packings]
-    assert len(sizes) == 3 * (3 + 1) + 2  # gate, up and down of all layers; the head, once for both, and W_2
-    assert min(sizes) >= PACKED_FROM
-    target.generate(ids, max_new_tokens=PACKING_PAYS_FROM, do_sample=False, assistant_model=draft)
-    assert len(packings) == len(sizes)
-
-
-def add_to(weight):
-    weight.data += weight.data.flip(0)  # as merging an adapter does: no version is counted
-
-
-def set_one(weight):
-    weight.data[5, 3] += 1.0
-
-
-def swap_rows(weight):
-    weight.data[[5, 6]] = weight.data[[6, 5]]
-
-
-def replace(weight):
-    weight.data = weight.data.flip(0).contiguous()
-
-
-@pytest.mark.parametrize("change", [add_to, set_one, swap_rows, replace])
-def test_a_weight_that_changed_between_calls_is_packed_anew(pair, packings, change):
-    target, draft = (copy.deepcopy(model) for model in pair)
-    draft.policy = FullBlock()
-    ids = torch.arange(10)[None] + 5
-    call = {"max_new_tokens": PACKING_PAYS_FROM, "do_sample": False}
-    target.generate(ids, assistant_model=draft, **call)
-    packings.clear()
-    change(target.lm_head.weight)
-    after = target.generate(ids, assistant_model=draft, **call)
-    assert torch.equal(after, target.generate(ids, **call))
-    assert packings == [tuple(target.lm_head.weight.shape)]
-
-
-def test_without_looking_a_changed_weight_would_be_missed(pair, monkeypatch):
-    target, draft = (copy.deepcopy(model) for model in pair)
-    draft.policy = FullBlock()
-    ids = torch.arange(10)[None] + 5
-    call = {"max_new_tokens": PACKING_PAYS_FROM, "do_sample": False}
-    before = target.generate(ids, assistant_model=draft, **call)
-    monkeypatch.setattr(PackedWeights, "refresh", lambda self, weights: None)
-    target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
-    assert torch.equal(target.generate(ids, assistant_model=draft, **call)[:, 11:], before[:, 11:])
-    assert not torch.equal(target.generate(ids, **call)[:, 11:], before[:, 11:])
-
-
-def test_copies_serve_all_drafts_of_a_target_and_end_with_it(pair, packings):
-    target, draft, other = (copy.deepcopy(model) for model in (*pair, pair[1]))
-    draft.policy = other.policy = FullBlock()
-    ids, call = torch.arange(10)[None] + 5, {"max_new_tokens": PACKING_PAYS_FROM}
-    target.generate(ids, assistant_model=draft, **call)
-    of_target, of_draft = 3 * 3 + 1, 3 + 1
-    assert len(packings) == of_target + of_draft
-    target.generate(ids, assistant_model=other, **call)
-    assert len(packings) == of_target + 2 * of_draft
-    packed, weight = packed_weights_of(target), weakref.ref(target.model.layers[0].mlp.up_proj.weight)
-    taken = packed._packed_bytes
-    of_layers = sum(layer.weight.nbytes for layer in large_linears(target.model))
-    del target
-    gc.collect()
-    assert weight() is None and packed._packed_bytes == taken - of_layers  # the drafts still have the head
 
 
 def test_checking_a_target_runs_the_passes_that_decoding_runs(pair, products):

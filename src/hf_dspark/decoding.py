@@ -14,17 +14,18 @@ from transformers import PreTrainedModel
 
 from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .draft_model import input_device
-from .few_rows import PackedWeights, large_linears, multiplying_few_rows, packed_weights_of
+from .few_rows import large_linears, multiplying_few_rows, using_copies
 from .int8_outliers import has_outliers, outliers_of_each
 from .noise import BlockNoise
+from .packed_weights import JoinedCopies, packed_weights_of
 from .processing import Prefix, Scores
 from .request import Request
 from .sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from .slot_attention import attending_by_slots, packed_pass
 from .slot_cache import SlotCache, SlotLayout
 
-# Packing the weights takes as long as some ten rounds gain by it, once for all calls; seeing in each call whether they
-# have changed takes as long as one round gains.
+# Tokens that a request may still write. Packing the weights, once until they change, takes as long as forty tokens or
+# so gain by it; seeing whether they have changed takes as long as one plain token.
 PACKING_PAYS_FROM = 16
 
 
@@ -104,13 +105,13 @@ class DecodingLoop:
         self._input_device = input_device(target.get_input_embeddings())
         self._has_outliers = has_outliers(target)
         self._large_linears = large_linears(target)
-        self._packed: PackedWeights | None = None
+        self._packed: JoinedCopies | None = None
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Switch and hook the target for one step: between two, it is the caller's."""
-        few_rows = multiplying_few_rows(self._large_linears, self._packed)
-        with torch.no_grad(), attending_by_slots(self._target), few_rows, self.generator:
+        few_rows, copies = multiplying_few_rows(self._large_linears), using_copies(self._packed)
+        with torch.no_grad(), attending_by_slots(self._target), few_rows, copies, self.generator:
             yield
 
     def run_round(self) -> None:
@@ -293,6 +294,7 @@ class DecodingLoop:
             chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
         """
         room = max((request.max_length - request.length for request in requests), default=0)
+        # Looked at once: weights that change under a running loop make its caches worthless, too.
         if self._packed is None and room >= PACKING_PAYS_FROM:
             self._packed = packed_weights_of(self._target, self.generator.draft)
         with self._at_work():

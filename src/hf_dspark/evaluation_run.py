@@ -18,7 +18,7 @@ from .journal import Journal, digest
 from .prompts import Prompt, next_turn, token_ids
 from .timed_decoding import TimedCall, effective_config, timed_call
 
-NEW_TOKENS_TO_WARM_UP = 8
+NEW_TOKENS_TO_WARM_UP = 16  # as many as weights are packed for
 PROMPT_TOKENS_TO_WARM_UP = 16
 
 

@@ -27,7 +27,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .draft_config import DraftConfig
 from .draft_model import DraftModel
-from .few_rows import large_linears, multiplying_few_rows, packed_weights_of
+from .few_rows import large_linears, multiplying_few_rows, using_copies
+from .packed_weights import packed_weights_of
 from .sampling import TokenLaw, draw
 from .slot_attention import attending_by_slots, packed_pass, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
@@ -196,8 +197,9 @@ def profile_throughput(
         for requests in batch_sizes
     }
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
-    bar = tqdm(total=total, desc="profiling", disable=not progress)
-    with bar, multiplying_few_rows([], packed_weights_of(target, draft)):
+    # transformers' own loop, which decodes the others, has no copies.
+    copies = packed_weights_of(target, draft) if why_not_by_slots(target) is None else None
+    with tqdm(total=total, desc="profiling", disable=not progress) as bar, using_copies(copies):
         for context_length in context_lengths:
             for requests in batch_sizes:
                 for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):

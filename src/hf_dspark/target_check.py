@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from .draft_model import input_device
-from .few_rows import PackedWeights, large_linears, multiplying_few_rows
+from .few_rows import large_linears, multiplying_few_rows, using_copies
 from .int8_outliers import has_outliers, outliers_of_each
+from .packed_weights import packed_weights_of
 from .slot_attention import attending_by_slots, packed_pass, require_no_state, why_not_by_slots
 from .slot_cache import SlotCache, SlotLayout
 
@@ -68,7 +69,8 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
     cache, worst = SlotCache(len(rows)), 0.0
     prompts = [length - 7 for length in map(len, rows)]
     rolled_back = [prompts[0] + 1, *prompts[1:]]
-    with attending_by_slots(target), multiplying_few_rows(large_linears(target), PackedWeights()):
+    few_rows, copies = multiplying_few_rows(large_linears(target)), using_copies(packed_weights_of(target))
+    with attending_by_slots(target), few_rows, copies:
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
             layout = SlotLayout(tuple(starts), tuple(counts))
             spans = list(zip(rows, starts, counts, strict=True))

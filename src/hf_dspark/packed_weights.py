@@ -1,0 +1,222 @@
+"""Copies of weights in the layout in which oneDNN multiplies few rows fastest, and the memory that they may take.
+
+A copy costs as much memory as its matrix, and packing it as much time as some ten products save. So copies are kept
+from call to call, as long as their model lives, and before each call all weights are read to see whether they have
+changed. Knows nothing of generation.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .few_rows import is_large, packed_gain
+
+PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to `few_rows.MAX_ROWS` well
+MEMORY_SHARE = 2  # all copies take one part in so many of the memory that would be free without them, at most
+
+
+def packed_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a matrix in oneDNN's own layout: nobody else can read it."""
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), PACKED_FOR)
+
+
+def row_sums(weight: torch.Tensor) -> torch.Tensor:
+    """Return a number for each row of a matrix, `[out]`, by which a change is noticed, wherever in the row it is.
+
+    The sum, modulo 2^64, of the row's bits as 64-bit words, each times a random odd factor of its own. What it misses,
+    but for chance, is a row in which nothing changes but the highest bit of an even number of words.
+    """
+    words = weight.detach().view(torch.int64)
+    return torch.mv(words, _odd_factors(words.shape[1]))
+
+
+@cache
+def _odd_factors(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+
+
+@dataclass
+class _Copy:
+    """A matrix, its packed copy once there is one, and what the matrix held then."""
+
+    weight: nn.Parameter
+    packed: torch.Tensor | None = None
+    row_sums: torch.Tensor | None = None
+    refused: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.packed is None else self.weight.nbytes
+
+    def is_current(self) -> bool:
+        """Tell whether the matrix is what it was."""
+        if self.packed is None:
+            return True
+        same_kind = _can_be_packed(self.weight) and self.weight.dtype == self.packed.dtype
+        if not same_kind or self.weight.shape != self.packed.shape:
+            return False
+        return torch.equal(row_sums(self.weight), self.row_sums)
+
+
+class PackedWeights:
+    """Packed copies of a model's matrices, made when they are first asked for.
+
+    Weights may change between two calls, also in ways that leave no trace (`weight.data += ...`, as adapters are
+    merged): [`~PackedWeights.refresh`] looks at all that they hold.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, _Copy] = {}  # by the weight's id
+
+    @property
+    def num_bytes(self) -> int:
+        """What the copies take."""
+        return sum(copy.num_bytes for copy in list(self._copies.values()))
+
+    def refresh(self, model: nn.Module) -> None:
+        """Drop all copies if any of the matrices has changed; know those that the model has now.
+
+        Takes as long as reading the weights once.
+
+        Args:
+            model (`nn.Module`): Whose copies these are.
+        """
+        weights = {id(weight): weight for weight in model.parameters() if _can_be_packed(weight)}
+        kept = {key: copy for key, copy in self._copies.items() if weights.get(key) is copy.weight}
+        # One that has changed makes others suspicious: those that permute neurons, for example, permute several.
+        if len(kept) < len(self._copies) or not all(copy.is_current() for copy in kept.values()):
+            kept = {}
+        new = {key: _Copy(weight) for key, weight in weights.items() if key not in kept or kept[key].refused}
+        self._copies = kept | new
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a matrix; `None` if it is none of this model's, gains nothing by it, or has no room."""
+        copy = self._copies.get(id(weight))
+        if copy is None or copy.weight is not weight:
+            return None
+        if copy.packed is None and not copy.refused:
+            with _packing:
+                self._pack(copy)
+        return copy.packed
+
+    def _pack(self, copy: _Copy) -> None:
+        if copy.packed is not None:  # by another thread
+            return
+        try:
+            copy.refused = copy.weight.nbytes > memory_left()
+            if not copy.refused:
+                sums = row_sums(copy.weight)
+                copy.packed, copy.row_sums = packed_weight(copy.weight), sums
+        except RuntimeError:  # out of memory: it can be multiplied as it is
+            copy.refused = True
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._copies = {}
+
+
+_packing = threading.RLock()
+_kept: "weakref.WeakKeyDictionary[nn.Module, PackedWeights]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class JoinedCopies:
+    """The copies of several models."""
+
+    parts: tuple[PackedWeights, ...]
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a matrix of any of them; `None` if there is none."""
+        return next((packed for part in self.parts if (packed := part.of(weight)) is not None), None)
+
+
+def packed_weights_of(*models: nn.Module) -> JoinedCopies:
+    """Return the packed copies of some models' weights as they are now; they are kept as long as the models live.
+
+    Args:
+        models (`nn.Module`): Whose layers will multiply.
+    """
+    with _packing:
+        if not torch.backends.mkldnn.enabled or memory_left() < 0:
+            for part in list(_kept.values()):
+                part.clear()
+        parts = tuple(_kept.setdefault(model, PackedWeights()) for model in models)
+        for model, part in zip(models, parts, strict=True):
+            part.refresh(model)
+    return JoinedCopies(parts)
+
+
+def _can_be_packed(weight: torch.Tensor) -> bool:
+    """Tell whether packing a weight gains anything, and whether changes of it will be seen.
+
+    What is computed for each call, by a parametrization for example, is no parameter.
+    """
+    least = packed_gain(weight.dtype)
+    return (
+        least is not None
+        and type(weight) is nn.Parameter
+        and is_large(weight, least)
+        and weight.shape[1] * weight.itemsize % 8 == 0
+        and weight.storage_offset() * weight.itemsize % 8 == 0
+    )
+
+
+def memory_left() -> int:
+    """Return the bytes that more copies may take; negative if there are too many."""
+    taken = sum(part.num_bytes for part in list(_kept.values()))
+    return (free_memory() + taken) // MEMORY_SHARE - taken
+
+
+MEMORY_FILE, GROUPS_FILE, GROUPS_FOLDER = "/proc/meminfo", "/proc/self/cgroup", "/sys/fs/cgroup"
+# Of a control group: what it may take, what it takes, and which part of that are files read once, which can be
+# dropped; of version 2, then of version 1.
+GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_memory() -> int:
+    """Return the bytes that this process may still take: of the machine, and of what its control groups are allowed.
+
+    0 where the system does not say so as Linux does. (psutil knows others, too; this module is part of the code that a
+    draft's repository carries, which asks for nothing that transformers does not need.)
+    """
+    try:
+        available = next(line for line in _lines(MEMORY_FILE) if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 0
+    free = [int(available.split()[1]) * 1024]
+    for folder in _control_groups():
+        for limit, used, droppable in GROUP_FILES:
+            try:
+                counts = dict(line.split() for line in _lines(folder / "memory.stat"))
+                taken = int(_lines(folder / used)[0]) - int(counts.get(droppable, 0))
+                free.append(int(_lines(folder / limit)[0]) - taken)
+            except (OSError, ValueError):  # not this version, or "max": no limit
+                continue
+    return max(0, min(free))
+
+
+def _control_groups() -> Iterator[Path]:
+    """Yield the folders of the memory groups that this process is in: its own, and those around it."""
+    try:
+        entries = [line.split(":", 2) for line in _lines(GROUPS_FILE)]
+    except OSError:
+        return
+    for _, controllers, path in entries:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = Path(GROUPS_FOLDER, "memory" if controllers else "")
+        yield from (root / part for part in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents))
+
+
+def _lines(path: str | Path) -> list[str]:
+    return Path(path).read_text().splitlines()

@@ -1,0 +1,322 @@
+"""Packed copies of weights: the numbers of `F.linear`, of the weights as they are now, within the memory there is."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, few_rows, packed_weights
+from hf_dspark.decoding import PACKING_PAYS_FROM
+from hf_dspark.few_rows import MAX_ROWS, FewRowsLinear, large_linears, multiplying_few_rows, using_copies
+from hf_dspark.packed_weights import packed_weights_of
+
+PACKED_FROM = 2**16
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    try:
+        return packed_weights.packed_weight(torch.ones(64, 64, dtype=dtype)) is not None
+    except (RuntimeError, AttributeError):
+        return False
+
+
+pytestmark = pytest.mark.skipif(not packs(torch.float32), reason="PyTorch or this CPU cannot pack")
+each_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=pytest.mark.skipif(not packs(d), reason="this CPU cannot")) for d in DTYPES]
+)
+
+
+@pytest.fixture(autouse=True)
+def same_on_every_machine(monkeypatch):
+    for module in (few_rows, packed_weights):
+        monkeypatch.setattr(module, "packed_gain", dict.fromkeys(DTYPES, PACKED_FROM).get)
+    monkeypatch.setattr(few_rows, "_gain", lambda dtype: None)
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**30)
+    monkeypatch.setattr(packed_weights, "_kept", weakref.WeakKeyDictionary())
+
+
+@pytest.fixture
+def packings(monkeypatch):
+    """The shape of every matrix that was packed."""
+    done, original = [], packed_weights.packed_weight
+
+    def recorded(weight):
+        done.append(tuple(weight.shape))
+        return original(weight)
+
+    monkeypatch.setattr(packed_weights, "packed_weight", recorded)
+    return done
+
+
+def linear(out: int = 256, inputs: int = 256, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, out, bias=bias)
+
+
+@torch.no_grad()
+def multiplied(layer: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    with multiplying_few_rows(large_linears(layer)), using_copies(packed_weights_of(layer)):
+        return layer(rows)
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_numbers_are_those_of_linear(shape, bias, dtype):
+    layer, rows = linear(512, 256, bias).to(dtype), torch.randn(*shape, 256).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    expected = F.linear(rows, layer.weight, layer.bias)
+    torch.testing.assert_close(multiplied(layer, rows), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_matrix_is_packed_once_and_for_drafts_layers_too(packings):
+    layers = nn.Sequential(linear(), FewRowsLinear(256, 256), linear(255, 256))
+    for _ in range(3):
+        multiplied(layers, torch.randn(8, 256))
+    assert packings == [(256, 256), (256, 256)]  # the third is too small
+
+
+@torch.no_grad()
+def test_copies_are_used_only_where_they_were_asked_for(packings):
+    layer, other, rows = FewRowsLinear(256, 256), FewRowsLinear(256, 256), torch.randn(8, 256)
+    with using_copies(packed_weights_of(layer)):
+        other(rows)
+        with using_copies(None):
+            layer(rows)
+        assert packings == []
+        layer(rows)
+    layer(rows)
+    assert packings == [(256, 256)]
+
+
+def test_many_rows_alone_pack_nothing(packings):
+    multiplied(linear(), torch.randn(MAX_ROWS + 1, 256))
+    assert packings == []
+
+
+def test_copies_take_half_of_what_is_free(packings, monkeypatch):
+    layers, rows = nn.Sequential(linear(), linear(), linear()), torch.randn(8, 256)
+    size = layers[0].weight.nbytes
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 4 * size - len(packings) * size)
+    multiplied(layers, rows)
+    assert len(packings) == 2
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: 8 * size - len(packings) * size)
+    multiplied(layers, rows)
+    assert len(packings) == 3  # there is more room now
+
+
+def test_copies_go_when_memory_gets_short_or_onednn_is_switched_off(monkeypatch):
+    layer, rows = linear(), torch.randn(8, 256)
+    for name, value in (("free_memory", lambda: 0), ("enabled", False)):
+        multiplied(layer, rows)
+        part = packed_weights._kept[layer]
+        assert part.num_bytes == layer.weight.nbytes
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_weights if name == "free_memory" else torch.backends.mkldnn, name, value)
+            torch.testing.assert_close(multiplied(layer, rows), layer(rows))
+            assert part.num_bytes == 0
+
+
+def test_without_memory_for_a_copy_the_matrix_serves(monkeypatch):
+    def fail(weight):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(packed_weights, "packed_weight", fail)
+    layer, rows = linear(), torch.randn(8, 256)
+    assert torch.equal(multiplied(layer, rows), layer(rows))
+    assert packed_weights._kept[layer].num_bytes == 0
+
+
+def test_threads_pack_a_matrix_once(packings):
+    layer, rows = FewRowsLinear(256, 256), torch.randn(8, 256)
+    copies, barrier = packed_weights_of(layer), threading.Barrier(4)
+
+    def multiply():
+        barrier.wait()
+        with torch.no_grad(), using_copies(copies):
+            layer(rows)
+
+    threads = [threading.Thread(target=multiply) for _ in range(4)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert packings == [(256, 256)]
+
+
+@torch.no_grad()
+def test_what_is_no_lasting_parameter_is_not_packed(packings):
+    layer, rows = FewRowsLinear(256, 256), torch.randn(8, 256)
+    nn.utils.parametrizations.weight_norm(layer)
+    torch.testing.assert_close(multiplied(layer, rows), F.linear(rows, layer.weight, layer.bias))
+    offloaded = FewRowsLinear(256, 256, device="meta")
+    copies = packed_weights_of(offloaded)
+    offloaded.weight, offloaded.bias = nn.Parameter(torch.randn(256, 256)), nn.Parameter(torch.randn(256))
+    with using_copies(copies):
+        offloaded(rows)
+    assert packings == []
+
+
+def test_layers_can_be_moved_and_changed_in_kind():
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer, rows = linear(), torch.randn(8, 256)
+        multiplied(layer, rows)
+        layer.to(torch.float64)
+        torch.testing.assert_close(multiplied(layer, rows.double()), layer(rows.double()))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def zeros_in_another_dtype(layer):
+    layer.weight.data = torch.zeros_like(layer.weight.data, dtype=torch.float16)
+
+
+def turned(layer):
+    layer.weight.data = layer.weight.data.t()
+
+
+@pytest.mark.parametrize("change", [zeros_in_another_dtype, turned])
+def test_a_weight_of_another_kind_is_not_served_by_the_old_copy(change):
+    layer = linear(bias=False)
+    layer.weight.data.zero_()
+    layer.weight.data[0, 1] = 1.0
+    rows = torch.randn(8, 256)
+    multiplied(layer, rows)
+    change(layer)
+    rows = rows.to(layer.weight.dtype)
+    torch.testing.assert_close(multiplied(layer, rows), layer(rows))
+
+
+# ---- weights that change
+
+
+def add_to(weight):
+    weight += weight.flip(0)
+
+
+def set_one(weight):
+    weight[5, 3] += 1.0
+
+
+def swap_rows(weight):
+    weight[[5, 6]] = weight[[6, 5]]
+
+
+def swap_columns(weight):
+    weight[:, [4, 5, 6, 7, 0, 1, 2, 3]] = weight[:, :8].clone()
+
+
+def negate_a_column(weight):
+    weight[:, 3].neg_()
+
+
+def negate_columns(weight):
+    weight[:, :8].neg_()
+
+
+def negate(weight):
+    weight.neg_()
+
+
+CHANGES = [add_to, set_one, swap_rows, swap_columns, negate_a_column, negate_columns, negate]
+
+
+@each_dtype
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_leaves_no_trace_is_seen(change, dtype, packings):
+    layer, rows = linear(bias=False).to(dtype), torch.randn(8, 256).to(dtype)
+    before, version = multiplied(layer, rows), layer.weight._version
+    change(layer.weight.data)
+    after = multiplied(layer, rows)
+    assert layer.weight._version == version and len(packings) == 2
+    torch.testing.assert_close(after, layer(rows), atol=2e-2, rtol=2e-2)
+    assert not torch.allclose(after, before, atol=2e-2, rtol=2e-2)
+
+
+def test_one_changed_matrix_makes_all_copies_of_its_model_anew(packings):
+    layers, other, rows = nn.Sequential(linear(), linear()), linear(), torch.randn(8, 256)
+    for _ in range(2):
+        multiplied(layers, rows), multiplied(other, rows)
+    assert len(packings) == 3
+    layers[0].weight.data.neg_()
+    multiplied(layers, rows), multiplied(other, rows)
+    assert len(packings) == 5
+
+
+# ---- in `generate()`
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    target = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=8192, hidden_size=128, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    config = DSparkConfig.from_target(
+        target.config, num_hidden_layers=1, block_size=7, target_layer_ids=[0, 1], mask_token_id=1, markov_rank=128
+    )
+    return target, DSparkDraftModel(config).eval()
+
+
+@pytest.fixture
+def own_pair(pair):
+    target, draft = copy.deepcopy(pair)
+    draft.policy = FullBlock()
+    return target, draft
+
+
+OF_TARGET, OF_DRAFT = 3 * 3 + 1, 3 + 1  # gate, up and down of each layer; the head, once for both, and W_2
+IDS = torch.arange(10)[None] + 5
+CALL = {"max_new_tokens": PACKING_PAYS_FROM, "do_sample": False}
+
+
+@each_dtype
+def test_a_long_call_packs_each_matrix_once_and_a_short_one_none(own_pair, packings, dtype):
+    target, draft = (model.to(dtype) for model in own_pair)
+    target.generate(IDS, assistant_model=draft, max_new_tokens=PACKING_PAYS_FROM - 1)
+    assert packings == []
+    for _ in range(2):
+        output = target.generate(IDS, assistant_model=draft, **CALL)
+        assert output.shape[1] == 10 + PACKING_PAYS_FROM
+        assert len(packings) == OF_TARGET + OF_DRAFT
+
+
+def test_outputs_are_those_of_plain_decoding_also_after_the_weights_have_changed(own_pair):
+    target, draft = own_pair
+    first = target.generate(IDS, assistant_model=draft, **CALL)
+    assert torch.equal(first, target.generate(IDS, **CALL))
+    target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
+    second = target.generate(IDS, assistant_model=draft, **CALL)
+    assert torch.equal(second, target.generate(IDS, **CALL)) and not torch.equal(second, first)
+
+
+def test_without_looking_a_changed_weight_would_be_missed(own_pair, monkeypatch):
+    target, draft = own_pair
+    first = target.generate(IDS, assistant_model=draft, **CALL)
+    monkeypatch.setattr(packed_weights._Copy, "is_current", lambda self: True)
+    target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
+    assert torch.equal(target.generate(IDS, assistant_model=draft, **CALL), first)
+    assert not torch.equal(target.generate(IDS, **CALL), first)
+
+
+def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(pair, packings):
+    target, draft = copy.deepcopy(pair)
+    draft.policy = FullBlock()
+    other = copy.deepcopy(draft)
+    target.generate(IDS, assistant_model=draft, **CALL)
+    target.generate(IDS, assistant_model=other, **CALL)
+    assert len(packings) == OF_TARGET + 2 * OF_DRAFT
+    weight = weakref.ref(target.model.layers[0].mlp.up_proj.weight)
+    del target
+    gc.collect()
+    assert set(packed_weights._kept) <= {draft, other}
+    assert weight() is None
