@@ -34,6 +34,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
+from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import using_copies
 from hf_dspark.packed_weights import packed_weights_of
 from hf_dspark.profiling import _plain_sampler, _synchronize
@@ -227,7 +228,7 @@ class StopsAt(StoppingCriteria):
 def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Tensor, num_rounds: int) -> list:
     """Return the times of the rounds that verified a whole block, but the first, which also reads the prompt."""
     draft.policy = FullBlock()
-    room = draft.config.block_size + 1
+    room = max(draft.config.block_size + 1, PACKING_PAYS_FROM)  # whole blocks, and packed weights with all sizes
     target.generate(
         ids, assistant_model=draft, max_new_tokens=2 + num_rounds + room, do_sample=False, pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([StopsAt(ids.shape[1] + 2 + num_rounds)]),

@@ -25,7 +25,7 @@ from .slot_attention import attending_by_slots, packed_pass
 from .slot_cache import SlotCache, SlotLayout
 
 # Tokens that a request may still write. Packing the weights, once until they change, takes as long as forty tokens or
-# so gain by it; seeing whether they have changed takes as long as one plain token.
+# so gain by it; seeing whether they have changed takes as long as one or two plain tokens.
 PACKING_PAYS_FROM = 16
 
 
