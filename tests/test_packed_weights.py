@@ -16,6 +16,7 @@ from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import MAX_ROWS, FewRowsLinear, large_linears, multiplying_few_rows, using_copies
 from hf_dspark.packed_weights import packed_weights_of
 
+FREE_MEMORY = packed_weights.free_memory
 PACKED_FROM = 2**16
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -193,6 +194,35 @@ def test_a_weight_of_another_kind_is_not_served_by_the_old_copy(change):
     torch.testing.assert_close(multiplied(layer, rows), layer(rows))
 
 
+@pytest.mark.parametrize(
+    ("group", "limit", "free"),
+    [
+        ("0::/own/part", {"memory.max": 1000, "memory.current": 700, "memory.stat": "inactive_file 150"}, 450),
+        ("0::/own/part", {"memory.max": 1000, "memory.current": 1200, "memory.stat": "inactive_file 0"}, 0),
+        ("0::/own/part", {"memory.max": "max", "memory.current": 700, "memory.stat": "inactive_file 150"}, 8 * 1024),
+        ("0::/", {}, 8 * 1024),
+    ],
+)
+@pytest.mark.parametrize("where", ["own/part", "own", ""])
+def test_memory_is_free_within_the_limits_of_all_groups(monkeypatch, tmp_path, group, limit, free, where):
+    for name, text in limit.items():
+        (tmp_path / where).mkdir(parents=True, exist_ok=True)
+        (tmp_path / where / name).write_text(f"{text}\n")
+    for name, text in (
+        ("MEMORY_FILE", "MemTotal:  19 kB\nMemFree:  2 kB\nMemAvailable:  8 kB\n"),
+        ("PROCESS_FILE", "Name:\tpython\nRssFile:\t0 kB\n"),
+        ("GROUPS_FILE", f"{group}\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(packed_weights, name, str(tmp_path / name))
+    monkeypatch.setattr(packed_weights, "GROUPS_FOLDER", str(tmp_path))
+    assert FREE_MEMORY() == free
+    (tmp_path / "PROCESS_FILE").write_text("RssFile:\t3 kB\n")  # mapped weights are not free
+    assert FREE_MEMORY() <= min(free, 5 * 1024)
+    (tmp_path / "MEMORY_FILE").unlink()
+    assert FREE_MEMORY() == 0
+
+
 # ---- weights that change
 
 
@@ -220,11 +250,22 @@ def negate_columns(weight):
     weight[:, :8].neg_()
 
 
+def negate_every_other_column(weight):
+    weight[:, 1::2].neg_()
+
+
+def negate_two_columns(weight):
+    weight[:, [3, 7]] = -weight[:, [3, 7]]
+
+
 def negate(weight):
     weight.neg_()
 
 
-CHANGES = [add_to, set_one, swap_rows, swap_columns, negate_a_column, negate_columns, negate]
+CHANGES = [
+    add_to, set_one, swap_rows, swap_columns, negate_a_column, negate_columns, negate_every_other_column,
+    negate_two_columns, negate,
+]  # fmt: skip
 
 
 @each_dtype

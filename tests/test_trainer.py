@@ -483,6 +483,16 @@ def test_a_cache_of_another_model_is_refused(make_trainer, make_draft, make_targ
         make_trainer(draft, target=other, feature_cache_dir=str(tmp_path / "cache"))
 
 
+def test_trainings_of_one_process_fill_a_cache_one_after_the_other(make_trainer, tmp_path):
+    first = make_trainer(max_steps=1, feature_cache_dir=str(tmp_path / "cache"))
+    first.train()
+    first.evaluate()
+    second = make_trainer(max_steps=2, feature_cache_dir=str(tmp_path / "cache"))
+    second.train()
+    second.evaluate()
+    assert first.evaluate()["eval_tau"] >= 1
+
+
 def test_computed_and_cached_states_are_the_same(make_trainer, tmp_path):
     """So that a run that was interrupted sees what one that was not would have seen."""
     trainer = make_trainer(feature_cache_dir=str(tmp_path / "cache"))

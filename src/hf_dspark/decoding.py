@@ -294,7 +294,8 @@ class DecodingLoop:
             chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
         """
         room = max((request.max_length - request.length for request in requests), default=0)
-        # Looked at once: weights that change under a running loop make its caches worthless, too.
+        if not self.requests:  # weights that change under requests make their caches worthless, too
+            self._packed = None
         if self._packed is None and room >= PACKING_PAYS_FROM:
             self._packed = packed_weights_of(self._target, self.generator.draft)
         with self._at_work():

@@ -117,6 +117,10 @@ class FeatureCache:
             self.flush()
         self._store.close()
 
+    def close(self) -> None:
+        """Close all files, and let others write under this rank. Reading and writing open them again."""
+        self._store.close()
+
     # ---- what is there
 
     def refresh(self) -> None:

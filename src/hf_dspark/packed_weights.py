@@ -18,6 +18,7 @@ from torch import nn
 from .few_rows import is_large, packed_gain
 
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to `few_rows.MAX_ROWS` well
+CHUNK_WORDS = 2**20  # of 8 bytes: what is mixed at a time
 MEMORY_SHARE = 2  # all copies take one part in so many of the memory that would be free without them, at most
 
 
@@ -29,17 +30,20 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
 def row_sums(weight: torch.Tensor) -> torch.Tensor:
     """Return a number for each row of a matrix, `[out]`, by which a change is noticed, wherever in the row it is.
 
-    The sum, modulo 2^64, of the row's bits as 64-bit words, each times a random odd factor of its own. What it misses,
-    but for chance, is a row in which nothing changes but the highest bit of an even number of words.
+    The sum, modulo 2^64, of the row's bits as 64-bit words, each times a random odd factor of its own. The upper half
+    of a word is mixed into the lower one before: an odd factor leaves the highest bit, a sign, what it is, so that an
+    even number of turned signs would go unseen.
     """
     words = weight.detach().view(torch.int64)
-    return torch.mv(words, _odd_factors(words.shape[1]))
+    factors = _odd_factors(words.shape[1])
+    chunks = words.split(max(1, CHUNK_WORDS // words.shape[1]))
+    return torch.cat([torch.mv(chunk ^ (chunk >> 32), factors) for chunk in chunks])
 
 
 @cache
 def _odd_factors(count: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu") * 2 + 1
 
 
 @dataclass
@@ -174,7 +178,8 @@ def memory_left() -> int:
     return (free_memory() + taken) // MEMORY_SHARE - taken
 
 
-MEMORY_FILE, GROUPS_FILE, GROUPS_FOLDER = "/proc/meminfo", "/proc/self/cgroup", "/sys/fs/cgroup"
+MEMORY_FILE, PROCESS_FILE = "/proc/meminfo", "/proc/self/status"
+GROUPS_FILE, GROUPS_FOLDER = "/proc/self/cgroup", "/sys/fs/cgroup"
 # Of a control group: what it may take, what it takes, and which part of that are files read once, which can be
 # dropped; of version 2, then of version 1.
 GROUP_FILES = (
@@ -186,23 +191,29 @@ GROUP_FILES = (
 def free_memory() -> int:
     """Return the bytes that this process may still take: of the machine, and of what its control groups are allowed.
 
-    0 where the system does not say so as Linux does. (psutil knows others, too; this module is part of the code that a
-    draft's repository carries, which asks for nothing that transformers does not need.)
+    Files that this process has mapped do not count as free: weights may be read from there. 0 where the system does
+    not say so as Linux does. (psutil knows others, too; this module is part of the code that a draft's repository
+    carries, which asks for nothing that transformers does not need.)
     """
     try:
-        available = next(line for line in _lines(MEMORY_FILE) if line.startswith("MemAvailable"))
+        mapped = _kilobytes(PROCESS_FILE, "RssFile")
+        free = [_kilobytes(MEMORY_FILE, "MemAvailable") - mapped]
     except (OSError, StopIteration):
         return 0
-    free = [int(available.split()[1]) * 1024]
     for folder in _control_groups():
         for limit, used, droppable in GROUP_FILES:
             try:
                 counts = dict(line.split() for line in _lines(folder / "memory.stat"))
-                taken = int(_lines(folder / used)[0]) - int(counts.get(droppable, 0))
+                taken = int(_lines(folder / used)[0]) - max(0, int(counts.get(droppable, 0)) - mapped)
                 free.append(int(_lines(folder / limit)[0]) - taken)
             except (OSError, ValueError):  # not this version, or "max": no limit
                 continue
     return max(0, min(free))
+
+
+def _kilobytes(path: str, name: str) -> int:
+    """Return an entry of one of Linux's lists of sizes, in bytes."""
+    return 1024 * int(next(line for line in _lines(path) if line.startswith(f"{name}:")).split()[1])
 
 
 def _control_groups() -> Iterator[Path]:

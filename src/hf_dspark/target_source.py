@@ -136,6 +136,12 @@ class TargetSource:
             with self._going_on():
                 self._cache.flush()
 
+    def close(self) -> None:
+        """Write what is not written yet, and let others write to the cache. Whatever comes later opens it again."""
+        self.flush()
+        if self._cache is not None:
+            self._cache.close()
+
 
 def _placed(target: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """Move the target to the device, unless it was spread or quantised: then it is where it must be."""

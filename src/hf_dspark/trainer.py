@@ -365,8 +365,12 @@ class DSparkTrainer(Trainer):
         self._eval_batches = 0
         self._metrics["eval"].reset()
         self._reported = f"{metric_key_prefix}_"
-        with torch.random.fork_rng(devices=[]):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            if not self.is_in_train:
+                self.source.close()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the batches since the last report add up to, over all processes."""
@@ -497,7 +501,7 @@ class DSparkTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.source.flush()
+            self.source.close()
 
     def run_facts(self) -> dict[str, Any]:
         """Return what a run must have in common with the one it continues."""
