@@ -18,7 +18,7 @@ from torch import nn
 from .few_rows import is_large, packed_gain
 
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to `few_rows.MAX_ROWS` well
-CHUNK_WORDS = 2**20  # of 8 bytes: what is mixed at a time
+CHUNK_WORDS = 2**18  # summed at a time: sums of 32-bit words are made of copies that are twice as wide
 MEMORY_SHARE = 2  # all copies take one part in so many of the memory that would be free without them, at most
 
 
@@ -28,16 +28,17 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def row_sums(weight: torch.Tensor) -> torch.Tensor:
-    """Return a number for each row of a matrix, `[out]`, by which a change is noticed, wherever in the row it is.
+    """Return two numbers for each row of a matrix, `[2, out]`, by which a change is noticed wherever it is.
 
-    The sum, modulo 2^64, of the row's bits as 64-bit words, each times a random odd factor of its own. The upper half
-    of a word is mixed into the lower one before: an odd factor leaves the highest bit, a sign, what it is, so that an
-    even number of turned signs would go unseen.
+    The first is the sum, modulo 2^64, of the row's bits as 64-bit words, each times a random odd factor of its own. It
+    does not see that the highest bits of an even number of words are turned: odd factors leave them what they are. The
+    second, the sum of 32-bit words, does see such signs, unless as many of them in the row turn up as turn down.
     """
-    words = weight.detach().view(torch.int64)
-    factors = _odd_factors(words.shape[1])
-    chunks = words.split(max(1, CHUNK_WORDS // words.shape[1]))
-    return torch.cat([torch.mv(chunk ^ (chunk >> 32), factors) for chunk in chunks])
+    words, halves = weight.detach().view(torch.int64), weight.detach().view(torch.int32)
+    chunks = halves.split(max(1, CHUNK_WORDS // halves.shape[1]))
+    return torch.stack(
+        [torch.mv(words, _odd_factors(words.shape[1])), torch.cat([part.sum(dim=1) for part in chunks])]
+    )
 
 
 @cache
