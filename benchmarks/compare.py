@@ -47,6 +47,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
+from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.fingerprint import fingerprint
 from hf_dspark.generate_hook import is_draft
 from hf_dspark.journal import Journal, digest
@@ -57,7 +58,6 @@ from hf_dspark.results import describe_target
 from hf_dspark.timed_decoding import TimedCall, timed_call
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
-WARM_UP_TOKENS = 16  # as many as weights are packed for
 LEAST_CALLS = 5  # of a cell, however large the batch
 QUICK = {"num_prompts": 3, "max_new_tokens": 32, "batch_sizes": [1, 4], "contexts": [0], "tasks": ["math"]}
 
@@ -238,7 +238,7 @@ def compare(
         options = {"max_new_tokens": max_new_tokens, **cell.sampling}
         if missing:
             warm_up = prompts_of(models, cell, missing[0], room)
-            compared_call(models.target, taking_part, warm_up, 0, **options | {"max_new_tokens": WARM_UP_TOKENS})
+            compared_call(models.target, taking_part, warm_up, 0, **options | {"max_new_tokens": PACKING_PAYS_FROM})
         for call in tqdm(missing, desc=cell.key, leave=False):
             prompts = prompts_of(models, cell, call, room)
             runs = compared_call(models.target, taking_part, prompts, call, **options)

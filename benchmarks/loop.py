@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_dspark import FullBlock
-from hf_dspark.decoding import DecodingLoop
+from hf_dspark.decoding import PACKING_PAYS_FROM, DecodingLoop
 from hf_dspark.few_rows import using_copies
 from hf_dspark.generate_hook import default_policy
 from hf_dspark.packed_weights import packed_weights_of
@@ -170,7 +170,7 @@ def replay(options: argparse.Namespace) -> dict:
     for name, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
         forwards, tau = Forwards(target, draft, options.context + 16), []
-        decode(target, draft, ids, "own", 0, max_new_tokens=16, pad_token_id=0, **sampling)
+        decode(target, draft, ids, "own", 0, max_new_tokens=PACKING_PAYS_FROM, pad_token_id=0, **sampling)
         for index in tqdm(range(options.repetitions), desc=name):
             numbers = accepted[index * 8 :]
             DecodingLoop._verify = replayed(numbers)

@@ -158,6 +158,24 @@ def draft(make_draft, target) -> hf_dspark.DSparkDraftModel:
     return make_draft(target)
 
 
+@pytest.fixture(scope="module")
+def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
+    """A target and a draft whose MLPs and heads are large enough for the other ways to multiply; whole blocks."""
+    torch.manual_seed(0)
+    target = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=8192, hidden_size=128, intermediate_size=8192, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    config = hf_dspark.DSparkConfig.from_target(
+        target.config, num_hidden_layers=1, block_size=7, target_layer_ids=[0, 1], mask_token_id=1, markov_rank=128
+    )
+    draft = hf_dspark.DSparkDraftModel(config).eval()
+    draft.policy = hf_dspark.FullBlock()
+    return target, draft
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, check_target, few_rows, packed_weights
+from hf_dspark import check_target, few_rows, packed_weights
 from hf_dspark.few_rows import (
     AMD,
     GAINS,
@@ -229,28 +228,11 @@ def test_a_compiled_layer_keeps_to_linear():
         assert torch.equal(compiled(rows), F.linear(rows, layer.weight, layer.bias))
 
 
-@pytest.fixture(scope="module")
-def pair():
-    torch.manual_seed(0)
-    target = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=8192, hidden_size=128, intermediate_size=8192, num_hidden_layers=3, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-        )
-    ).eval()  # fmt: skip
-    config = DSparkConfig.from_target(
-        target.config, num_hidden_layers=1, block_size=7, target_layer_ids=[0, 1], mask_token_id=1, markov_rank=128
-    )
-    draft = DSparkDraftModel(config).eval()
-    draft.policy = FullBlock()
-    return target, draft
-
-
 @pytest.mark.parametrize("transformers_loop", [False, True])
 def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(
-    pair, products, monkeypatch, transformers_loop
+    wide_pair, products, monkeypatch, transformers_loop
 ):
-    target, draft = pair
+    target, draft = wide_pair
     monkeypatch.setattr(draft, "use_transformers_loop", transformers_loop)
     ids = torch.arange(10)[None] + 5
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
@@ -262,14 +244,14 @@ def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(
     assert not any("forward" in vars(module) for module in target.modules())
 
 
-def test_checking_a_target_runs_the_passes_that_decoding_runs(pair, products):
-    check_target(pair[0])
+def test_checking_a_target_runs_the_passes_that_decoding_runs(wide_pair, products):
+    check_target(wide_pair[0])
     assert len(products) == 3 * (3 * 3 + 1)  # three packed passes; single rows are multiplied as by plain decoding
 
 
-def test_sampling_stays_the_same_with_either_product(pair, monkeypatch):
+def test_sampling_stays_the_same_with_either_product(wide_pair, monkeypatch):
     """The coins are the same, and the laws but for rounding: so are the tokens, round for round."""
-    target, draft = pair
+    target, draft = wide_pair
     ids = torch.arange(10)[None] + 5
     outputs = []
     for most in (MAX_ROWS, 0):

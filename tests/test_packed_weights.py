@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, few_rows, packed_weights
+from hf_dspark import few_rows, packed_weights
 from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import MAX_ROWS, FewRowsLinear, large_linears, multiplying_few_rows, using_copies
 from hf_dspark.packed_weights import packed_weights_of
@@ -293,26 +292,9 @@ def test_one_changed_matrix_makes_all_copies_of_its_model_anew(packings):
 # ---- in `generate()`
 
 
-@pytest.fixture(scope="module")
-def pair():
-    torch.manual_seed(0)
-    target = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=8192, hidden_size=128, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-        )
-    ).eval()  # fmt: skip
-    config = DSparkConfig.from_target(
-        target.config, num_hidden_layers=1, block_size=7, target_layer_ids=[0, 1], mask_token_id=1, markov_rank=128
-    )
-    return target, DSparkDraftModel(config).eval()
-
-
 @pytest.fixture
-def own_pair(pair):
-    target, draft = copy.deepcopy(pair)
-    draft.policy = FullBlock()
-    return target, draft
+def own_pair(wide_pair):
+    return copy.deepcopy(wide_pair)
 
 
 OF_TARGET, OF_DRAFT = 3 * 3 + 1, 3 + 1  # gate, up and down of each layer; the head, once for both, and W_2
@@ -349,9 +331,8 @@ def test_without_looking_a_changed_weight_would_be_missed(own_pair, monkeypatch)
     assert not torch.equal(target.generate(IDS, **CALL), first)
 
 
-def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(pair, packings):
-    target, draft = copy.deepcopy(pair)
-    draft.policy = FullBlock()
+def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(wide_pair, packings):
+    target, draft = copy.deepcopy(wide_pair)
     other = copy.deepcopy(draft)
     target.generate(IDS, assistant_model=draft, **CALL)
     target.generate(IDS, assistant_model=other, **CALL)

@@ -12,13 +12,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidate_generator import RoundStatistics
+from .decoding import PACKING_PAYS_FROM
 from .draft_model import DraftModel
 from .evaluation_metrics import PlainTurn, TurnRecord, TurnRounds
 from .journal import Journal, digest
 from .prompts import Prompt, next_turn, token_ids
 from .timed_decoding import TimedCall, effective_config, timed_call
 
-NEW_TOKENS_TO_WARM_UP = 16  # as many as weights are packed for
+NEW_TOKENS_TO_WARM_UP = PACKING_PAYS_FROM  # so that weights are packed before anything is timed
 PROMPT_TOKENS_TO_WARM_UP = 16
 
 

@@ -115,7 +115,7 @@ class FeatureCache:
     ) -> None:
         if not is_disk_full(error):  # flushing again would only hide the first error
             self.flush()
-        self._store.close()
+        self.close()
 
     def close(self) -> None:
         """Close all files, and let others write under this rank. Reading and writing open them again."""

@@ -78,7 +78,7 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}  # by the weight's id
+        self._copies: dict[int, _Copy] = {}  # by the id of the weight, which a copy keeps: nobody else gets the id
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +104,7 @@ class PackedWeights:
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the copy of a matrix; `None` if it is none of this model's, gains nothing by it, or has no room."""
         copy = self._copies.get(id(weight))
-        if copy is None or copy.weight is not weight:
+        if copy is None:
             return None
         if copy.packed is None and not copy.refused:
             with _packing:
@@ -149,8 +149,9 @@ def packed_weights_of(*models: nn.Module) -> JoinedCopies:
         models (`nn.Module`): Whose layers will multiply.
     """
     with _packing:
-        if not torch.backends.mkldnn.enabled or memory_left() < 0:
-            for part in list(_kept.values()):
+        with_copies = [part for part in list(_kept.values()) if part.num_bytes]
+        if with_copies and (not torch.backends.mkldnn.enabled or memory_left() < 0):
+            for part in with_copies:
                 part.clear()
         parts = tuple(_kept.setdefault(model, PackedWeights()) for model in models)
         for model, part in zip(models, parts, strict=True):
