@@ -112,6 +112,18 @@ def test_copies_take_half_of_what_is_free(packings, monkeypatch):
     assert len(packings) == 3  # there is more room now
 
 
+def test_copies_that_fill_their_share_stay_while_free_memory_goes_up_and_down(packings, monkeypatch):
+    layers, rows = nn.Sequential(linear(), linear()), torch.randn(8, 256)
+    size = layers[0].weight.nbytes
+    for free in (4, 1.8, 1.2, 0.7, 1.6):  # the copies take 2
+        monkeypatch.setattr(packed_weights, "free_memory", lambda free=free: int(free * size))
+        multiplied(layers, rows)
+        assert len(packings) == 2
+    monkeypatch.setattr(packed_weights, "free_memory", lambda: int(0.6 * size))
+    multiplied(layers, rows)
+    assert [packed_weights._kept[layers].num_bytes, len(packings)] == [0, 2]
+
+
 def test_copies_go_when_memory_gets_short_or_onednn_is_switched_off(monkeypatch):
     layer, rows = linear(), torch.randn(8, 256)
     for name, value in (("free_memory", lambda: 0), ("enabled", False)):

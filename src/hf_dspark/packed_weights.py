@@ -20,6 +20,9 @@ from .few_rows import is_large, packed_gain
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to `few_rows.MAX_ROWS` well
 CHUNK_WORDS = 2**19  # of 64 bits, multiplied at a time: 4 MiB, which stay in a cache
 MEMORY_SHARE = 2  # all copies take one part in so many of the memory that would be free without them, at most
+# They are dropped when less than one part in so many is left of it. What is free changes all the time: if copies that
+# fill their share were dropped as soon as they exceed it, a large model would be packed anew in most calls.
+LEAST_LEFT = 4
 
 
 def packed_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -155,7 +158,7 @@ def packed_weights_of(*models: nn.Module) -> JoinedCopies:
     """
     with _packing:
         with_copies = [part for part in list(_kept.values()) if part.num_bytes]
-        if with_copies and (not torch.backends.mkldnn.enabled or memory_left() < 0):
+        if with_copies and (not torch.backends.mkldnn.enabled or memory_is_short()):
             for part in with_copies:
                 part.clear()
         parts = tuple(_kept.setdefault(model, PackedWeights()) for model in models)
@@ -180,9 +183,19 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
 
 
 def memory_left() -> int:
-    """Return the bytes that more copies may take; negative if there are too many."""
-    taken = sum(part.num_bytes for part in list(_kept.values()))
+    """Return the bytes that more copies may take; negative if there are more than would be made now."""
+    taken = _bytes_of_copies()
     return (free_memory() + taken) // MEMORY_SHARE - taken
+
+
+def memory_is_short() -> bool:
+    """Tell whether the copies leave so little memory that they should go."""
+    free = free_memory()
+    return free < (free + _bytes_of_copies()) // LEAST_LEFT
+
+
+def _bytes_of_copies() -> int:
+    return sum(part.num_bytes for part in list(_kept.values()))
 
 
 MEMORY_FILE, PROCESS_FILE = "/proc/meminfo", "/proc/self/status"
