@@ -6,6 +6,9 @@ python benchmarks/loop.py replay --geometry qwen3-1.7b --output benchmarks/resul
 python benchmarks/loop.py context --output benchmarks/results/loop_context.json
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 
+`batch` schedules by the step times that this machine remembers: `hf-dspark profile` the pair before, with as many
+requests as the largest batch (`--batch_sizes 1 2 4 8 16 32 64`). So does `speed.py`.
+
 Loop efficiency is the achieved speed-up over the one that the forward passes alone allow,
 tau * T_target(1) / (T_draft + T_target(1 + l)), times without prefill.
 """
