@@ -118,7 +118,7 @@ def test_copies_that_fill_their_share_stay_while_free_memory_goes_up_and_down(pa
     for free in (4, 1.8, 1.2, 0.7, 1.6):  # the copies take 2
         monkeypatch.setattr(packed_weights, "free_memory", lambda free=free: int(free * size))
         multiplied(layers, rows)
-        assert len(packings) == 2
+        assert [packed_weights._kept[layers].num_bytes, len(packings)] == [2 * size, 2]
     monkeypatch.setattr(packed_weights, "free_memory", lambda: int(0.6 * size))
     multiplied(layers, rows)
     assert [packed_weights._kept[layers].num_bytes, len(packings)] == [0, 2]
@@ -273,9 +273,13 @@ def negate(weight):
     weight.neg_()
 
 
+def negate_two_of_one_row(weight):
+    weight[5, [3, 7]] = -weight[5, [3, 7]]
+
+
 CHANGES = [
     add_to, set_one, swap_rows, swap_columns, negate_a_column, negate_columns, negate_every_other_column,
-    negate_two_columns, negate,
+    negate_two_columns, negate, negate_two_of_one_row,
 ]  # fmt: skip
 
 
@@ -289,6 +293,16 @@ def test_a_change_that_leaves_no_trace_is_seen(change, dtype, packings):
     assert layer.weight._version == version and len(packings) == 2
     torch.testing.assert_close(after, layer(rows), atol=2e-2, rtol=2e-2)
     assert not torch.allclose(after, before, atol=2e-2, rtol=2e-2)
+
+
+@each_dtype
+@pytest.mark.parametrize("same_sign", [True, False])
+def test_signs_that_turn_in_two_words_of_a_row_never_vanish(dtype, same_sign):
+    rows = torch.rand(2000, 16).to(dtype) + 0.5  # without a zero, whose sign would change little
+    rows[:, 3] *= 1 if same_sign else -1
+    turned = rows.clone()
+    turned[:, [3, 7]] *= -1
+    assert (packed_weights.row_sums(turned) != packed_weights.row_sums(rows)).all()
 
 
 def test_one_changed_matrix_makes_all_copies_of_its_model_anew(packings):

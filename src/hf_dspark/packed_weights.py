@@ -18,7 +18,7 @@ from torch import nn
 from .few_rows import is_large, packed_gain
 
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to `few_rows.MAX_ROWS` well
-CHUNK_WORDS = 2**19  # of 64 bits, multiplied at a time: 4 MiB, which stay in a cache
+CHUNK_WORDS = 2**18  # of 64 bits, at a time: 2 MiB, which stay in a cache
 MEMORY_SHARE = 2  # all copies take one part in so many of the memory that would be free without them, at most
 # They are dropped when less than one part in so many is left of it. What is free changes all the time: if copies that
 # fill their share were dropped as soon as they exceed it, a large model would be packed anew in most calls.
@@ -33,19 +33,19 @@ def packed_weight(weight: torch.Tensor) -> torch.Tensor:
 def row_sums(weight: torch.Tensor) -> torch.Tensor:
     """Return a number for each row of a matrix, `[out]`, by which a change is noticed wherever it is.
 
-    It is the sum of the row's bits as 64-bit words, each times a random odd factor of its own modulo 2^64, the lowest
-    16 bits of each product left out. An odd factor leaves a word's highest bit what it is: in the sum modulo 2^64 two
-    signs that turn would vanish. In this one, which has room above them, they vanish only if as many of the products
-    in the row turn up as turn down, which the random factors of the other rows make unlikely for several rows.
+    It is the sum modulo 2^64 of the row's bits as 64-bit words, each times a random odd factor of its own. Before, the
+    upper half of a word is mixed into the lower one: signs that turn in two words would vanish without that, as times
+    an odd factor the highest bit stays what it is, and twice 2^63 is nothing. A single word is taken for no other one
+    but its complement, in which each bit is another; changes of several words make up for each other with a chance of
+    2^-32 or less.
     """
     words = weight.detach().view(torch.int64)
     factors, sums = _odd_factors(words.shape[1]), words.new_empty(len(words))
     rows_at_a_time = max(1, CHUNK_WORDS // words.shape[1])
-    products = words.new_empty(min(rows_at_a_time, len(words)), words.shape[1])  # once: new memory would cost more
+    mixed = words.new_empty(min(rows_at_a_time, len(words)), words.shape[1])  # once: new memory would cost more
     for part, part_sums in zip(words.split(rows_at_a_time), sums.split(rows_at_a_time), strict=True):
-        torch.mul(part, factors, out=products[: len(part)])
-        products[: len(part)].bitwise_right_shift_(16)
-        torch.sum(products[: len(part)], dim=1, out=part_sums)
+        terms = torch.bitwise_right_shift(part, 32, out=mixed[: len(part)]).bitwise_xor_(part).mul_(factors)
+        torch.sum(terms, dim=1, out=part_sums)
     return sums
 
 
