@@ -1,11 +1,12 @@
-"""What a product of few rows costs on this CPU: as PyTorch does it, by oneDNN, and by oneDNN with packed weights.
+"""What a product of few rows costs on this CPU: by PyTorch, by oneDNN, with packed weights, and by int8 copies.
 
 python benchmarks/few_rows.py --output benchmarks/results/few_rows.json
 
 PyTorch multiplies float32 by MKL, and bfloat16 by oneDNN with weights as they are. Interleaved; shapes that the
-shipped pair, a Qwen3-0.6B and a 1.7B have, and an LM head. hf_dspark asks oneDNN for `few_rows.MAX_ROWS` rows at most,
-and by kind of CPU from the sizes on that `few_rows.GAINS` and `few_rows.PACKED_GAINS` say. What packing takes, and
-seeing whether a matrix has changed since, is measured as well. Five minutes.
+shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. hf_dspark asks oneDNN for `few_rows.MAX_ROWS` rows at most,
+and by kind of CPU from the sizes on that `few_rows.GAINS` and `few_rows.PACKED_GAINS` say; `few_rows.INT8_GAINS` is
+for the rough products that name candidates. What copies take to be made, and seeing whether a matrix has changed
+since, is measured as well. Eight minutes.
 """
 
 import argparse
@@ -23,16 +24,17 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from hf_dspark.few_rows import MAX_ROWS, onednn_linear
+from hf_dspark.int8_copy import Int8Copy
 from hf_dspark.packed_weights import packed_weight, row_sums
 from hf_dspark.provenance import provenance
 
 SHAPES = [
     (256, 256), (832, 256), (256, 832), (1024, 1024), (3072, 1024), (1024, 3072), (6144, 2048), (2048, 6144),
-    (151936, 1024),
+    (32768, 1024), (151936, 1024),
 ]  # fmt: skip
 NUM_ROWS = [1, 2, 3, 4, 8, 16, 32, MAX_ROWS, 2 * MAX_ROWS]
 DTYPES = [torch.float32, torch.bfloat16]
-WAYS = ["torch", "onednn", "packed"]
+WAYS = ["torch", "onednn", "packed", "int8"]
 CACHE_BYTES = 2**29  # more than any holds
 WARM_UP = 2
 
@@ -44,6 +46,7 @@ class Matrices:
         count = max(1, CACHE_BYTES // (dtype.itemsize * shape[0] * shape[1]))
         self.plain = [torch.randn(shape).to(dtype) for _ in range(count)]
         self.packed = [packed_weight(weight) for weight in self.plain]
+        self.int8 = [Int8Copy(weight) for weight in self.plain]
         self._turns = itertools.cycle(range(count))
 
     def product(self, way: str, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -51,11 +54,14 @@ class Matrices:
         turn = next(self._turns)
         if way == "torch":
             return partial(F.linear, rows, self.plain[turn])
+        if way == "int8":
+            return partial(self.int8[turn].rough_product, rows)
         return partial(onednn_linear, rows, (self.packed if way == "packed" else self.plain)[turn])
 
     def work(self, name: str) -> Callable[[], torch.Tensor]:
         """Return what packs the next matrix, or sees whether it has changed."""
-        return partial({"pack": packed_weight, "look": row_sums}[name], self.plain[next(self._turns)])
+        ways = {"pack": packed_weight, "to_int8": Int8Copy, "look": row_sums}
+        return partial(ways[name], self.plain[next(self._turns)])
 
 
 @torch.no_grad()
@@ -77,10 +83,13 @@ def medians(measured: dict[str, Callable[[], Callable[[], Any]]], repetitions: i
 
 
 def measure(matrices: Matrices, rows: torch.Tensor, repetitions: int) -> dict[str, float]:
-    """Return what the product takes in each way, and that of oneDNN as parts of PyTorch's."""
+    """Return what the product takes in each way, oneDNN's as parts of PyTorch's, and the rough one's of the packed."""
     times = medians({way: partial(matrices.product, way, rows) for way in WAYS}, repetitions)
-    ratios = {"ratio": times["onednn_ms"] / times["torch_ms"], "packed_ratio": times["packed_ms"] / times["torch_ms"]}
-    return times | ratios
+    return times | {
+        "ratio": times["onednn_ms"] / times["torch_ms"],
+        "packed_ratio": times["packed_ms"] / times["torch_ms"],
+        "int8_ratio": times["int8_ms"] / times["packed_ms"],
+    }
 
 
 def main() -> None:
@@ -97,18 +106,20 @@ def main() -> None:
         for num_rows in NUM_ROWS:
             times = measure(matrices, torch.randn(num_rows, inputs).to(dtype), options.repetitions)
             cells.append(of | {"rows": num_rows} | times)
-        packing.append(of | medians({name: partial(matrices.work, name) for name in ("pack", "look")}, 5))
+        packing.append(of | medians({name: partial(matrices.work, name) for name in ("pack", "to_int8", "look")}, 5))
     if options.output:
         result = {"provenance": provenance(), "cells": cells, "packing": packing}
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print("dtype    outputs x inputs   rows   torch, ms   oneDNN, ms   packed, ms   ratio   packed")
+    print("dtype    outputs x inputs   rows   torch, ms   oneDNN, ms   packed, ms   int8, ms   ratio   packed   int8")
     for cell in cells:
         name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
-        times = f"{cell['torch_ms']:>11.2f} {cell['onednn_ms']:>12.2f} {cell['packed_ms']:>12.2f}"
-        print(f"{name} {cell['rows']:>5} {times} {cell['ratio']:>7.2f} {cell['packed_ratio']:>8.2f}")
+        by_onednn = f"{cell['onednn_ms']:>12.2f} {cell['packed_ms']:>12.2f} {cell['int8_ms']:>10.2f}"
+        ratios = f"{cell['ratio']:>7.2f} {cell['packed_ratio']:>8.2f} {cell['int8_ratio']:>6.2f}"
+        print(f"{name} {cell['rows']:>5} {cell['torch_ms']:>11.2f} {by_onednn} {ratios}")
     for cell in packing:
         name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
-        print(f"{name} packed in {cell['pack_ms']:.2f} ms, looked at in {cell['look_ms']:.2f} ms")
+        work = f"packed in {cell['pack_ms']:.2f} ms, rounded to int8 in {cell['to_int8_ms']:.2f} ms"
+        print(f"{name} {work}, looked at in {cell['look_ms']:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ MODELS = {
     "draft_model",
     "few_rows",
     "fingerprint",
+    "int8_copy",
     "int8_outliers",
     "modeling_dspark",
     "modeling_eagle3",

@@ -341,9 +341,10 @@ def test_loss_of_tau_is_zero_when_all_tokens_are_candidates_and_not_when_one_is(
     assert (
         losses["greedy"]["candidates"]["1"]["looked_up"] == 0 < losses["greedy"]["candidates"][str(size)]["looked_up"]
     )
-    assert losses["greedy"]["candidates"][str(size)]["loss"] == 0
-    assert losses["sampled"]["candidates"]["1"]["loss"] != 0
-    assert draft.config.draft_top_k is None
+    for choice in ("", "int8_"):
+        assert losses["greedy"]["candidates"][str(size)][f"{choice}loss"] == 0
+        assert losses["sampled"]["candidates"]["1"][f"{choice}loss"] != 0
+    assert draft.config.draft_top_k is None and "rough_logits" not in vars(draft)
 
 
 def test_round_times_of_whole_blocks_have_the_form_that_figure_4_reads(make_target, make_draft):

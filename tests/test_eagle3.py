@@ -481,6 +481,19 @@ def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, tur
     watch.check(target, draft)
 
 
+@torch.no_grad()
+def test_rough_logits_name_the_candidates_and_say_nothing_of_their_law(target, monkeypatch):
+    draft, tokens = make_eagle3(target, draft_top_k=5), torch.randint(0, 48, (1, 4))
+    features, committed = torch.randn(1, 6, 2 * draft.config.hidden_size), torch.randint(0, 48, (6,))
+    blocks = []
+    for rough in (lambda hidden: None, lambda hidden: 7.0 * draft.base_logits(hidden) - 3.0):
+        monkeypatch.setattr(draft, "rough_logits", rough)
+        blocks.append(
+            draft.draft_block(committed[-1:], features, SlotCache(), ForcedSampler(tokens), committed_ids=committed)
+        )
+    close(blocks[1].law.dense(48).probs, blocks[0].law.dense(48).probs, atol=1e-6)
+
+
 # ---- losslessness
 
 

@@ -242,6 +242,41 @@ def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
     assert total_variation(output_law(target, draft, PrefixScheduler(cost), processors), truth) < ROUNDING
 
 
+def naming_the_worst(draft, monkeypatch):
+    """Let the worst of guesses name the candidates: the law that they are drawn from must be known all the same."""
+    monkeypatch.setattr(draft, "rough_logits", lambda hidden: -draft.base_logits(hidden))
+
+
+def law_of_drafts(target, draft, path=(0, 0)):
+    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+        target(PROMPT[:, :-1])
+        features = capture.take(draft.device, draft.dtype)
+    sampler = EnumeratingSampler(path, LogitsProcessorList())
+    return draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler).law.dense(VOCAB).probs[0].double()
+
+
+@pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
+    make_target, head, processors, monkeypatch
+):
+    target, draft = make_pair(make_target, draft_top_k=2, markov_head_type=head)
+    processors = LogitsProcessorList(processors)
+    of_the_best = law_of_drafts(target, draft)
+    naming_the_worst(draft, monkeypatch)
+    assert ((law_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
+    law = output_law(target, draft, FullBlock(), processors)
+    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) < ROUNDING
+
+
+def test_enumeration_catches_the_law_of_other_candidates(make_target, monkeypatch):
+    target, draft = make_pair(make_target, draft_top_k=2)
+    processors, of_the_best = LogitsProcessorList(), law_of_drafts(target, draft)
+    naming_the_worst(draft, monkeypatch)
+    law = output_law(target, draft, FullBlock(), processors, claimed_law=lambda block: of_the_best)
+    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) > 0.01
+
+
 def test_enumeration_catches_a_test_against_the_wrong_draft_law(make_target):
     target, draft = make_pair(make_target, draft_top_k=2)
     processors = LogitsProcessorList()

@@ -12,7 +12,15 @@ from torch import nn
 
 from hf_dspark import few_rows, packed_weights
 from hf_dspark.decoding import PACKING_PAYS_FROM
-from hf_dspark.few_rows import MAX_ROWS, FewRowsLinear, large_linears, multiplying_few_rows, using_copies
+from hf_dspark.few_rows import (
+    MAX_ROWS,
+    FewRowsLinear,
+    large_linears,
+    multiplying_few_rows,
+    rough_product,
+    using_copies,
+)
+from hf_dspark.int8_copy import Int8Copy
 from hf_dspark.packed_weights import packed_weights_of
 
 FREE_MEMORY = packed_weights.free_memory
@@ -37,6 +45,7 @@ each_dtype = pytest.mark.parametrize(
 def same_on_every_machine(monkeypatch):
     for module in (few_rows, packed_weights):
         monkeypatch.setattr(module, "packed_gain", dict.fromkeys(DTYPES, PACKED_FROM).get)
+    monkeypatch.setattr(packed_weights, "int8_gain", lambda dtype: None)
     monkeypatch.setattr(few_rows, "_gain", lambda dtype: None)
     monkeypatch.setattr(packed_weights, "free_memory", lambda: 2**30)
     monkeypatch.setattr(packed_weights, "_kept", weakref.WeakKeyDictionary())
@@ -351,7 +360,7 @@ def test_outputs_are_those_of_plain_decoding_also_after_the_weights_have_changed
 def test_without_looking_a_changed_weight_would_be_missed(own_pair, monkeypatch):
     target, draft = own_pair
     first = target.generate(IDS, assistant_model=draft, **CALL)
-    monkeypatch.setattr(packed_weights._Copy, "is_current", lambda self: True)
+    monkeypatch.setattr(packed_weights._Matrix, "is_current", lambda self: True)
     target.lm_head.weight.data.copy_(target.lm_head.weight.data.flip(0))
     assert torch.equal(target.generate(IDS, assistant_model=draft, **CALL), first)
     assert not torch.equal(target.generate(IDS, **CALL), first)
@@ -368,3 +377,105 @@ def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(wide_pair,
     gc.collect()
     assert set(packed_weights._kept) <= {draft, other}
     assert weight() is None
+
+
+# ---- int8 copies
+
+
+@pytest.fixture
+def int8_gains(monkeypatch):
+    """Every matrix that can be packed may have an int8 copy, too; the shapes of those that got one."""
+    made = []
+
+    class Recorded(Int8Copy):
+        def __init__(self, weight):
+            made.append(tuple(weight.shape))
+            super().__init__(weight)
+
+    monkeypatch.setattr(packed_weights, "int8_gain", dict.fromkeys(DTYPES, PACKED_FROM).get)
+    monkeypatch.setattr(packed_weights, "Int8Copy", Recorded)
+    return made
+
+
+@torch.no_grad()
+def test_an_int8_copy_is_made_once_beside_the_packed_one_and_counts(int8_gains, packings):
+    layer, rows = linear(bias=False), torch.randn(8, 256)
+    for _ in range(2):
+        copies = packed_weights_of(layer)
+        with using_copies(copies):
+            rough_product(layer, rows)
+            FewRowsLinear.forward(layer, rows)
+    assert int8_gains == packings == [(256, 256)]
+    assert copies.parts[0].num_bytes == 256 * 256 * (4 + 1)
+
+
+@torch.no_grad()
+def test_an_int8_copy_is_of_the_weights_as_they_are_now(int8_gains):
+    layer, rows = linear(bias=False), torch.randn(8, 256)
+    for _ in range(2):
+        with using_copies(packed_weights_of(layer)):
+            best = rough_product(layer, rows).argmax(dim=-1)
+        assert torch.equal(best, layer(rows).argmax(dim=-1))
+        layer.weight.data.neg_()
+    assert len(int8_gains) == 2
+
+
+@torch.no_grad()
+def test_there_is_no_int8_copy_without_gain_memory_or_copies_at_all(int8_gains, monkeypatch):
+    layer, rows = linear(bias=False), torch.randn(8, 256)
+    assert rough_product(layer, rows) is None
+    with using_copies(packed_weights_of(linear(300, bias=False))):
+        assert rough_product(layer, rows) is None  # another model's
+    with monkeypatch.context() as without_memory, using_copies(packed_weights_of(layer)):
+        without_memory.setattr(packed_weights, "free_memory", lambda: 0)
+        assert rough_product(layer, rows) is None
+    assert int8_gains == []
+    with using_copies(packed_weights_of(layer)):  # there is memory again
+        assert rough_product(layer, rows) is not None
+    for least in (None, 256 * 256 + 1):
+        monkeypatch.setattr(packed_weights, "int8_gain", lambda dtype, least=least: least)
+        with using_copies(packed_weights_of(layer)):
+            assert rough_product(layer, rows) is None
+
+
+@torch.no_grad()
+def test_a_layer_that_does_more_than_multiply_has_no_rough_product(int8_gains, monkeypatch):
+    rows = torch.randn(8, 256)
+
+    class Adapted(nn.Linear):
+        pass
+
+    hooked, patched = linear(bias=False), linear(bias=False)
+    hooked.register_forward_hook(lambda module, inputs, output: output * 2)
+    patched.forward = lambda rows: rows + 1
+    for layer in (linear(bias=True), Adapted(256, 256, bias=False), hooked, patched):
+        with multiplying_few_rows(large_linears(layer)), using_copies(packed_weights_of(layer)):
+            assert rough_product(layer, rows) is None
+    layer = linear(bias=False)
+    with multiplying_few_rows([layer]), using_copies(packed_weights_of(layer)):
+        assert rough_product(layer, rows) is not None
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert rough_product(layer, rows) is None
+
+
+@torch.no_grad()
+def test_where_pytorch_cannot_there_is_none(int8_gains, monkeypatch):
+    def cannot(*arguments):
+        raise RuntimeError("could not create a primitive")
+
+    monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", cannot)
+    layer = linear(bias=False)
+    with using_copies(packed_weights_of(layer)):
+        assert rough_product(layer, torch.randn(8, 256)) is None
+
+
+@each_dtype
+def test_drafting_among_candidates_chooses_them_by_an_int8_copy_of_the_head(own_pair, int8_gains, dtype):
+    target, draft = (model.to(dtype) for model in own_pair)
+    plain = target.generate(IDS, **CALL)
+    for top_k, shapes in ((None, []), (8192 // 32, []), (32, [(8192, 128)])):  # too many candidates: no gain
+        draft.config.draft_top_k = top_k
+        drafted = target.generate(IDS, assistant_model=draft, **CALL)
+        assert int8_gains == shapes
+        if dtype == torch.float32:  # a random target's best tokens are too near to each other for bfloat16
+            assert torch.equal(drafted, plain)

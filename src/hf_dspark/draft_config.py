@@ -71,7 +71,8 @@ class DraftConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
         draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated law is then the draft
-            law, so the output stays exact.
+            law, so the output stays exact. On CPUs where that is faster, a rough int8 copy of a large LM head names
+            the candidates, which then get the head's own logits.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:

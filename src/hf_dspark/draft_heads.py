@@ -4,11 +4,10 @@ Knows nothing of the backbone that makes h_k, or of sampling.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .configuration_dspark import DSparkConfig
-from .few_rows import FewRowsLinear
+from .few_rows import FewRowsLinear, products_with_rows
 
 
 class MarkovProjection(FewRowsLinear):
@@ -43,7 +42,7 @@ class VanillaMarkovHead(nn.Module):
         """Return the bias `[..., V]` of r-vectors `[..., r]`, or `[..., n]` for candidates `[..., n]`."""
         if candidate_ids is None:
             return self.markov_w2(transitions)
-        return (F.embedding(candidate_ids, self.markov_w2.weight) @ transitions[..., None])[..., 0]
+        return products_with_rows(self.markov_w2.weight, candidate_ids, transitions)
 
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the r-vectors `[..., γ, r]` along W_1 of given previous tokens, `[..., γ, r]`."""

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .int8_copy import Int8Copy
+
 MAX_ROWS = 128  # with more, all ways take the same time
 
 
@@ -47,6 +49,11 @@ GAINS = {
 PACKED_GAINS = {
     (AMD, "AVX512", torch.float32): 2**16,
     (AMD, "AVX512", torch.bfloat16): 2**16,
+}
+# From how many entries on a rough product with an int8 copy is worth what follows it.
+INT8_GAINS = {
+    (AMD, "AVX512", torch.float32): 2**24,
+    (AMD, "AVX512", torch.bfloat16): 2**24,
 }
 
 
@@ -86,6 +93,21 @@ def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
+def products_with_rows(weight: torch.Tensor, ids: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Multiply vectors with some rows of a matrix, others for each of them.
+
+    Args:
+        weight (`torch.Tensor` of shape `[out, in]`): On any device.
+        ids (`torch.LongTensor` of shape `[..., n]`): Rows.
+        vectors (`torch.Tensor` of shape `[..., in]`).
+
+    Returns:
+        `torch.Tensor` of shape `[..., n]`.
+    """
+    # A matrix product of one column takes twice as long in bfloat16 on a CPU, most of it before it begins.
+    return (F.embedding(ids, weight) * vectors[..., None, :]).sum(dim=-1)
+
+
 class FewRowsLinear(nn.Linear):
     """A linear layer that is mostly shown a few rows, as the layers of a draft are."""
 
@@ -94,10 +116,13 @@ class FewRowsLinear(nn.Linear):
 
 
 class Copies(Protocol):
-    """Packed copies of matrices."""
+    """Copies of matrices."""
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy of a matrix; `None` if there is none."""
+        """Return the packed copy of a matrix; `None` if there is none."""
+
+    def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
+        """Return the int8 copy of a matrix; `None` if there is none."""
 
 
 _copies_in_use: ContextVar[Copies | None] = ContextVar("hf_dspark_copies_in_use")
@@ -150,6 +175,34 @@ def multiplying_few_rows(linears: Sequence[nn.Linear]) -> Iterator[None]:
             vars(linear).pop("forward", None)
 
 
+def rough_product(linear: nn.Module, input: torch.Tensor) -> torch.Tensor | None:
+    """Multiply roughly by an int8 copy of a layer's matrix, if that is faster, and all that the layer does.
+
+    Args:
+        linear (`nn.Module`): Any layer.
+        input (`torch.Tensor` of shape `[..., in]`).
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`, *optional*: As [`Int8Copy.rough_product`] does; `None` without a copy.
+    """
+    copies, possible = _copies_in_use.get(None), torch.backends.mkldnn.enabled and not torch.compiler.is_compiling()
+    if copies is None or not possible or input.device.type != "cpu" or not _only_multiplies(linear):
+        return None
+    copy = copies.int8_of(linear.weight)
+    return None if copy is None else copy.rough_product(input)
+
+
+def _only_multiplies(module: nn.Module) -> bool:
+    """Tell whether a layer is a product with its weight and nothing else, whatever others have hung on it."""
+    forward = vars(module).get("forward", module.forward if type(module) in (nn.Linear, FewRowsLinear) else None)
+    return (
+        getattr(forward, "__func__", None) in (nn.Linear.forward, FewRowsLinear.forward)
+        and module.bias is None
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
+
+
 @contextmanager
 def using_copies(copies: Copies | None) -> Iterator[None]:
     """While entered, [`few_rows_linear`] multiplies by these copies where it can; by none of an outer call.
@@ -175,6 +228,13 @@ def packed_gain(dtype: torch.dtype) -> int | None:
     """Return the entries from which on a packed copy is the faster one; `None` where it never is, or nobody knows."""
     has_packing = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return PACKED_GAINS.get((*_cpu(), dtype)) if _has_both() and has_packing else None
+
+
+@functools.cache
+def int8_gain(dtype: torch.dtype) -> int | None:
+    """Return the entries from which on an int8 copy gains; `None` where it never does, or nobody knows."""
+    has_operators = all(hasattr(torch.ops.onednn, name) for name in ("qlinear_prepack", "qlinear_pointwise"))
+    return INT8_GAINS.get((*_cpu(), dtype)) if _has_both() and has_operators else None
 
 
 def _has_both() -> bool:

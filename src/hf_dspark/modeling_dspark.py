@@ -6,7 +6,7 @@ Knows nothing of `generate()`, policies or losses.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -362,6 +362,10 @@ class DSparkDraftModel(DraftModel):
             return super().base_logits(block_hidden)
         return self.scaled_logits(self.lm_head(block_hidden))
 
+    def draft_head(self) -> nn.Module:
+        """Return the LM head behind U_k, the draft's own if its vocabulary is pruned."""
+        return super().draft_head() if self.config.draft_vocab_size is None else self.lm_head
+
     def block_layout(
         self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> BlockLayout:
@@ -423,8 +427,11 @@ class DSparkDraftModel(DraftModel):
         DSpark Eq. 3-7.
         """
         hidden = self.read_block(anchor_ids, features, cache, num_features)
-        base_logits = self.base_logits(self.predicting(hidden))
-        return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
+        predicting, anchor_ids = self.predicting(hidden), anchor_ids.to(self.device)
+        rough_logits = None if self.config.draft_top_k is None else self.rough_logits(predicting)
+        if rough_logits is None:
+            return self.sample_block(hidden, self.base_logits(predicting), anchor_ids, sampler)
+        return self.sample_block(hidden, rough_logits, anchor_ids, sampler, self.candidate_logits)
 
     @torch.no_grad()
     def read_block(
@@ -461,7 +468,12 @@ class DSparkDraftModel(DraftModel):
         return hidden
 
     def sample_block(
-        self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler
+        self,
+        hidden: torch.Tensor,
+        base_logits: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        sampler: Sampler,
+        candidate_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> DraftBlock:
         """Run the sequential stage: draw x_k from softmax(U_k + B_k), left to right.
 
@@ -470,6 +482,8 @@ class DSparkDraftModel(DraftModel):
             base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ.
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
             sampler ([`Sampler`]): Draws each token.
+            candidate_logits (`Callable`, *optional*): Where `base_logits` are rough: what gives those of candidates
+                `[B, n]` from h_k `[B, d]`.
 
         Returns:
             [`DraftBlock`]
@@ -493,7 +507,10 @@ class DSparkDraftModel(DraftModel):
                 slot_candidates = best[:, slot]
                 if successors is not None:
                     slot_candidates = with_successors(slot_candidates, successors(previous))
-                slot_scores = slot_scores.gather(-1, slot_candidates)
+                if candidate_logits is None:
+                    slot_scores = slot_scores.gather(-1, slot_candidates)
+                else:
+                    slot_scores = candidate_logits(slot_hidden, slot_candidates)
             if self.markov_head is not None:
                 embedding = self.markov_head.markov_w1(previous)
                 transition, state = self.markov_head.transition(embedding, slot_hidden, state)

@@ -197,12 +197,20 @@ class Eagle3DraftModel(DraftModel):
             if slot > 0:
                 layout = SlotLayout(tuple(end + slot - 1 for end in ends), (1,) * len(ends))
                 hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
-            scores, candidate_ids = self.base_logits(self.norm(hidden)), None
-            if self.config.draft_top_k is not None:
-                scores, candidate_ids = largest(scores, self.config.draft_top_k)
+            scores, candidate_ids = self._scores(self.norm(hidden))
             tokens[:, slot], law = sampler(scores.float(), candidate_ids, tokens[:, :slot])
             laws.append(law)
         return DraftBlock(tokens, None if laws[0] is None else TokenLaw.stack(laws), None)
+
+    def _scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits of all tokens and `None`, or those of candidates, `[B, n]`, and their ids."""
+        if self.config.draft_top_k is None:
+            return self.base_logits(hidden), None
+        rough_logits = self.rough_logits(hidden)
+        if rough_logits is None:
+            return largest(self.base_logits(hidden), self.config.draft_top_k)
+        candidate_ids = largest(rough_logits, self.config.draft_top_k)[1]
+        return self.candidate_logits(hidden, candidate_ids), candidate_ids
 
     @torch.no_grad()
     def read_block(

@@ -1,21 +1,23 @@
 """Copies of weights in the layout in which oneDNN multiplies few rows fastest, and the memory that they may take.
 
-A copy costs as much memory as its matrix, and packing it as much time as some ten products save. So copies are kept
-from call to call, as long as their model lives, and before each call all weights are read to see whether they have
-changed. Knows nothing of generation.
+A copy costs as much memory as its matrix, one in int8 a byte per entry, and packing it as much time as some ten
+products save. So copies are kept from call to call, as long as their model lives, and before each call all weights are
+read to see whether they have changed. Knows nothing of generation.
 """
 
 import threading
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from .few_rows import is_large, packed_gain
+from .few_rows import int8_gain, is_large, packed_gain
+from .int8_copy import Int8Copy
 
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to `few_rows.MAX_ROWS` well
 CHUNK_WORDS = 2**18  # of 64 bits, at a time: 2 MiB, which stay in a cache
@@ -56,24 +58,58 @@ def _odd_factors(count: int) -> torch.Tensor:
 
 
 @dataclass
-class _Copy:
-    """A matrix, its packed copy once there is one, and what the matrix held then."""
+class _Matrix:
+    """A matrix, the copies of it, and what it was when they were made.
+
+    Attributes:
+        weight (`nn.Parameter`): The matrix.
+        copies (`dict`): By kind; `None` where there was no memory.
+        num_bytes (`int`): What they take.
+        kind, row_sums: Its dtype and shape, and what it held, when the first was made.
+    """
 
     weight: nn.Parameter
-    packed: torch.Tensor | None = None
+    copies: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+    kind: tuple[torch.dtype, torch.Size] | None = None
     row_sums: torch.Tensor | None = None
-    refused: bool = False
 
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self.packed is None else self.weight.nbytes
+    def packed(self) -> torch.Tensor | None:
+        """Return its copy in oneDNN's layout, made now if there is none."""
+        if "packed" not in self.copies:
+            self._copy("packed", self.weight.nbytes, packed_weight)
+        return self.copies.get("packed")
+
+    def int8(self) -> Int8Copy | None:
+        """Return its copy in 8 bits, made now if there is none."""
+        if "int8" not in self.copies:
+            self._copy("int8", self.weight.numel(), Int8Copy)
+        return self.copies.get("int8")
+
+    def _copy(self, name: str, num_bytes: int, make: Callable[[torch.Tensor], Any]) -> None:
+        with _packing:
+            if name in self.copies:  # by another thread
+                return
+            made = None
+            try:
+                if num_bytes <= memory_left():
+                    if self.row_sums is None:
+                        self.kind, self.row_sums = (self.weight.dtype, self.weight.shape), row_sums(self.weight)
+                    made = make(self.weight)
+                    self.num_bytes += num_bytes
+            except RuntimeError:  # out of memory: it can be multiplied as it is
+                pass
+            self.copies[name] = made
+
+    def try_again(self) -> None:
+        """Forget what there was no memory for."""
+        self.copies = {name: copy for name, copy in self.copies.items() if copy is not None}
 
     def is_current(self) -> bool:
         """Tell whether the matrix is what it was."""
-        if self.packed is None:
+        if self.row_sums is None:
             return True
-        same_kind = _can_be_packed(self.weight) and self.weight.dtype == self.packed.dtype
-        if not same_kind or self.weight.shape != self.packed.shape:
+        if not _can_be_packed(self.weight) or (self.weight.dtype, self.weight.shape) != self.kind:
             return False
         return torch.equal(row_sums(self.weight), self.row_sums)
 
@@ -86,12 +122,12 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}  # by the id of the weight, which a copy keeps: nobody else gets the id
+        self._matrices: dict[int, _Matrix] = {}  # by the id of the weight, which is kept: nobody else gets the id
 
     @property
     def num_bytes(self) -> int:
         """What the copies take."""
-        return sum(copy.num_bytes for copy in list(self._copies.values()))
+        return sum(matrix.num_bytes for matrix in list(self._matrices.values()))
 
     def refresh(self, model: nn.Module) -> None:
         """Drop all copies if any of the matrices has changed; know those that the model has now.
@@ -102,37 +138,27 @@ class PackedWeights:
             model (`nn.Module`): Whose copies these are.
         """
         weights = {id(weight): weight for weight in model.parameters() if _can_be_packed(weight)}
-        kept = {key: copy for key, copy in self._copies.items() if weights.get(key) is copy.weight}
+        kept = {key: matrix for key, matrix in self._matrices.items() if weights.get(key) is matrix.weight}
         # One that has changed makes others suspicious: those that permute neurons, for example, permute several.
-        if len(kept) < len(self._copies) or not all(copy.is_current() for copy in kept.values()):
+        if len(kept) < len(self._matrices) or not all(matrix.is_current() for matrix in kept.values()):
             kept = {}
-        new = {key: _Copy(weight) for key, weight in weights.items() if key not in kept or kept[key].refused}
-        self._copies = kept | new
+        for matrix in kept.values():
+            matrix.try_again()
+        self._matrices = kept | {key: _Matrix(weight) for key, weight in weights.items() if key not in kept}
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy of a matrix; `None` if it is none of this model's, gains nothing by it, or has no room."""
-        copy = self._copies.get(id(weight))
-        if copy is None:
-            return None
-        if copy.packed is None and not copy.refused:
-            with _packing:
-                self._pack(copy)
-        return copy.packed
+        """Return the packed copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
+        matrix = self._matrices.get(id(weight))
+        return None if matrix is None else matrix.packed()
 
-    def _pack(self, copy: _Copy) -> None:
-        if copy.packed is not None:  # by another thread
-            return
-        try:
-            copy.refused = copy.weight.nbytes > memory_left()
-            if not copy.refused:
-                sums = row_sums(copy.weight)
-                copy.packed, copy.row_sums = packed_weight(copy.weight), sums
-        except RuntimeError:  # out of memory: it can be multiplied as it is
-            copy.refused = True
+    def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
+        """Return the int8 copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
+        matrix, least = self._matrices.get(id(weight)), int8_gain(weight.dtype)
+        return None if matrix is None or least is None or weight.numel() < least else matrix.int8()
 
     def clear(self) -> None:
         """Drop all copies."""
-        self._copies = {}
+        self._matrices = {}
 
 
 _packing = threading.RLock()
@@ -146,8 +172,12 @@ class JoinedCopies:
     parts: tuple[PackedWeights, ...]
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy of a matrix of any of them; `None` if there is none."""
+        """Return the packed copy of a matrix of any of them; `None` if there is none."""
         return next((packed for part in self.parts if (packed := part.of(weight)) is not None), None)
+
+    def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
+        """Return the int8 copy of a matrix of any of them; `None` if there is none."""
+        return next((copy for part in self.parts if (copy := part.int8_of(weight)) is not None), None)
 
 
 def packed_weights_of(*models: nn.Module) -> JoinedCopies:
