@@ -8,7 +8,7 @@ import torch
 import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from test_lossless import ROUNDING, TargetLaw, extend, output_law, total_variation
+from test_lossless import ROUNDING, TargetLaw, extend, law_of_drafts, output_law, total_variation
 from test_modeling import ForcedSampler, close, layout_of
 from transformers import (
     AutoConfig,
@@ -481,27 +481,23 @@ def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, tur
     watch.check(target, draft)
 
 
-@torch.no_grad()
-def test_rough_logits_name_the_candidates_and_say_nothing_of_their_law(target, monkeypatch):
-    draft, tokens = make_eagle3(target, draft_top_k=5), torch.randint(0, 48, (1, 4))
-    features, committed = torch.randn(1, 6, 2 * draft.config.hidden_size), torch.randint(0, 48, (6,))
-    blocks = []
-    for rough in (lambda hidden: None, lambda hidden: 7.0 * draft.base_logits(hidden) - 3.0):
-        monkeypatch.setattr(draft, "rough_logits", rough)
-        blocks.append(
-            draft.draft_block(committed[-1:], features, SlotCache(), ForcedSampler(tokens), committed_ids=committed)
-        )
-    close(blocks[1].law.dense(48).probs, blocks[0].law.dense(48).probs, atol=1e-6)
-
-
 # ---- losslessness
 
 
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(2)]], ids=["none", "top_k"])
-@pytest.mark.parametrize("overrides", [{}, {"draft_top_k": 2}], ids=str)
-def test_round_leaves_the_target_law_unchanged(make_target, overrides, processors):
+@pytest.mark.parametrize(
+    ("overrides", "named_by"),
+    [({}, 0.0), ({"draft_top_k": 2}, 0.0), ({"draft_top_k": 2}, 1.0), ({"draft_top_k": 2}, -1.0)],
+    ids=["full", "draft_top_k", "rough", "naming_the_worst"],
+)
+def test_round_leaves_the_target_law_unchanged(make_target, monkeypatch, overrides, named_by, processors):
     target = make_target(vocab_size=3, pad_token_id=None)
     draft = make_eagle3(target, block_size=3, **overrides)
+    of_the_best = law_of_drafts(target, draft, (0, 0, 0))
+    if named_by:
+        monkeypatch.setattr(draft, "rough_logits", lambda hidden: named_by * draft.base_logits(hidden))
+    same_candidates = (law_of_drafts(target, draft, (0, 0, 0)) > 0) == (of_the_best > 0)
+    assert bool(same_candidates.all()) == (named_by >= 0.0)
     processors = LogitsProcessorList(processors)
     truth = extend(TargetLaw(target, processors), {(): 1.0}, 4)
     assert total_variation(output_law(target, draft, FullBlock(), processors), truth) < ROUNDING

@@ -12,16 +12,20 @@ from hf_dspark import check_target, few_rows, packed_weights
 from hf_dspark.few_rows import (
     AMD,
     GAINS,
+    INT8_GAINS,
     INTEL,
     MAX_ROWS,
+    PACKED_GAINS,
     FewRowsLinear,
     apply_to_few_rows,
     few_rows_linear,
     large_linears,
     multiplying_few_rows,
 )
+from hf_dspark.int8_copy import can_multiply
 
 GAIN_UNCACHED, PACKED_GAIN_UNCACHED = few_rows._gain.__wrapped__, few_rows.packed_gain.__wrapped__
+INT8_GAIN_UNCACHED = few_rows.int8_gain.__wrapped__
 pytestmark = pytest.mark.skipif(not few_rows._has_both(), reason="PyTorch knows one way")
 
 
@@ -119,7 +123,26 @@ def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch, maker, is_known):
     monkeypatch.setattr(few_rows, "_cpu", lambda: (maker, "AVX512"))
     assert (GAIN_UNCACHED(torch.float32) is not None) == is_known
     assert (PACKED_GAIN_UNCACHED(torch.bfloat16) is not None) == is_known
-    assert GAIN_UNCACHED(torch.float16) is None and PACKED_GAIN_UNCACHED(torch.float16) is None
+    assert (INT8_GAIN_UNCACHED(torch.bfloat16) is not None) == (is_known and can_multiply())
+    for gain in (GAIN_UNCACHED, PACKED_GAIN_UNCACHED, INT8_GAIN_UNCACHED):
+        assert gain(torch.float16) is None
+    monkeypatch.setattr(few_rows, "can_multiply", lambda: False)
+    assert INT8_GAIN_UNCACHED(torch.bfloat16) is None
+
+
+def test_int8_copies_are_kept_only_where_packed_ones_are():
+    for kind, least in INT8_GAINS.items():
+        assert least >= PACKED_GAINS[kind]
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 5, 3)], ids=str)
+def test_products_with_some_rows_are_those_of_the_whole_matrix(monkeypatch, shape):
+    weight, vectors = torch.randn(40, 16), torch.randn(*shape[:-1], 16)
+    ids = torch.randint(0, 40, shape)
+    expected = (vectors @ weight.T).gather(-1, ids)
+    for entries in (few_rows.GATHERED_AT_A_TIME, 2 * 3 * 16, 1):  # at once, two by two, one by one
+        monkeypatch.setattr(few_rows, "GATHERED_AT_A_TIME", entries)
+        torch.testing.assert_close(few_rows.products_with_rows(weight, ids, vectors), expected)
 
 
 def test_gradients_small_matrices_other_dtypes_and_autocast_do_not(products, monkeypatch):

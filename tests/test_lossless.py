@@ -252,7 +252,8 @@ def law_of_drafts(target, draft, path=(0, 0)):
         target(PROMPT[:, :-1])
         features = capture.take(draft.device, draft.dtype)
     sampler = EnumeratingSampler(path, LogitsProcessorList())
-    return draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler).law.dense(VOCAB).probs[0].double()
+    block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+    return block.law.dense(VOCAB).probs[0].double()
 
 
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)

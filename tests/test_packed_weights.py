@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_dspark import few_rows, packed_weights
+from hf_dspark import FullBlock, draft_model, few_rows, packed_weights
 from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import (
     MAX_ROWS,
@@ -20,7 +20,7 @@ from hf_dspark.few_rows import (
     rough_product,
     using_copies,
 )
-from hf_dspark.int8_copy import Int8Copy
+from hf_dspark.int8_copy import Int8Copy, can_multiply
 from hf_dspark.packed_weights import packed_weights_of
 
 FREE_MEMORY = packed_weights.free_memory
@@ -385,6 +385,8 @@ def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(wide_pair,
 @pytest.fixture
 def int8_gains(monkeypatch):
     """Every matrix that can be packed may have an int8 copy, too; the shapes of those that got one."""
+    if not can_multiply():
+        pytest.skip("PyTorch or this CPU cannot multiply by int8 copies")
     made = []
 
     class Recorded(Int8Copy):
@@ -459,23 +461,54 @@ def test_a_layer_that_does_more_than_multiply_has_no_rough_product(int8_gains, m
 
 
 @torch.no_grad()
-def test_where_pytorch_cannot_there_is_none(int8_gains, monkeypatch):
-    def cannot(*arguments):
-        raise RuntimeError("could not create a primitive")
+def test_making_an_int8_copy_needs_room_for_two(int8_gains, monkeypatch):
+    layer, rows = linear(bias=False), torch.randn(8, 256)
+    for free, fits in ((4 * 256 * 256 - 2, False), (4 * 256 * 256, True)):
+        monkeypatch.setattr(packed_weights, "free_memory", lambda free=free: free)
+        with using_copies(packed_weights_of(layer)):
+            assert (rough_product(layer, rows) is not None) == fits
 
-    monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", cannot)
-    layer = linear(bias=False)
+
+@torch.no_grad()
+def test_a_compiled_draft_asks_for_no_rough_product(int8_gains):
+    layer, rows = linear(bias=False), torch.randn(8, 256)
+
+    def product(rows):
+        rough = rough_product(layer, rows)
+        return layer(rows) if rough is None else rough
+
     with using_copies(packed_weights_of(layer)):
-        assert rough_product(layer, torch.randn(8, 256)) is None
+        assert torch.equal(torch.compile(product, backend="eager", fullgraph=True)(rows), layer(rows))
+    assert int8_gains == []
 
 
 @each_dtype
 def test_drafting_among_candidates_chooses_them_by_an_int8_copy_of_the_head(own_pair, int8_gains, dtype):
     target, draft = (model.to(dtype) for model in own_pair)
     plain = target.generate(IDS, **CALL)
-    for top_k, shapes in ((None, []), (8192 // 32, []), (32, [(8192, 128)])):  # too many candidates: no gain
+    for top_k, shapes in ((None, []), (8192 // 64, []), (32, [(8192, 128)])):  # too many candidates: no gain
         draft.config.draft_top_k = top_k
         drafted = target.generate(IDS, assistant_model=draft, **CALL)
         assert int8_gains == shapes
         if dtype == torch.float32:  # a random target's best tokens are too near to each other for bfloat16
             assert torch.equal(drafted, plain)
+
+
+def test_whom_an_int8_copy_names_is_accepted_as_whom_the_head_names(pair, int8_gains, monkeypatch):
+    """Outputs would be right with any candidates; that these are the right ones, acceptance tells."""
+    target, draft = copy.deepcopy(pair)
+    draft.config.draft_top_k, draft.policy = 4, FullBlock()
+    for module in (few_rows, packed_weights):
+        monkeypatch.setattr(module, "packed_gain", lambda dtype: 1)
+    monkeypatch.setattr(draft_model, "TOKENS_PER_CANDIDATE", 1)
+
+    def accepted(int8_gain):
+        monkeypatch.setattr(packed_weights, "int8_gain", lambda dtype: int8_gain)
+        target.generate(IDS % draft.config.vocab_size, assistant_model=draft, max_new_tokens=48, do_sample=False)
+        return sum(draft.last_stats.accepted) / draft.last_stats.rounds
+
+    by_the_head = accepted(None)
+    assert accepted(1) == by_the_head > 1 and len(int8_gains) == 1
+    of_other_tokens = Int8Copy(target.lm_head.weight.flip(0))
+    monkeypatch.setattr(draft, "rough_logits", of_other_tokens.rough_product)
+    assert accepted(None) < by_the_head / 2

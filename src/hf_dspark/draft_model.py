@@ -38,8 +38,8 @@ from .policies import Policy, RoundOutcome
 from .sampling import DraftBlock, Sampler
 from .slot_cache import SlotCache
 
-# With fewer, reading the candidates' rows one by one takes the time that rough logits save.
-TOKENS_PER_CANDIDATE = 64
+# With fewer, picking out the candidates' rows of the head takes the time that rough logits save.
+TOKENS_PER_CANDIDATE = 128
 
 
 @dataclass
@@ -278,7 +278,7 @@ class DraftModel(PreTrainedModel):
         return self._require_target().lm_head
 
     def rough_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return what tells the tokens with the largest base logits, in less time than base logits take.
+        """Return what tells the `draft_top_k` tokens with the largest base logits, in less time than those take.
 
         Whom they miss, the draft does not propose: that decides speed alone, as its law is what it draws from.
 
@@ -286,12 +286,14 @@ class DraftModel(PreTrainedModel):
             hidden (`torch.Tensor` of shape `[..., d]`): As for [`~DraftModel.base_logits`].
 
         Returns:
-            `torch.Tensor` of shape `[..., V]`, *optional*: Comparable within a row. `None` where they save nothing.
+            `torch.Tensor` of shape `[..., V]`, *optional*: Comparable within a row. `None` where they save nothing,
+            and without `draft_top_k`.
         """
-        head = self.draft_head()
-        num_tokens = getattr(head, "out_features", 0)  # heads of other classes are not asked for rough products
-        few_candidates = self.config.draft_top_k * TOKENS_PER_CANDIDATE <= num_tokens
-        return rough_product(head, hidden) if few_candidates else None
+        head, count = self.draft_head(), self.config.draft_top_k
+        # Heads of other classes, which may have no such attribute, have no rough product.
+        if count is None or count * TOKENS_PER_CANDIDATE > getattr(head, "out_features", 0):
+            return None
+        return rough_product(head, hidden)
 
     def candidate_logits(self, hidden: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
         """Return the base logits of some candidates alone, where [`~DraftModel.rough_logits`] has chosen them.

@@ -3,9 +3,9 @@
 A verification pass shows all weights of the target to as many tokens as are verified, and a draft its own to a block.
 MKL, which multiplies float32 for PyTorch on x86, has no fast way for so few rows, least of all on CPUs that are not
 Intel's; oneDNN, which comes with PyTorch as well, has one. It is faster still on weights in a layout of its own, into
-which it brings those of bfloat16 anew with each product: `packed_weights` keeps copies in it. `benchmarks/few_rows.py`
-measures all of it on this machine. Other devices and dtypes are left alone. Knows nothing of generation, caches or
-attention, or of who keeps copies.
+which it brings those of bfloat16 anew with each product: `packed_weights` keeps copies in it, and int8 copies for
+products that need not be right. `benchmarks/few_rows.py` measures all of it on this machine. Other devices and dtypes
+are left alone. Knows nothing of generation, caches or attention, or of who keeps copies.
 """
 
 import functools
@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .int8_copy import Int8Copy
+from .int8_copy import Int8Copy, can_multiply
 
 MAX_ROWS = 128  # with more, all ways take the same time
+GATHERED_AT_A_TIME = 2**19  # entries of rows that are picked out, which stay in a cache: new memory would cost more
 
 
 class Gain(NamedTuple):
@@ -50,10 +51,11 @@ PACKED_GAINS = {
     (AMD, "AVX512", torch.float32): 2**16,
     (AMD, "AVX512", torch.bfloat16): 2**16,
 }
-# From how many entries on a rough product with an int8 copy is worth what follows it.
+# From how many entries on a rough product with an int8 copy saves more than picking out some rows afterwards costs.
+# Copies are kept with the packed ones: only where those are. Without VNNI, sums of 16 bits would overflow.
 INT8_GAINS = {
-    (AMD, "AVX512", torch.float32): 2**24,
-    (AMD, "AVX512", torch.bfloat16): 2**24,
+    (AMD, "AVX512", torch.float32): 2**25,
+    (AMD, "AVX512", torch.bfloat16): 2**27,
 }
 
 
@@ -104,6 +106,10 @@ def products_with_rows(weight: torch.Tensor, ids: torch.Tensor, vectors: torch.T
     Returns:
         `torch.Tensor` of shape `[..., n]`.
     """
+    size = max(1, GATHERED_AT_A_TIME // (ids.shape[-1] * weight.shape[1]))
+    if weight.device.type == "cpu" and ids.shape[:-1].numel() > size:
+        parts = zip(ids.flatten(0, -2).split(size), vectors.flatten(0, -2).split(size), strict=True)
+        return torch.cat([products_with_rows(weight, *part) for part in parts]).view(ids.shape)
     # A matrix product of one column takes twice as long in bfloat16 on a CPU, most of it before it begins.
     return (F.embedding(ids, weight) * vectors[..., None, :]).sum(dim=-1)
 
@@ -185,8 +191,10 @@ def rough_product(linear: nn.Module, input: torch.Tensor) -> torch.Tensor | None
     Returns:
         `torch.Tensor` of shape `[..., out]`, *optional*: As [`Int8Copy.rough_product`] does; `None` without a copy.
     """
-    copies, possible = _copies_in_use.get(None), torch.backends.mkldnn.enabled and not torch.compiler.is_compiling()
-    if copies is None or not possible or input.device.type != "cpu" or not _only_multiplies(linear):
+    if torch.compiler.is_compiling() or not torch.backends.mkldnn.enabled or input.device.type != "cpu":
+        return None
+    copies = _copies_in_use.get(None)
+    if copies is None or not _only_multiplies(linear):
         return None
     copy = copies.int8_of(linear.weight)
     return None if copy is None else copy.rough_product(input)
@@ -233,8 +241,7 @@ def packed_gain(dtype: torch.dtype) -> int | None:
 @functools.cache
 def int8_gain(dtype: torch.dtype) -> int | None:
     """Return the entries from which on an int8 copy gains; `None` where it never does, or nobody knows."""
-    has_operators = all(hasattr(torch.ops.onednn, name) for name in ("qlinear_prepack", "qlinear_pointwise"))
-    return INT8_GAINS.get((*_cpu(), dtype)) if _has_both() and has_operators else None
+    return INT8_GAINS.get((*_cpu(), dtype)) if _has_both() and can_multiply() else None
 
 
 def _has_both() -> bool:

@@ -1,36 +1,40 @@
-"""Products with an int8 copy of a matrix: rough ones, in half the time that reading a bfloat16 matrix takes.
+"""Products with an int8 copy of a matrix: rough ones, in less time than reading the matrix takes.
 
 Good enough to tell the largest entries of a long result from the others, which then can be computed from the matrix
 itself. Knows nothing of heads and candidates, or of who keeps copies.
 """
 
+from functools import cache
+
 import torch
 
-ROWS_AT_A_TIME = 4096  # in float32 while they are rounded
+ENTRIES_AT_A_TIME = 2**18  # in float32 while they are rounded: 1 MiB, which stays in a cache
 LEVELS = 127  # on each side of zero
 UNSIGNED_ZERO = 128
 MADE_FOR = 8  # rows that oneDNN chooses the layout for; it serves any number
 
 
 class Int8Copy:
-    """A matrix in 8 bits and oneDNN's layout, with a scale for each of its rows.
+    """A matrix in 8 bits and oneDNN's layout, with a scale for each of its rows. Made in twice the memory it keeps.
 
     Args:
         weight (`torch.Tensor` of shape `[out, in]`): On the CPU.
-
-    Raises:
-        RuntimeError: If this PyTorch cannot multiply so, or memory is short.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        parts = weight.detach().split(ROWS_AT_A_TIME)
-        self._scales = torch.cat([_scales(part)[:, 0] for part in parts])
-        rounded = torch.cat([(part.float() / _scales(part)).round_().to(torch.int8) for part in parts])
+        weight = weight.detach()
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        self._scales = torch.empty(len(weight))
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
+        size = max(1, ENTRIES_AT_A_TIME // weight.shape[1])
+        for part, part_rounded, part_scales in zip(
+            weight.split(size), rounded.split(size), self._scales.split(size), strict=True
+        ):
+            wide = part.float()
+            scales = _scales(wide)
+            part_scales.copy_(scales[:, 0])
+            part_rounded.copy_((wide / scales).round_())
         self._packed = torch.ops.onednn.qlinear_prepack(rounded, [MADE_FOR, weight.shape[1]])
-        self.rough_product(
-            weight.new_zeros(1, weight.shape[1])
-        )  # operators without public names: better now than later
 
     def rough_product(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply with each row's own factor left out, so that results compare within a row only.
@@ -41,8 +45,8 @@ class Int8Copy:
             input (`torch.Tensor` of shape `[..., in]`): On the CPU, in a float type.
 
         Returns:
-            `torch.Tensor` of shape `[..., out]`, in bfloat16: an hundredth off, at times more, where a few entries
-            of the input are much larger than all others.
+            `torch.Tensor` of shape `[..., out]`, in bfloat16: a hundredth off, at times more, where a few entries of
+            the input are much larger than all others.
         """
         wide = input.float()
         levels = (wide / _scales(wide) + UNSIGNED_ZERO).round_().to(torch.uint8)
@@ -52,6 +56,15 @@ class Int8Copy:
         )  # fmt: skip
 
 
+@cache
+def can_multiply() -> bool:
+    """Tell whether this PyTorch has the operators, which have no public names, and takes these arguments."""
+    try:
+        return Int8Copy(torch.ones(64, 64)).rough_product(torch.ones(1, 64)).isfinite().all().item()
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
 def _scales(rows: torch.Tensor) -> torch.Tensor:
     """Return what one level of each row is worth, `[..., 1]` in float32; no zero, as rows may be nothing but zeros."""
-    return (rows.abs().amax(dim=-1, keepdim=True).float() / LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+    return (rows.abs().amax(dim=-1, keepdim=True) / LEVELS).clamp_min(torch.finfo(torch.float32).tiny)

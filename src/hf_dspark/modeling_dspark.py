@@ -428,7 +428,7 @@ class DSparkDraftModel(DraftModel):
         """
         hidden = self.read_block(anchor_ids, features, cache, num_features)
         predicting, anchor_ids = self.predicting(hidden), anchor_ids.to(self.device)
-        rough_logits = None if self.config.draft_top_k is None else self.rough_logits(predicting)
+        rough_logits = self.rough_logits(predicting)
         if rough_logits is None:
             return self.sample_block(hidden, self.base_logits(predicting), anchor_ids, sampler)
         return self.sample_block(hidden, rough_logits, anchor_ids, sampler, self.candidate_logits)
@@ -479,17 +479,19 @@ class DSparkDraftModel(DraftModel):
 
         Args:
             hidden (`torch.Tensor` of shape `[B, slots, d]`): h.
-            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ.
+            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ, or, with
+                `candidate_logits`, what is like them enough to choose candidates by.
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
             sampler ([`Sampler`]): Draws each token.
-            candidate_logits (`Callable`, *optional*): Where `base_logits` are rough: what gives those of candidates
-                `[B, n]` from h_k `[B, d]`.
+            candidate_logits (`Callable`, *optional*): What gives U_k of candidates `[B, n]` from h_k `[B, d]`; only
+                with `draft_top_k`.
 
         Returns:
             [`DraftBlock`]
 
         DSpark Eq. 4.
         """
+        assert candidate_logits is None or self.config.draft_top_k is not None, "rough logits are no law"
         best, successors = None, None
         if self.config.draft_top_k is not None:  # no full-vocabulary work behind these lines
             best, successors = largest(base_logits, self.config.draft_top_k)[1], self._successors()

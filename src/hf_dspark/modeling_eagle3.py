@@ -204,12 +204,12 @@ class Eagle3DraftModel(DraftModel):
 
     def _scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits of all tokens and `None`, or those of candidates, `[B, n]`, and their ids."""
-        if self.config.draft_top_k is None:
+        count, rough_logits = self.config.draft_top_k, self.rough_logits(hidden)
+        if count is None:
             return self.base_logits(hidden), None
-        rough_logits = self.rough_logits(hidden)
         if rough_logits is None:
-            return largest(self.base_logits(hidden), self.config.draft_top_k)
-        candidate_ids = largest(rough_logits, self.config.draft_top_k)[1]
+            return largest(self.base_logits(hidden), count)
+        candidate_ids = largest(rough_logits, count)[1]
         return self.candidate_logits(hidden, candidate_ids), candidate_ids
 
     @torch.no_grad()

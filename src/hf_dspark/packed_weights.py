@@ -1,8 +1,9 @@
 """Copies of weights in the layout in which oneDNN multiplies few rows fastest, and the memory that they may take.
 
-A copy costs as much memory as its matrix, one in int8 a byte per entry, and packing it as much time as some ten
-products save. So copies are kept from call to call, as long as their model lives, and before each call all weights are
-read to see whether they have changed. Knows nothing of generation.
+A copy costs as much memory as its matrix, and packing it as much time as some ten products save. Copies in 8 bits, for
+rough products, are kept beside them: a byte per entry, and the time that a hundred products save, or a few dozen in
+float32. So copies are kept from call to call, as long as their model lives, and before each call all weights are read
+to see whether they have changed. Knows nothing of generation.
 """
 
 import threading
@@ -63,38 +64,38 @@ class _Matrix:
 
     Attributes:
         weight (`nn.Parameter`): The matrix.
-        copies (`dict`): By kind; `None` where there was no memory.
+        copies (`dict`): "packed" and "int8", as far as they were asked for; `None` where there was no memory.
         num_bytes (`int`): What they take.
-        kind, row_sums: Its dtype and shape, and what it held, when the first was made.
+        form, row_sums: Its dtype and shape, and what it held, when the first was made.
     """
 
     weight: nn.Parameter
     copies: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
-    kind: tuple[torch.dtype, torch.Size] | None = None
+    form: tuple[torch.dtype, torch.Size] | None = None
     row_sums: torch.Tensor | None = None
 
     def packed(self) -> torch.Tensor | None:
         """Return its copy in oneDNN's layout, made now if there is none."""
         if "packed" not in self.copies:
-            self._copy("packed", self.weight.nbytes, packed_weight)
+            self._copy("packed", packed_weight, self.weight.nbytes, self.weight.nbytes)
         return self.copies.get("packed")
 
     def int8(self) -> Int8Copy | None:
         """Return its copy in 8 bits, made now if there is none."""
         if "int8" not in self.copies:
-            self._copy("int8", self.weight.numel(), Int8Copy)
+            self._copy("int8", Int8Copy, self.weight.numel(), 2 * self.weight.numel())
         return self.copies.get("int8")
 
-    def _copy(self, name: str, num_bytes: int, make: Callable[[torch.Tensor], Any]) -> None:
+    def _copy(self, name: str, make: Callable[[torch.Tensor], Any], num_bytes: int, num_bytes_at_work: int) -> None:
         with _packing:
             if name in self.copies:  # by another thread
                 return
             made = None
             try:
-                if num_bytes <= memory_left():
-                    if self.row_sums is None:
-                        self.kind, self.row_sums = (self.weight.dtype, self.weight.shape), row_sums(self.weight)
+                if num_bytes_at_work <= memory_left():
+                    if self.num_bytes == 0:
+                        self.form, self.row_sums = (self.weight.dtype, self.weight.shape), row_sums(self.weight)
                     made = make(self.weight)
                     self.num_bytes += num_bytes
             except RuntimeError:  # out of memory: it can be multiplied as it is
@@ -107,15 +108,15 @@ class _Matrix:
 
     def is_current(self) -> bool:
         """Tell whether the matrix is what it was."""
-        if self.row_sums is None:
+        if self.num_bytes == 0:
             return True
-        if not _can_be_packed(self.weight) or (self.weight.dtype, self.weight.shape) != self.kind:
+        if not _can_be_packed(self.weight) or (self.weight.dtype, self.weight.shape) != self.form:
             return False
         return torch.equal(row_sums(self.weight), self.row_sums)
 
 
 class PackedWeights:
-    """Packed copies of a model's matrices, made when they are first asked for.
+    """Copies of a model's matrices, packed and in 8 bits, made when they are first asked for.
 
     Weights may change between two calls, also in ways that leave no trace (`weight.data += ...`, as adapters are
     merged): [`~PackedWeights.refresh`] looks at all that they hold.
@@ -181,7 +182,7 @@ class JoinedCopies:
 
 
 def packed_weights_of(*models: nn.Module) -> JoinedCopies:
-    """Return the packed copies of some models' weights as they are now; they are kept as long as the models live.
+    """Return the copies of some models' weights as they are now; they are kept as long as the models live.
 
     Args:
         models (`nn.Module`): Whose layers will multiply.
