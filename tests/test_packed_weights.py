@@ -20,7 +20,7 @@ from hf_dspark.few_rows import (
     rough_product,
     using_copies,
 )
-from hf_dspark.int8_copy import Int8Copy, can_multiply
+from hf_dspark.int8_copy import Int8Copy
 from hf_dspark.packed_weights import packed_weights_of
 
 FREE_MEMORY = packed_weights.free_memory
@@ -385,8 +385,6 @@ def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(wide_pair,
 @pytest.fixture
 def int8_gains(monkeypatch):
     """Every matrix that can be packed may have an int8 copy, too; the shapes of those that got one."""
-    if not can_multiply():
-        pytest.skip("PyTorch or this CPU cannot multiply by int8 copies")
     made = []
 
     class Recorded(Int8Copy):

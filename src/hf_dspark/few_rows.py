@@ -202,9 +202,9 @@ def rough_product(linear: nn.Module, input: torch.Tensor) -> torch.Tensor | None
 
 def _only_multiplies(module: nn.Module) -> bool:
     """Tell whether a layer is a product with its weight and nothing else, whatever others have hung on it."""
-    forward = vars(module).get("forward", module.forward if type(module) in (nn.Linear, FewRowsLinear) else None)
     return (
-        getattr(forward, "__func__", None) in (nn.Linear.forward, FewRowsLinear.forward)
+        type(module) in (nn.Linear, FewRowsLinear)
+        and getattr(module.forward, "__func__", None) in (nn.Linear.forward, FewRowsLinear.forward)
         and module.bias is None
         and not module._forward_hooks
         and not module._forward_pre_hooks
