@@ -262,6 +262,18 @@ def test_leader_is_compared_with_the_best_of_transformers_even_if_that_is_plain_
     assert compare_summary.leaders(found, methods) == {"fastest": "DSpark", "dspark_over_best_native": 1.5}
 
 
+def test_lead_over_transformers_is_taken_call_by_call_as_well():
+    calls = [
+        call({"plain": 2.0, "prompt lookup": 1.2, "DSpark": 1.0}, 10),
+        call({"plain": 8.0, "prompt lookup": 6.0, "DSpark": 4.0}, 20),
+        call({"plain": 9.0, "prompt lookup": 2.0, "DSpark": 1.0}, 30),
+    ]
+    methods = {"plain": False, "prompt lookup": True, "DSpark": False}
+    found = {name: compare_summary.method_summary(calls, name) for name in methods}
+    ratios = compare_summary.ahead_call_by_call(found, methods)
+    assert ratios == pytest.approx({"median": 1.5, "lower_quartile": 1.35, "upper_quartile": 1.75})
+
+
 def test_passes_through_the_target_are_counted_when_the_loop_is_ours(trained):
     models = trained[0]
     plain, ours = compare.Method("plain"), compare.Method("DSpark", models.dspark, FullBlock())
