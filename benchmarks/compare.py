@@ -48,8 +48,8 @@ from transformers import PreTrainedModel
 
 from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
 from hf_dspark.decoding import PACKING_PAYS_FROM
+from hf_dspark.draft_kinds import is_draft
 from hf_dspark.fingerprint import fingerprint
-from hf_dspark.generate_hook import is_draft
 from hf_dspark.journal import Journal, digest
 from hf_dspark.policies import AdaptiveDrafting
 from hf_dspark.profiling import device_name

@@ -26,6 +26,7 @@ from .calibration import (
     fit_temperatures,
     measure_calibration,
 )
+from .draft_kinds import require_pair
 from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
 from .policies import FullBlock, RoundOutcome
@@ -93,6 +94,7 @@ def collect_rounds(
         ValueError: If the draft has no confidence head, there are no prompts, the file belongs to another run, or the
             block would be cut.
     """
+    require_pair(target, draft)
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
     rows = [_token_ids(row, tokenizer) for row in prompts]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -203,6 +203,17 @@ class DraftModel(PreTrainedModel):
                 "draft with it, and push that"
             )
         return self.sharing.push_draft(self, repo_id, results, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a draft proposes what its target decodes.
+
+        Raises:
+            TypeError: Always; it says what to call.
+        """
+        raise TypeError(
+            "a draft does not generate by itself, nor with an assistant: call "
+            "target.generate(..., assistant_model=draft), or hf_dspark.generate_many(target, draft, prompts)"
+        )
 
     def get_input_embeddings(self) -> nn.Module | None:
         return self._borrowed[0].embedding if self._borrowed else None

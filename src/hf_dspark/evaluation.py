@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .candidate_generator import RoundStatistics
+from .draft_kinds import require_pair
 from .draft_model import DraftModel
 from .evaluation_metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
 from .evaluation_run import EvaluationRun, FailedPrompt
@@ -127,6 +128,8 @@ def evaluate(
         ValueError: If a file is missing or holds no prompt, the draft does not fit, an option is not for many prompts,
             an unfinished run had other settings (naming them), or no prompt could be answered.
     """
+    if draft is not None:
+        require_pair(target, draft)
     _check_arguments(draft, tasks, policy, batch_size, compare_plain, generate_kwargs)
     options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
     if draft is not None:
@@ -320,6 +323,7 @@ def measure_acceptance(
         ValueError: If there is no prompt.
         Exception: The error of the first prompt that failed.
     """
+    require_pair(target, draft)
     texts = [row["prompt"] if isinstance(row, Mapping) else row for row in prompts]
     if not texts:
         raise ValueError("there is no prompt to measure on: pass at least one")

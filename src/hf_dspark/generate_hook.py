@@ -7,6 +7,7 @@ through.
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +30,7 @@ from transformers.generation import CandidateGenerator, GenerationMixin, Generat
 
 from .adapters import forget_adapters_by_row, why_not_with_adapters
 from .candidate_generator import DSparkCandidateGenerator
-from .draft_kinds import DRAFTS
+from .draft_kinds import is_draft, require_draft
 from .draft_model import check_fits
 from .generation import Call, generate_together, needs_padding
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
@@ -58,11 +59,6 @@ INPUTS_EMBEDS_SINCE = parse("5.23.0")
 EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
-
-
-def is_draft(model: Any) -> bool:
-    """Tell one of our drafts by its config, never by its class: remote-code classes live elsewhere."""
-    return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS
 
 
 def install() -> None:
@@ -115,6 +111,8 @@ def _wrap_validate(original):
     @functools.wraps(original)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         draft = generation_mode_kwargs.get("assistant_model")
+        if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
+            require_draft(draft)
         if is_draft(draft):
             check_fits(draft.config, self)
             _check_adapters(self, num_rows=1)
@@ -205,8 +203,7 @@ def prepare_with(draft: PreTrainedModel, together: int = 1) -> Callable[..., Cal
         draft ([`DraftModel`]): The target's draft.
         together (`int`): Sequences that will be decoded together, if more than the call has.
     """
-    if not is_draft(draft):
-        raise TypeError(f"a DSparkDraftModel or an Eagle3DraftModel is needed, got {type(draft).__name__}")
+    require_draft(draft)
 
     def prepare(
         target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, **prepared: Any

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from .decoding import DecodingLoop
+from .draft_kinds import require_pair
 from .draft_model import DraftModel, input_device
 from .generate_hook import prepare_with
 from .generation import Call, make_loop, make_request, num_layers, own_criteria, read_prompt
@@ -88,7 +89,9 @@ def generate_many(
 
     Raises:
         ValueError: If `batch_size` is not positive, or an option does not fit many prompts.
+        TypeError: If these are no target and no draft, or `prompts` is a single one.
     """
+    require_pair(target, draft)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if isinstance(prompts, str):

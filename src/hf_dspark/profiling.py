@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from .draft_config import DraftConfig
+from .draft_kinds import require_pair
 from .draft_model import DraftModel
 from .few_rows import large_linears, multiplying_few_rows, using_copies
 from .packed_weights import packed_weights_of
@@ -187,6 +188,7 @@ def profile_throughput(
     Raises:
         ValueError: If the settings are empty, not increasing, or longer than the target's context.
     """
+    require_pair(target, draft)
     _check_settings(target, batch_sizes, context_lengths, repetitions)
     draft.bind(target)
     gamma = draft.config.block_size
