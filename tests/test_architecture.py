@@ -1,6 +1,7 @@
-"""Who may import whom, read from the syntax tree."""
+"""Who may import whom, read from the syntax tree, and what documents link to."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers.generation import GenerationMixin
 import hf_dspark
 
 PACKAGE = Path(hf_dspark.__file__).parent
+ROOT = Path(__file__).parent.parent
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 
 MATHS = {"sampling", "noise", "throughput", "policies", "calibration", "losses"}
@@ -173,6 +175,13 @@ def test_public_names_exist_and_are_sorted():
         assert getattr(hf_dspark, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         hf_dspark.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "THIRD_PARTY.md", "benchmarks/README.md"])
+def test_documents_link_to_files_that_are_there(page):
+    path = ROOT / page
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
 
 
 # ---- the checker itself
