@@ -9,6 +9,9 @@ python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 `batch` schedules by the step times that this machine remembers: `hf-dspark profile` the pair before, with as many
 requests as the largest batch (`--batch_sizes 1 2 4 8 16 32 64`). So does `speed.py`.
 
+`replay` has random weights, whose drafts nobody accepts: each round accepts as many as a round of the shipped pair did
+at temperature 1 (`results/pair_rounds.json`), greedy and sampled alike, with the mean of the whole recording.
+
 Loop efficiency is the achieved speed-up over the one that the forward passes alone allow,
 tau * T_target(1) / (T_draft + T_target(1 + l)), times without prefill.
 """
@@ -16,6 +19,7 @@ tau * T_target(1) / (T_draft + T_target(1 + l)), times without prefill.
 import argparse
 import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -42,6 +46,8 @@ SAMPLINGS = {
     "truncated": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
 WARM_UP = 5
+CANDIDATES = 256  # of `replay`: what `draft_top_k` takes from tau stays below the noise, see `drafting.py candidates`
+REPLAYED_TOKENS = 96
 LOOPS = {"plain": {}, "own": {"use_transformers_loop": False}, "transformers": {"use_transformers_loop": True}}
 
 
@@ -146,6 +152,15 @@ def efficiency(options: argparse.Namespace) -> dict:
     return cells
 
 
+def representative(accepted: list[int], count: int, seed: int) -> list[int]:
+    """Return so many recorded rounds, in random order, that stand for all of them: one from each equal part."""
+    ordered, source = sorted(accepted), random.Random(seed)
+    place = source.random()  # the same in each part: else the mean would wander
+    chosen = [ordered[int((part + place) * len(ordered) / count)] for part in range(count)]
+    source.shuffle(chosen)
+    return chosen
+
+
 def replayed(rounds: list[int]) -> Callable:
     """Return a `_verify` that does all its work, and then accepts as many tokens as a recorded round did."""
     honest, recorded = DecodingLoop._verify, itertools.cycle(rounds)
@@ -164,10 +179,11 @@ def replay(options: argparse.Namespace) -> dict:
     """Random weights of a Qwen3 geometry; what is accepted comes from recorded rounds."""
     target, draft = random_pair(options.geometry, getattr(torch, options.dtype))
     draft.policy = FullBlock()
-    draft.config.draft_top_k = 64
+    draft.config.draft_top_k = CANDIDATES
     target.generation_config.eos_token_id = None
     recording = json.loads(Path(options.rounds).read_text())
     accepted = [number for request in recording["requests"] for number in request["accepted"]]
+    num_rounds = round(REPLAYED_TOKENS / (1 + statistics.mean(accepted)))
     honest, cells = DecodingLoop._verify, {}
     ids = torch.arange(options.context)[None] + 5
     for name, sampling in SAMPLINGS.items():
@@ -175,10 +191,13 @@ def replay(options: argparse.Namespace) -> dict:
         forwards, tau = Forwards(target, draft, options.context + 16), []
         decode(target, draft, ids, "own", 0, max_new_tokens=PACKING_PAYS_FROM, pad_token_id=0, **sampling)
         for index in tqdm(range(options.repetitions), desc=name):
-            numbers = accepted[index * 8 :]
-            DecodingLoop._verify = replayed(numbers)
+            DecodingLoop._verify = replayed(representative(accepted, num_rounds, index))
             for loop in runs:
-                settings = {"max_new_tokens": 97 if loop == "own" else 17, "pad_token_id": 0, **sampling}
+                settings = {
+                    "max_new_tokens": 1 + (REPLAYED_TOKENS if loop == "own" else 16),
+                    "pad_token_id": 0,
+                    **sampling,
+                }
                 runs[loop].append(decode(target, draft, ids, loop, index, **settings))
                 if loop == "own":
                     tau.append(draft.last_stats)

@@ -16,9 +16,9 @@ from hf_dspark.measurements import measurements
 from hf_dspark.results import describe_target
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-compare, compare_drafts, compare_prompts, compare_summary, domains, drafting = (
+compare, compare_drafts, compare_prompts, compare_summary, domains, drafting, loop = (
     importlib.import_module(name)
-    for name in ("compare", "compare_drafts", "compare_prompts", "compare_summary", "domains", "drafting")
+    for name in ("compare", "compare_drafts", "compare_prompts", "compare_summary", "domains", "drafting", "loop")
 )
 NATIVE = ["prompt lookup", "assistant", "transformers' DFlash"]
 OURS = ["Eagle3", "DFlash", "DSpark", "DSpark, threshold", "DSpark, scheduled"]
@@ -376,3 +376,10 @@ def test_growth_of_the_round_is_split_into_what_drafting_and_verifying_add():
         {"block_size": 16, "draft_ms": 3.0, "verify_ms": 8.0, "total_ms": 13.0},
     ]
     assert drafting.growth(rows) == pytest.approx({"round": 0.3, "drafting": 0.1, "verifying": 0.1})
+
+
+def test_replayed_rounds_have_the_mean_of_the_recording_whatever_their_order():
+    recording = [7] * 30 + [0] * 60 + [2] * 10  # the first ones are the best
+    drawn = [loop.representative(recording, 20, seed) for seed in range(3)]
+    assert [sum(numbers) / 20 for numbers in drawn] == pytest.approx([2.3] * 3)
+    assert drawn[0] != drawn[1] and sorted(drawn[0]) != drawn[0]

@@ -492,7 +492,7 @@ class ComparedMethod:
     """One way to decode, against plain decoding of the same prompts.
 
     Args:
-        cell (`str`): Task, drawing, prompts and rows.
+        cell (`str`): Task, drawing, prompts and rows, and what the drafts learnt from.
         method (`str`): Which way.
         speedup (`float`, *optional*): Median time of plain decoding over its own; `None` if it cannot decode this.
         milliseconds (`tuple[float, float, float]`, *optional*): Per token: lower quartile, median, upper quartile.
@@ -513,17 +513,22 @@ class ComparedMethod:
 def compared_methods(results: Sequence[Result]) -> list[ComparedMethod]:
     """Return every method in every cell of `benchmarks/compare.py`."""
     return [
-        _compared(cell, name, part)
+        _compared(cell, _trained_on(result), name, part)
         for result in of_kind(results, "comparison")
         for cell in result["cells"]
         for name, part in cell["methods"].items()
     ]
 
 
-def _compared(cell: Mapping[str, Any], method: str, part: Mapping[str, Any]) -> ComparedMethod:
+def _trained_on(result: Mapping[str, Any]) -> str:
+    models = result["models"]
+    return f"drafts of {models['rows']} answers, {models['steps']} steps" if "rows" in models else "shipped draft"
+
+
+def _compared(cell: Mapping[str, Any], drafts: str, method: str, part: Mapping[str, Any]) -> ComparedMethod:
     drawn = f"temperature {cell['temperature']:g}" if cell["temperature"] else "greedy"
     tokens = f"{cell['prompt_tokens']['median']:.0f} prompt tokens"
-    name = f"{cell['task']}, {drawn}, {tokens}, {cell['batch_size']} at a time"
+    name = f"{cell['task']}, {drawn}, {tokens}, {cell['batch_size']} at a time; {drafts}"
     if "refused" in part:
         return ComparedMethod(name, method, refused=part["refused"])
     times = part["seconds_per_token"]
