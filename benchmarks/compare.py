@@ -142,7 +142,7 @@ def decode(
 
 
 def rotated(methods: Sequence[Method], call: int) -> list[Method]:
-    """Return the methods in the order of a call: each is first, and last, equally often."""
+    """Return the methods in the order of a call: with as many calls as methods each is first, and last, once."""
     first = call % len(methods)
     return [*methods[first:], *methods[:first]]
 

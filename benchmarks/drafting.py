@@ -165,6 +165,7 @@ def tau_losses(
     try:
         for regime, sampling in REGIMES.items():
             taus, looked_up = {}, {}
+            draft._successor_tables.clear()  # of the other regime's answers
             options = {"max_new_tokens": max_new_tokens, "batch_size": 32, "progress": False, **sampling}
             for k, choice in ((None, ""), *itertools.product(candidates, choices)):
                 draft.config.draft_top_k, draft.rough_logits = k, choices[choice]
@@ -338,7 +339,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    result = {"provenance": provenance(), **PARTS[options.part](options)}
+    result = {"provenance": provenance(options.device), **PARTS[options.part](options)}
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -31,7 +31,7 @@ from profile_machine import GEOMETRIES, random_pair
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from hf_dspark import FullBlock
+from hf_dspark import FullBlock, RoundStatistics
 from hf_dspark.decoding import PACKING_PAYS_FROM, DecodingLoop
 from hf_dspark.few_rows import using_copies
 from hf_dspark.generate_hook import default_policy
@@ -145,10 +145,9 @@ def efficiency(options: argparse.Namespace) -> dict:
             for loop in LOOPS:
                 runs[loop].append(decode(target, draft, ids, loop, index, max_new_tokens=128, **sampling))
                 if loop == "own":
-                    taus.append((sum(draft.last_stats.accepted), draft.last_stats.rounds))
+                    taus.append(draft.last_stats)
             forwards.measure(15)
-        tau = 1 + sum(accepted for accepted, _ in taus) / sum(rounds for _, rounds in taus)
-        cells[name] = efficiency_cell(runs, forwards, tau)
+        cells[name] = efficiency_cell(runs, forwards, RoundStatistics.joined(taus).tau)
     return cells
 
 
@@ -188,7 +187,7 @@ def replay(options: argparse.Namespace) -> dict:
     ids = torch.arange(options.context)[None] + 5
     for name, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
-        forwards, tau = Forwards(target, draft, options.context + 16), []
+        forwards, taus = Forwards(target, draft, options.context + 16), []
         decode(target, draft, ids, "own", 0, max_new_tokens=PACKING_PAYS_FROM, pad_token_id=0, **sampling)
         for index in tqdm(range(options.repetitions), desc=name):
             DecodingLoop._verify = replayed(representative(accepted, num_rounds, index))
@@ -200,12 +199,11 @@ def replay(options: argparse.Namespace) -> dict:
                 }
                 runs[loop].append(decode(target, draft, ids, loop, index, **settings))
                 if loop == "own":
-                    tau.append(draft.last_stats)
+                    taus.append(draft.last_stats)
             forwards.measure(5)
         DecodingLoop._verify = honest
         runs["transformers"] = runs["own"]  # rounds cannot be replayed there
-        mean = 1 + sum(sum(stat.accepted) for stat in tau) / sum(stat.rounds for stat in tau)
-        cells[name] = efficiency_cell(runs, forwards, mean)
+        cells[name] = efficiency_cell(runs, forwards, RoundStatistics.joined(taus).tau)
         for key in ("transformers_loop_speedup", "own_over_transformers_loop"):
             del cells[name][key]
         del cells[name]["ms_per_token"]["transformers"]

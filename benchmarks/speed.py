@@ -28,9 +28,9 @@ class Cell:
     temperature: float
     policy: str
     tau: float
-    acceptance_rate: float
+    acceptance_rate: float | None
     proposed_per_round: float
-    conditional_acceptance: list[float]
+    conditional_acceptance: list[float | None]
     plain_tokens_per_second: float
     tokens_per_second: float
     speedup: float
@@ -85,10 +85,10 @@ def summary(policy: str, temperature: float, plain: list[Run], runs: list[Run], 
         temperature=temperature,
         policy=policy,
         tau=stats.tau,
-        acceptance_rate=0.0 if math.isnan(stats.acceptance_rate) else stats.acceptance_rate,
+        acceptance_rate=None if math.isnan(stats.acceptance_rate) else stats.acceptance_rate,
         proposed_per_round=sum(stats.proposed) / stats.rounds,
         conditional_acceptance=[
-            0.0 if math.isnan(share) else round(share, 4) for share in stats.conditional_acceptance(block_size)
+            None if math.isnan(share) else round(share, 4) for share in stats.conditional_acceptance(block_size)
         ],
         plain_tokens_per_second=1 / plain_seconds,
         tokens_per_second=1 / seconds,

@@ -15,7 +15,8 @@ def table(result: dict) -> str:
         "tau, tokens per round": [f"{cell['tau']:.2f}" for cell in cells],
         "drafts verified per round": [f"{cell['proposed_per_round']:.2f}" for cell in cells],
         "conditional acceptance, positions 1 to 7": [
-            " ".join(f"{rate:.2f}".lstrip("0") for rate in cell["conditional_acceptance"]) for cell in cells
+            " ".join("–" if rate is None else f"{rate:.2f}".lstrip("0") for rate in cell["conditional_acceptance"])
+            for cell in cells
         ],
         "plain `generate()`, tokens/s": [f"{cell['plain_tokens_per_second']:.0f}" for cell in cells],
         "with the draft, tokens/s": [f"{cell['tokens_per_second']:.0f}" for cell in cells],

@@ -10,7 +10,7 @@ from pair import REGIMES, RESULTS, held_out_prompts, load_pair, write_result
 from simulator import load_rounds
 from tqdm import tqdm
 
-from hf_dspark import ConfidenceThreshold, Load
+from hf_dspark import ConfidenceThreshold, Load, RoundStatistics
 from hf_dspark.provenance import provenance
 
 
@@ -18,15 +18,14 @@ def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float],
     """Return one row per threshold: tokens per round, acceptance rate, proposed and rejected drafts per round."""
     rows = []
     for threshold in tqdm(thresholds, desc="threshold"):
-        proposed = accepted = rounds = 0
+        runs = []
         for index, prompt in enumerate(prompts):
             inputs = tokenizer(prompt, return_tensors="pt")
             torch.manual_seed(index)
             target.generate(**inputs, assistant_model=draft, assistant_confidence_threshold=threshold, **options)
-            proposed += sum(draft.last_stats.proposed)
-            accepted += sum(draft.last_stats.accepted)
-            rounds += draft.last_stats.rounds
-        rows.append(row(threshold, rounds, proposed, accepted))
+            runs.append(draft.last_stats)
+        stats = RoundStatistics.joined(runs)
+        rows.append(row(threshold, stats.rounds, sum(stats.proposed), sum(stats.accepted), stats.tau))
     return rows
 
 
@@ -38,15 +37,15 @@ def replay(thresholds: list[float]) -> list[dict]:
     for threshold in thresholds:
         lengths = ConfidenceThreshold(threshold).plan_verify(recording.confidence, limits, Load(range(len(limits))))
         proposed, accepted = int(lengths.sum()), int(torch.minimum(lengths, recording.accepted).sum())
-        rows.append(row(threshold, len(limits), proposed, accepted))
+        rows.append(row(threshold, len(limits), proposed, accepted, 1 + accepted / len(limits)))
     return rows
 
 
-def row(threshold: float, rounds: int, proposed: int, accepted: int) -> dict:
+def row(threshold: float, rounds: int, proposed: int, accepted: int, tau: float) -> dict:
     return {
         "threshold": threshold,
         "rounds": rounds,
-        "tokens_per_round": 1 + accepted / rounds,
+        "tokens_per_round": tau,
         "acceptance_rate": accepted / proposed if proposed else None,
         "proposed_per_round": proposed / rounds,
         "rejected_per_round": (proposed - accepted) / rounds,

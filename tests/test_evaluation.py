@@ -1,5 +1,6 @@
 """What decoding shows, against what `generate()` itself reports; runs that are interrupted, killed, fed nonsense."""
 
+import contextlib
 import json
 import math
 import os
@@ -34,15 +35,15 @@ PROMPTS = [[3, 9, 12], [30, 7], [5, 5, 8, 41, 2], [17]]
 
 def test_acceptance_is_that_of_all_rounds_of_all_prompts(pair):
     target, draft = pair
-    accepted, rounds, reached = 0, 0, [[0, 0] for _ in range(5)]
+    tokens, rounds, reached = 0, 0, [[0, 0] for _ in range(5)]
     for prompt in PROMPTS:
         target.generate(torch.tensor([prompt]), assistant_model=draft, max_new_tokens=20, do_sample=False)
-        accepted, rounds = accepted + sum(draft.last_stats.accepted), rounds + draft.last_stats.rounds
+        tokens, rounds = tokens + sum(draft.last_stats.committed), rounds + draft.last_stats.rounds
         for slot, counts in enumerate(reached, start=1):
             counts[0] += draft.last_stats.accepted_at(slot)
             counts[1] += draft.last_stats.reached(slot)
     report = measure_acceptance(target, draft, PROMPTS, max_new_tokens=20, do_sample=False, progress=False)
-    assert report.tau == pytest.approx(1 + accepted / rounds) and report.rounds == rounds and report.prompts == 4
+    assert report.tau == pytest.approx(tokens / rounds) and report.rounds == rounds and report.prompts == 4
     assert 2 < report.tau < 6
     assert report.acceptance == pytest.approx([part / whole for part, whole in reached])
 
@@ -74,7 +75,7 @@ def test_domains_are_measured_one_by_one_and_compared(pair):
 
 
 def test_a_position_that_was_never_reached_has_no_acceptance():
-    report = AcceptanceReport.of(RoundStatistics([2, 1, 1], [0, 0, 0]), 2, prompts=1, tokens=3)
+    report = AcceptanceReport.of(RoundStatistics([2, 1, 1], [0, 0, 0], [1, 1, 1]), 2, prompts=1, tokens=3)
     assert report.acceptance[0] == 0.0 and math.isnan(report.acceptance[1])
     assert report.to_dict()["acceptance"] == [0.0, None]
 
@@ -161,7 +162,8 @@ def test_records_are_the_rounds_of_generate(pair, text_tokenizer, tmp_path):
             else:
                 assert torch.allclose(torch.tensor(said), confidence, atol=1e-6)
         assert 0 < record.prefill_seconds < record.seconds
-        assert record.prefill_seconds + sum(record.rounds.total_seconds) == pytest.approx(record.seconds)
+        # What remains is between the rounds, and behind them.
+        assert 0.5 * record.seconds < record.prefill_seconds + sum(record.rounds.total_seconds) <= record.seconds
         rounds = record.rounds
         for proposed, drafting, verifying, whole in zip(
             rounds.proposed, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds, strict=True
@@ -282,24 +284,26 @@ def test_evaluating_leaves_the_users_random_state_alone(pair, text_tokenizer):
 
 def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs(pair, text_tokenizer, tmp_path):
     lines = ['{"turns": ["what is"]}', "{oops", '{"turns": []}', json.dumps({"prompt": "up " * 300}), "", '"up"',
-             json.dumps({"turns": ["much", "is " * 300]}), json.dumps({"prompt": "up " * 250})]  # fmt: skip
+             json.dumps({"turns": ["much", "is " * 300]}), json.dumps({"prompt": "up " * 250}),
+             '"half a pair \\ud83d"', "[" * 100_000]  # fmt: skip
     (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
     tasks = {"file": tmp_path / "p.jsonl", "list": ["what", {"text": "up"}, 5]}
     found = evaluate(*pair, tasks, text_tokenizer, tmp_path / "e.json", batch_size=4, **GREEDY)
     assert [(part.task, part.line) for part in found.failed] == [
-        ("file", 2), ("file", 3), ("file", 4), ("file", 7), ("list", 2), ("list", 3),
+        ("file", 2), ("file", 3), ("file", 4), ("file", 7), ("file", 9), ("file", 10), ("list", 2), ("list", 3),
     ]  # fmt: skip
     errors = [part.error for part in found.failed]
     assert errors[0].startswith("is not JSON") and "'turns' must be" in errors[1]
     assert "a prompt of 300 tokens leaves no room for an answer in the target's context of 256" in errors[2]
     assert errors[3].startswith("turn 2: a prompt of 30")
+    assert "the tokenizer refuses" in errors[4] and errors[5].startswith("is not JSON: maximum recursion")
     assert [(part.task, part.prompt, part.turn) for part in found.records] == [
         ("file", 0, 0), ("file", 2, 0), ("file", 3, 0), ("file", 4, 0), ("list", 0, 0),
     ]  # fmt: skip
     assert found.records[3].num_tokens == 6  # of 20: what the context has room for
     assert all(record.num_tokens == 20 or record.prompt == 4 for record in found.records[:3])
     (result,) = read_results([tmp_path / "e.json"])
-    assert [part["line"] for part in result["failed"]] == [2, 3, 4, 7, 2, 3]
+    assert [part["line"] for part in result["failed"]] == [2, 3, 4, 7, 9, 10, 2, 3]
     assert set(result["failed"][0]) == {"task", "line", "error"}
 
 
@@ -314,7 +318,9 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, monke
         return real(target, prompts, *args, **options)
 
     monkeypatch.setattr(evaluation_run, "timed_call", failing)
-    found = evaluate(*pair, {"t": rows}, text_tokenizer, batch_size=batch_size, **GREEDY)
+    told = pytest.warns(UserWarning, match="each is decoded alone") if batch_size > 1 else contextlib.nullcontext()
+    with told:
+        found = evaluate(*pair, {"t": rows}, text_tokenizer, batch_size=batch_size, **GREEDY)
     assert [(part.line, part.error) for part in found.failed] == [(2, "no 'is' please")]
     assert [record.prompt for record in found.records] == [0, 2, 3]
     with pytest.raises(ValueError, match="no prompt could be answered; the first: t line 1: .*no room"):

@@ -13,7 +13,14 @@ from hf_dspark.evaluation_metrics import Metrics, PlainTurn, TurnRecord, TurnRou
 def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **facts) -> TurnRecord:
     count = len(proposed)
     rounds = TurnRounds(
-        list(proposed), list(accepted), confidence, [0.1] * count, [0.2] * count, [0.4] * count, [num_requests] * count
+        list(proposed),
+        list(accepted),
+        [n + 1 for n in accepted],
+        confidence,
+        [0.1] * count,
+        [0.2] * count,
+        [0.4] * count,
+        [num_requests] * count,
     )
     known = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "prefill_seconds": 1.0, "seconds": 4.0,
              "num_tokens": 1 + count + sum(accepted), "peak_memory_mib": 100.0}  # fmt: skip
@@ -37,7 +44,7 @@ def test_tau_and_acceptance_are_averaged_over_the_rounds_of_all_turns():
 def test_a_round_of_several_turns_counts_once_in_the_times():
     def with_times(seconds, num_requests):
         record = turn([1], [0], num_requests=num_requests)
-        rounds = TurnRounds([1], [0], None, [seconds / 4], [seconds / 2], [seconds], [num_requests])
+        rounds = TurnRounds([1], [0], [1], None, [seconds / 4], [seconds / 2], [seconds], [num_requests])
         return TurnRecord(**(vars(record) | {"rounds": rounds}))
 
     # One round of three turns that took 8 s, and one of a single turn that took 4 s.
@@ -45,26 +52,33 @@ def test_a_round_of_several_turns_counts_once_in_the_times():
     assert (times.draft, times.verify, times.rest, times.total) == pytest.approx((1.5, 3.0, 1.5, 6.0))
 
 
-def test_calibration_is_that_of_the_survival_without_the_last_round_of_each_turn():
+def test_round_that_ends_with_an_accepted_end_of_sequence_gains_no_bonus_token():
+    record = turn([3, 2], [3, 2], num_tokens=7)
+    rounds = TurnRounds(**(vars(record.rounds) | {"committed": [4, 2]}))  # the second token of the second block ends
+    found = Metrics.of([TurnRecord(**(vars(record) | {"rounds": rounds}))], block_size=3)
+    assert found.tau == 3.0 and found.acceptance == [1.0, 1.0, 1.0] and found.acceptance_rate == 1.0
+
+
+def test_calibration_is_that_of_the_survival():
     torch.manual_seed(3)
-    confidence = torch.rand(21, 3).mul(0.98).add(0.01)
-    accepted = [int(count) for count in torch.randint(0, 4, (21,))]
-    record = turn([3] * 21, accepted, [*confidence.tolist()[:20], [0.0, 0.0, 0.0]])
+    confidence = torch.rand(20, 3).mul(0.98).add(0.01)
+    accepted = [int(count) for count in torch.randint(0, 4, (20,))]
+    record = turn([3] * 20, accepted, confidence.tolist())
     found = Metrics.of([record], 3)
-    survival = confidence[:20].double().cumprod(dim=-1)
-    happened = (torch.arange(3) < torch.tensor(accepted[:20])[:, None]).double()
+    survival = confidence.double().cumprod(dim=-1)
+    happened = (torch.arange(3) < torch.tensor(accepted)[:, None]).double()
     expected = [expected_calibration_error(survival[:, place], happened[:, place]) for place in range(3)]
     assert found.ece == pytest.approx(expected, abs=1e-5) and found.ece_mean == pytest.approx(sum(expected) / 3)
     assert found.brier == pytest.approx(float((survival - happened).square().mean()), abs=1e-5)
-    reached = torch.arange(3) <= torch.tensor(accepted[:20])[:, None]
-    assert found.auc == pytest.approx(roc_auc(confidence[:20][reached], happened[reached]))
+    reached = torch.arange(3) <= torch.tensor(accepted)[:, None]
+    assert found.auc == pytest.approx(roc_auc(confidence[reached], happened[reached]))
     assert [part.num_rounds for part in found.calibration] == [20, 20, 20]
 
 
 def test_rounds_that_drafted_nothing_say_nothing_of_calibration():
     record = turn([2, 0, 1, 2], [1, 0, 1, 0], [[0.5, 0.5], None, [1.0, 0.0], [0.9, 0.9]])
     found = Metrics.of([record], 2)
-    assert [part.num_rounds for part in found.calibration] == [2, 1]
+    assert [part.num_rounds for part in found.calibration] == [3, 2]
     assert json.dumps(found.to_dict(), allow_nan=False)
     alone = Metrics.of([turn([2, 0], [1, 0], [None, None])], 2)
     assert alone.ece == [] and alone.calibration == []
@@ -105,10 +119,11 @@ def test_a_record_survives_json():
 def test_each_request_of_a_call_has_its_own_rounds_and_the_seconds_of_the_whole_ones():
     whole = [RoundSeconds(2, 0.1, 0.2, 0.4), RoundSeconds(1, 0.3, 0.4, 0.9)]
     some = torch.tensor([0.1234567, 0.5])
-    statistics = RoundStatistics([3, 2, 1], [0, 2, 1], [some, some, None], [0, 1, 1], whole)
+    statistics = RoundStatistics([3, 2, 1], [0, 2, 1], [1, 2, 2], [some, some, None], [0, 1, 1], whole)
     first, second = (TurnRounds.of(statistics, row) for row in (0, 1))
     assert (first.proposed, first.accepted, first.num_requests) == ([3], [0], [2])
     assert (second.proposed, second.accepted, second.num_requests) == ([2, 1], [2, 1], [2, 1])
+    assert (first.committed, second.committed) == ([1], [2, 2])
     assert second.draft_seconds == [0.1, 0.3] and second.total_seconds == [0.4, 0.9]
     assert first.confidence == [[0.123457, 0.5]] and second.confidence == [[0.123457, 0.5], None]
-    assert TurnRounds.of(RoundStatistics([1], [0], [None], [0], whole[1:]), 0).confidence is None
+    assert TurnRounds.of(RoundStatistics([1], [0], [1], [None], [0], whole[1:]), 0).confidence is None

@@ -96,6 +96,22 @@ def test_greedy_output_is_identical_to_plain_generate(pair, prompts, options):
     assert_no_hooks(target)
 
 
+@pytest.mark.usefixtures("either_loop")
+def test_accepted_end_of_sequence_is_counted_as_accepted_and_followed_by_no_bonus_token(pair, prompts):
+    target, draft = pair
+    ended_by_draft = 0
+    for prompt in prompts:
+        plain = target.generate(prompt, **GREEDY)[0, prompt.shape[1] :]
+        for end in {*plain.tolist()[2:]}:
+            ids = target.generate(prompt, assistant_model=draft, **GREEDY, eos_token_id=end)
+            stats = draft.last_stats
+            assert ids.shape[1] - prompt.shape[1] == 1 + sum(stats.committed)
+            if stats.rounds and stats.committed[-1] == stats.accepted[-1]:
+                assert stats.proposed[-1] == stats.accepted[-1]  # nothing is sent behind it
+                ended_by_draft += 1
+    assert ended_by_draft > 3
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 8, 64])
 def test_greedy_output_is_identical_with_draft_top_k(pair, prompts, top_k):
     target, draft = pair
@@ -129,7 +145,8 @@ def test_statistics_describe_the_call(pair, prompts):
     ids = target.generate(prompts[0], assistant_model=draft, **GREEDY)
     stats = draft.last_stats
     # One token comes from the prefill, each round adds its accepted drafts and one token of the target.
-    assert ids.shape[1] - prompts[0].shape[1] == 1 + sum(stats.accepted) + stats.rounds
+    assert ids.shape[1] - prompts[0].shape[1] == 1 + sum(stats.committed)
+    assert sum(stats.committed) == sum(stats.accepted) + stats.rounds
     assert stats.tau == pytest.approx(1 + sum(stats.accepted) / stats.rounds)
     assert stats.proposed_at(1) >= stats.proposed_at(5) and stats.accepted_at(1) >= stats.accepted_at(5) > 0
     assert 0 < stats.acceptance_rate <= 1

@@ -19,6 +19,7 @@ from hf_dspark.measurements import (
     load_curves,
     measurements,
     read_result_files,
+    reliabilities,
     short_policy,
     threshold_sweeps,
 )
@@ -60,7 +61,7 @@ def evaluation(
     proposed, accepted, confidence = (list(column) for column in zip(*ROUNDS, strict=True))
     rounds = {
         "proposed": proposed, "accepted": accepted, "confidence": confidence, "draft_seconds": [0.002] * 4,
-        "verify_seconds": [0.006] * 4, "total_seconds": [0.01] * 4, "num_requests": [1] * 4,
+        "verify_seconds": [0.006] * 4, "total_seconds": [0.01] * 4, "num_requests": [batch_size] * 4,
     }  # fmt: skip
     record = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "num_tokens": 11, "rounds": rounds}
     return {
@@ -248,6 +249,31 @@ def test_load_figure_relates_drafting_to_plain_decoding_at_the_same_batch():
     assert [2.0, 0.5] in ratios
     with pytest.raises(MissingResults):
         figure_8_load(drafted[:1])
+
+
+def test_evaluations_of_other_tasks_or_weights_are_not_dropped():
+    math, code = (evaluation() for _ in range(2))
+    for result, other in ((math, "code"), (code, "math")):
+        del result["tasks"][other]
+        result["records"] = [record for record in result["records"] if record["task"] != other]
+    assert {sweep.title.split("\n")[0] for sweep in threshold_sweeps([math, code])} == {"math", "code"}
+    assert [part.title.split(", ")[-1] for part in reliabilities([math, code])] == ["math", "code"]
+    before, after = (evaluation(draft=evaluation()["draft"] | {"weights": hash_}) for hash_ in ("a" * 64, "b" * 64))
+    assert len(comparable(measurements([before, after]))) == 4
+    assert "weights aaaaaaaa" in texts(figure_2_position_wise([before, after]))
+
+
+def test_load_is_how_many_rows_were_decoded_together_and_not_how_many_were_asked_for():
+    drafted = [evaluation(batch_size=size) for size in (1, 4, 64)]
+    for record in drafted[2]["records"]:
+        record["rounds"]["num_requests"] = [16, 16, 15, 1]
+    (curves,) = load_curves(drafted)
+    assert [point.load for point in curves.policies["whole block"]] == [1, 4, 16]
+
+
+def test_throughputs_of_other_work_are_no_curve():
+    drafted = [evaluation(batch_size=1), evaluation(batch_size=4, target={"name": "tiny", "dtype": "torch.bfloat16"})]
+    assert load_curves(drafted) == []
 
 
 def test_saved_figures_have_the_same_bytes_every_time(tmp_path):

@@ -36,13 +36,13 @@ def compare(shipped, prompts, options) -> float:
     """Assert equality with plain `generate()` on every prompt; return tau."""
     target, draft, _ = shipped
     plain_options = {key: value for key, value in options.items() if "assistant" not in key}
-    accepted, rounds = 0, 0
+    tokens, rounds = 0, 0
     for ids in prompts:
         plain = target.generate(ids, do_sample=False, max_new_tokens=128, **plain_options)
         assisted = target.generate(ids, do_sample=False, max_new_tokens=128, assistant_model=draft, **options)
         assert assisted.tolist() == plain.tolist()
-        accepted, rounds = accepted + sum(draft.last_stats.accepted), rounds + draft.last_stats.rounds
-    return 1 + accepted / rounds
+        tokens, rounds = tokens + sum(draft.last_stats.committed), rounds + draft.last_stats.rounds
+    return tokens / rounds
 
 
 def test_shipped_pair_is_small_and_complete(shipped):

@@ -58,7 +58,10 @@ class RoundStatistics:
 
     Attributes:
         proposed (`list[int]`): Draft tokens sent to verification in each round.
-        accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token.
+        accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token; an end-of-sequence token
+            among them counts.
+        committed (`list[int]`): Tokens that the request gained in each round: the accepted ones and the bonus token,
+            up to the request's end.
         confidence (`list[torch.Tensor | None]`): Calibrated c_1..c_γ of each round's block, `[γ]`; `None` where
             nothing was drafted or the draft has no confidence head.
         request_ids (`list[int]`): Whose entry it is; the row of a `generate()` call, the prompt's place in
@@ -66,15 +69,19 @@ class RoundStatistics:
         seconds (`list[RoundSeconds]`): Of each round. A round of R requests belongs to the next R entries of the
             other lists.
         prefill_seconds (`float`): Host time in the target until the first new token.
+        first_round_at (`float`, *optional*): When the first round began, by `time.perf_counter`: what comes before it
+            ends with the first new token.
         policy ([`Policy`], *optional*): Who decided.
     """
 
     proposed: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
     confidence: list[torch.Tensor | None] = field(default_factory=list)
     request_ids: list[int] = field(default_factory=list)
     seconds: list[RoundSeconds] = field(default_factory=list)
     prefill_seconds: float = 0.0
+    first_round_at: float | None = None
     policy: Policy | None = None
 
     @classmethod
@@ -82,7 +89,7 @@ class RoundStatistics:
         """Put the rounds of several calls one behind the other."""
         whole = cls()
         for part in parts:
-            for name in ("proposed", "accepted", "confidence", "request_ids", "seconds"):
+            for name in ("proposed", "accepted", "committed", "confidence", "request_ids", "seconds"):
                 getattr(whole, name).extend(getattr(part, name))
             whole.prefill_seconds += part.prefill_seconds
         return whole
@@ -90,12 +97,12 @@ class RoundStatistics:
     @property
     def rounds(self) -> int:
         """Number of verification rounds, summed over the requests."""
-        return len(self.accepted)
+        return len(self.committed)
 
     @property
     def tau(self) -> float:
         """Mean tokens per round, bonus token included; `nan` before the first round."""
-        return sum(self.accepted) / self.rounds + 1.0 if self.rounds else float("nan")
+        return sum(self.committed) / self.rounds if self.rounds else float("nan")
 
     @property
     def acceptance_rate(self) -> float:
@@ -299,8 +306,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def start_round(self) -> None:
         """Note that a round begins: forward passes count as verification."""
-        self._round_started = time.perf_counter()
+        self._start_clock(time.perf_counter())
         self._draft_seconds = self._verify_seconds = 0.0
+
+    def _start_clock(self, now: float) -> None:
+        self._round_started = now
+        if self.statistics.first_round_at is None:
+            self.statistics.first_round_at = now
 
     def start_prefill(self) -> None:
         """Note that forward passes count as prefill from now on."""
@@ -437,7 +449,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._round_started, self._draft_seconds, self._verify_seconds = now, 0.0, 0.0
         self.statistics.request_ids.extend(request.id for request in requests)
         self.statistics.proposed.extend(proposal.lengths.tolist())
-        self.statistics.accepted.extend(committed - 1 for committed in num_committed)
+        self.statistics.accepted.extend(num_accepted.tolist())
+        self.statistics.committed.extend(num_committed)
         confidence = proposal.confidence
         self.statistics.confidence.extend([None] * len(requests) if confidence is None else confidence)
         outcome = RoundOutcome(
@@ -475,7 +488,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._proposal = Proposal(torch.zeros(1, dtype=torch.long))
         if is_first_iteration:
             return input_ids, None
-        self._round_started = self._round_started or time.perf_counter()
+        self._start_clock(self._round_started or time.perf_counter())
         room = torch.zeros(self.draft.config.block_size, dtype=torch.long, device=input_ids.device)
         if self._request is None:
             # transformers' loop stops by its own rules.

@@ -42,6 +42,7 @@ from .draft_model import DraftModel
 from .evaluation import ALL, AcceptanceReport, compare_domains, evaluate
 from .generate_many import Completion, generate_many
 from .hub import RESULTS_FOLDER
+from .measurements import regime_of
 from .profiling import cache_folder, profile_throughput
 from .prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file, token_ids
 from .results import describe_draft, describe_sampling, describe_target, read_results, write_result
@@ -62,7 +63,8 @@ def run_eval(
     if draft_options.draft is None and (options.policy or options.compare or options.baseline):
         given = "--policy" if options.policy else "--compare" if options.compare else "--baseline"
         raise ValueError(f"{given} needs --draft: give it, or drop {given}")
-    before = None if options.baseline is None else _read_baseline(options.baseline)
+    baseline = None if options.baseline is None else _read_baseline(options.baseline)
+    before = None if baseline is None else _reports(baseline.get("tasks") or baseline["domains"])
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in _tasks(options.prompts)}
     if before is not None and before.keys() != files.keys():
         raise ValueError(f"--baseline has the tasks {sorted(before)}, --prompts has {sorted(files)}: give the same")
@@ -74,21 +76,25 @@ def run_eval(
     policy = (
         None if draft is None else choose_policy(PolicyChoice.parse(options.policy or "full"), target.model, draft)
     )
+    kwargs = generate_kwargs(sampling, target.model)
+    if baseline is not None:
+        _require_same_way(
+            baseline, describe_target(target.model), describe_sampling(kwargs, target.model, sampling.seed)
+        )
     evaluation = evaluate(
         target.model, draft, files, target.tokenizer, result_file, policy, options.batch_size, options.compare,
-        seed=sampling.seed, chat_template=not chat.no_chat_template, enable_thinking=chat.thinking,
-        **generate_kwargs(sampling, target.model),
+        seed=sampling.seed, chat_template=not chat.no_chat_template, enable_thinking=chat.thinking, **kwargs,
     )  # fmt: skip
+    found = evaluation.to_dict()
     console.show(evaluation.table())
     if before is not None:
-        console.show(f"\n{compare_domains(before, _reports(evaluation.to_dict()['tasks']))}")
+        console.show(f"\n{compare_domains(before, _reports(found['tasks']))}")
     malformed = [fault for file in files.values() for fault in file.faults]
     unanswered = [part for part in evaluation.failed if (part.task, part.line) not in _places(files)]
     for part in unanswered:
         console.note(f"{part.task} line {part.line} failed: {part.error}")
     console.note(f"the result is in {result_file}")
-    (result,) = read_results([result_file])
-    return Outcome(result | {"skipped_lines": [str(fault) for fault in malformed]}, failed=bool(unanswered))
+    return Outcome(found | {"skipped_lines": [str(fault) for fault in malformed]}, failed=bool(unanswered))
 
 
 def _places(files: Mapping[str, PromptFile]) -> set[tuple[str, int]]:
@@ -108,12 +114,23 @@ def _tasks(words: Sequence[str]) -> list[tuple[str, str]]:
     return tasks
 
 
-def _read_baseline(path: str) -> dict[str, AcceptanceReport]:
+def _read_baseline(path: str) -> dict[str, Any]:
     (result,) = read_results([path]) if Path(path).is_file() else (None,)
     found = {} if result is None else result.get("tasks") or result.get("domains") or {}
     if not found or not result["draft"]:
         raise ValueError(f"--baseline {path} is no result of hf-dspark eval with a draft")
-    return _reports(found)
+    return result
+
+
+def _require_same_way(baseline: Mapping[str, Any], target: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Refuse a comparison in which not only the draft differs."""
+    there = str(baseline["target"]["name"]), regime_of(baseline["sampling"])
+    here = str(target["name"]), regime_of(sampling)
+    if there != here:
+        raise ValueError(
+            f"--baseline is of {there[0]}, {there[1]}; this run is of {here[0]}, {here[1]}: decode the same way, or "
+            "leave it out"
+        )
 
 
 def _reports(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, AcceptanceReport]:

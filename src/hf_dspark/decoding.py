@@ -117,19 +117,19 @@ class DecodingLoop:
 
     def run_round(self) -> None:
         """One decoding round of all requests. DSpark Section 3.1 and Algorithm 1."""
+        self.generator.start_round()
         with self._at_work():
             self._run_round()
 
     def _run_round(self) -> None:
-        self.generator.start_round()
         requests, noise = list(self.requests), self.generator.noise(self.requests)
         proposal = self.generator.propose(requests, noise)
         verified_pass = self._forward(self._block_ids(requests, proposal), self._block_layout(requests, proposal))
         scores = self._process(requests, proposal, verified_pass)
         verified = self._verify(proposal, scores, verified_pass.layout, noise)
         num_committed = self._commit(requests, proposal, verified, verified_pass, scores)
-        self._learn(requests, proposal, verified, scores, num_committed)
         self.release_ended()
+        self._learn(requests, proposal, verified, scores, num_committed)
 
     def _block_layout(self, requests: Sequence[Request], proposal: Proposal) -> SlotLayout:
         counts = tuple(1 + length for length in proposal.lengths.tolist())

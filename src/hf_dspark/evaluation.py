@@ -23,7 +23,6 @@ from .fingerprint import fingerprint
 from .generate_many import generate_many
 from .journal import Journal, digest, plain_json
 from .policies import FullBlock, Policy
-from .profiling import device_name
 from .prompts import (
     FORMS,
     Fault,
@@ -34,6 +33,7 @@ from .prompts import (
     read_prompt,
     read_prompt_file,
 )
+from .provenance import provenance
 from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
 
 ALL = "all"  # the name that the tasks together have
@@ -63,7 +63,7 @@ class Evaluation:
     facts: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the result file holds besides its kind and provenance."""
+        """Return what the result file holds, without kind and provenance where no file was written."""
         return self.facts | {
             "tasks": {name: part.to_dict() for name, part in self.metrics.items()},
             "failed": [asdict(part) for part in self.failed],
@@ -154,7 +154,8 @@ def evaluate(
             draft.policy = before
     evaluation = _summed_up(run, read, policy, seed)
     if output_file is not None:
-        write_result(output_file, "evaluation", **evaluation.to_dict())
+        written = write_result(output_file, "evaluation", **evaluation.to_dict())
+        evaluation.facts.update({name: written[name] for name in ("kind", "provenance")})
         journal.remove()
     return evaluation
 
@@ -217,8 +218,8 @@ def _settings(
 ) -> dict[str, Any]:
     """Return what an unfinished run must share to be gone on with; long values by their hash."""
     config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.domain}
+    facts = provenance(target.device)
     generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
-    policy_facts = None if policy is None else f"{describe_policy(policy)} {digest(repr(policy))}"
     return {
         "tasks": {name: digest([asdict(prompt) for prompt in part]) for name, part in prompts.items()},
         "target": fingerprint(target),
@@ -226,12 +227,14 @@ def _settings(
         "draft_config": digest(config),
         "generation_config": digest(generation),
         "chat_template": digest(tokenizer.chat_template),
-        "policy": policy_facts,
+        "vocabulary": digest(tokenizer.get_vocab()),
+        "policy": None if policy is None else describe_policy(policy),
+        "loop": None if draft is None else draft.use_transformers_loop,
         "batch_size": batch_size,
         "compare_plain": compare_plain,
         "seed": seed,
         "options": {name: plain_json(value) for name, value in sorted(options.items())},
-        "device": device_name(target.device),
+        **{name: facts[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
     }
 
 

@@ -24,6 +24,7 @@ class TurnRounds:
 
     Attributes:
         proposed, accepted (`list[int]`): Draft tokens verified and accepted, without the bonus token.
+        committed (`list[int]`): Tokens gained, the bonus token included, up to the end of the turn.
         confidence (`list[list[float] | None]`, *optional*): Calibrated c_1..c_γ; `None` for a round that drafted
             nothing, and for all of them if the draft has no confidence head.
         draft_seconds, verify_seconds, total_seconds (`list[float]`): Of the whole round, whatever part the turn had
@@ -33,6 +34,7 @@ class TurnRounds:
 
     proposed: list[int]
     accepted: list[int]
+    committed: list[int]
     confidence: list[list[float] | None] | None
     draft_seconds: list[float]
     verify_seconds: list[float]
@@ -49,6 +51,7 @@ class TurnRounds:
         return cls(
             [statistics.proposed[place] for place in places],
             [statistics.accepted[place] for place in places],
+            [statistics.committed[place] for place in places],
             None if all(each is None for each in confidence) else confidence,
             [part.draft for part in seconds],
             [part.verify for part in seconds],
@@ -251,20 +254,16 @@ def metrics_by_task(records: Sequence[TurnRecord], tasks: Iterable[str], block_s
 def joined_rounds(records: Iterable[TurnRecord]) -> RoundStatistics:
     """Return the rounds of all turns, without times and confidences."""
     return RoundStatistics.joined(
-        RoundStatistics(record.rounds.proposed, record.rounds.accepted) for record in records
+        RoundStatistics(record.rounds.proposed, record.rounds.accepted, record.rounds.committed) for record in records
     )
 
 
 def predicted_rounds(records: Iterable[TurnRecord]) -> CalibrationRounds | None:
-    """Return what confidences said beside what happened; `None` if there are no confidences.
-
-    The last round of a turn is left out: where an end-of-sequence token among the drafts was accepted, its record says
-    one less, because no bonus token followed.
-    """
+    """Return what confidences said beside what happened; `None` if there are no confidences."""
     confidence, proposed, accepted = [], [], []
     for record in records:
         rounds = record.rounds
-        for said, length, count in zip(rounds.confidence or (), rounds.proposed[:-1], rounds.accepted, strict=False):
+        for said, length, count in zip(rounds.confidence or (), rounds.proposed, rounds.accepted, strict=False):
             if said is not None:
                 confidence.append(said)
                 proposed.append(length)
@@ -329,7 +328,7 @@ def metrics_table(metrics: Mapping[str, Metrics]) -> str:
     head = ["task", "prompts", "turns", "tokens", "rounds", "tau", "acceptance by position", "ECE", "tokens/s",
             "draft / verify / rest, ms", "first token, ms"]  # fmt: skip
     compared = any(part.speedup is not None for part in metrics.values())
-    head += ["speed-up (quartiles)", "identical"] if compared else []
+    head += ["speed-up, median over median (quartiles of single turns)", "identical"] if compared else []
     rows = [_row(name, part, compared) for name, part in metrics.items()]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

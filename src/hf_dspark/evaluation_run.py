@@ -4,6 +4,7 @@ Knows nothing of tasks as files, nor of what the records come to.
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -164,7 +165,13 @@ class EvaluationRun:
         except Exception as error:  # whatever is wrong with a prompt, the others go on
             if len(rows) == 1:
                 self._fail(rows[0].turn, error)
-            for row in rows if len(rows) > 1 else ():
+                return
+            warnings.warn(
+                f"{len(rows)} prompts could not be decoded together ({' '.join(str(error).split())}): each is decoded "
+                "alone, and timed so. If memory is short, lower batch_size",
+                stacklevel=2,
+            )
+            for row in rows:
                 self._decode([row])
             return
         if self._journal is not None:

@@ -62,6 +62,7 @@ class DraftFacts:
         block_size (`int`): gamma, draft tokens a block.
         head (`str`, *optional*): Kind of its sequential head.
         name (`str`, *optional*): What it is called.
+        weights (`str`, *optional*): The beginning of their hash: a draft keeps its name when it is trained on.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class DraftFacts:
     block_size: int
     head: str | None = None
     name: str | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Setting:
         policy (`str`): How much of a block was verified.
         batch_size (`int`, *optional*): Rows decoded together at most.
         device (`str`): The machine.
+        dtype (`str`): Of the target.
     """
 
     target: str | None
@@ -88,6 +91,7 @@ class Setting:
     policy: str = WHOLE_BLOCK
     batch_size: int | None = None
     device: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def read_result_files(paths: Iterable[str | Path]) -> list[ResultFile]:
 
 def _read(file: Path) -> Result:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is no result file: {error}") from error
     if not isinstance(content, dict):
@@ -257,7 +261,13 @@ def short_policy(policy: str | None) -> str:
     if threshold:
         return f"{'survival' if threshold[2] == 'True' else 'confidence'} threshold {float(threshold[1]):g}"
     names = re.findall(r"([A-Z]\w*(?:Block|Scheduler|Drafting|Limit))\b", text)
-    return {"FullBlock": "whole block"}.get(names[0], " of ".join(names)) if names else text
+    if not names or names[0] == "FullBlock":
+        return "whole block" if names else text
+    limits = [
+        f"{1e3 * float(s):g} ms, {mode}" for s, mode in re.findall(r"tpot_seconds=([\d.eE+-]+), mode='(\w+)'", text)
+    ]
+    lags = [f"lag {lag}" for lag in re.findall(r"\blag=(\d+)", text)]
+    return ", ".join([" of ".join(names), *limits, *lags])
 
 
 # ---- drafts by task
@@ -370,7 +380,9 @@ def _whole_blocks(draft: DraftFacts, setting: Setting, task: str, part: Mapping[
 def _facts(draft: Mapping[str, Any]) -> DraftFacts:
     head = draft["markov_head"] if draft["markov_rank"] else None
     kind = "eagle3" if "eagle3" in draft["model_type"] else "dspark" if draft["markov_rank"] else "dflash"
-    return DraftFacts(DRAFT_KINDS[kind], draft["num_hidden_layers"], draft["block_size"], head, draft.get("name"))
+    weights = (draft.get("weights") or "")[:8] or None
+    layers, block_size = draft["num_hidden_layers"], draft["block_size"]
+    return DraftFacts(DRAFT_KINDS[kind], layers, block_size, head, draft.get("name"), weights)
 
 
 def _setting(result: Result) -> Setting:
@@ -380,7 +392,12 @@ def _setting(result: Result) -> Setting:
         result["policy"] or WHOLE_BLOCK,
         result.get("batch_size"),
         provenance_of(result).get("device", ""),
+        _dtype(result),
     )
+
+
+def _dtype(result: Result) -> str:
+    return (result["target"].get("dtype") or "").removeprefix("torch.")
 
 
 def _round_time(metrics: Mapping[str, Any]) -> RoundTime | None:
@@ -411,16 +428,17 @@ def threshold_sweeps(results: Sequence[Result]) -> list[ThresholdSweep]:
     return sweeps
 
 
-def _cut_afterwards(rounds: Sequence[tuple[int, int, Sequence[float]]], threshold: float) -> ThresholdRow:
+def _cut_afterwards(rounds: Sequence[tuple[int, int, int, Sequence[float]]], threshold: float) -> ThresholdRow:
     """Return what a threshold would have done: each block ends before its first confidence below it."""
-    lengths, kept = [], []
-    for proposed, accepted, confidence in rounds:
+    lengths, kept, tokens = [], [], []
+    for proposed, accepted, committed, confidence in rounds:
         length = next((k for k, value in enumerate(confidence[:proposed]) if value < threshold), proposed)
         lengths.append(length)
         kept.append(min(length, accepted))
+        tokens.append(min(length + 1, committed))  # where the answer ended within the block, no bonus token followed
     count = len(rounds)
     rate = sum(kept) / sum(lengths) if sum(lengths) else None
-    return ThresholdRow(threshold, 1 + sum(kept) / count, (sum(lengths) - sum(kept)) / count, rate)
+    return ThresholdRow(threshold, sum(tokens) / count, (sum(lengths) - sum(kept)) / count, rate)
 
 
 def reliabilities(results: Sequence[Result]) -> list[Reliability]:
@@ -440,7 +458,8 @@ def reliabilities(results: Sequence[Result]) -> list[Reliability]:
     for result in whole_block_evaluations(results):
         curve = [PositionCalibration(**each) for each in result["tasks"]["all"]["calibration"]]
         if curve:
-            found.append(Reliability(_owner(result), {"as decoded": curve}))
+            tasks = ", ".join(task for task in result["tasks"] if task != "all")
+            found.append(Reliability(f"{_owner(result)}, {tasks}", {"as decoded": curve}))
     return found
 
 
@@ -449,7 +468,10 @@ def _stored_curves(part: Mapping[str, Any]) -> dict[str, list[PositionCalibratio
 
 
 def whole_block_evaluations(results: Sequence[Result]) -> list[Result]:
-    """Return the evaluations that verified whole blocks and kept confidences; of each pair the smallest batch."""
+    """Return the evaluations that verified whole blocks and kept confidences.
+
+    Of each pair and the same tasks that with the smallest batch.
+    """
     best: dict[tuple, Result] = {}
     for result in of_kind(results, "evaluation"):
         if (result["policy"] or WHOLE_BLOCK) == WHOLE_BLOCK and _tasks(result):
@@ -461,7 +483,8 @@ def whole_block_evaluations(results: Sequence[Result]) -> list[Result]:
 
 
 def _pair_of(result: Result) -> tuple:
-    return result["target"].get("name"), _facts(result["draft"]), regime_of(result["sampling"])
+    tasks = tuple(sorted(result["tasks"]))
+    return result["target"].get("name"), _dtype(result), _facts(result["draft"]), regime_of(result["sampling"]), tasks
 
 
 def _owner(result: Result) -> str:
@@ -474,14 +497,16 @@ def _tasks(result: Result) -> list[str]:
     return [task for task in result["tasks"] if task != "all" and _rounds_with_confidence(result, task)]
 
 
-def _rounds_with_confidence(result: Result, task: str) -> list[tuple[int, int, Sequence[float]]]:
-    """Return proposed, accepted and confidences of each round of a task that drafted with confidences."""
+def _rounds_with_confidence(result: Result, task: str) -> list[tuple[int, int, int, Sequence[float]]]:
+    """Return proposed, accepted, committed and confidences of each round of a task that drafted with confidences."""
     found = []
     for record in result["records"]:
         rounds = record["rounds"]
         if record["task"] == task and rounds["confidence"] is not None:
-            found += list(zip(rounds["proposed"], rounds["accepted"], rounds["confidence"], strict=True))
-    return [(proposed, accepted, row) for proposed, accepted, row in found if row and proposed]
+            committed = rounds.get("committed", [count + 1 for count in rounds["accepted"]])  # older files lack it
+            columns = rounds["proposed"], rounds["accepted"], committed, rounds["confidence"]
+            found += [each for each in zip(*columns, strict=True) if each[3] and each[0]]
+    return found
 
 
 # ---- against alternatives
@@ -594,7 +619,7 @@ def several_batches(results: Sequence[Result]) -> list[Result]:
     timed = [result for result in of_kind(results, "evaluation") if result["tasks"]["all"]["tokens_per_second"]]
     for result in timed:
         if result["draft"]:
-            sizes.setdefault((_bench_of(result), _facts(result["draft"])), set()).add(result["batch_size"])
+            sizes.setdefault((_bench_of(result), _facts(result["draft"])), set()).add(_rows_together(result))
     wide = {key for key, seen in sizes.items() if len(seen) > 1}
     benches = {bench for bench, _ in wide}
     return [
@@ -605,17 +630,39 @@ def several_batches(results: Sequence[Result]) -> list[Result]:
     ]
 
 
-def _bench_of(result: Result) -> tuple[str | None, str, str]:
-    """Return target, regime and machine: on the same, throughputs can be compared."""
-    device = provenance_of(result).get("device", "")
-    return result["target"].get("name"), regime_of(result["sampling"]), device
+@dataclass(frozen=True)
+class _Bench:
+    """What must be the same if throughputs are to be compared."""
+
+    target: str | None
+    dtype: str
+    regime: str
+    tasks: tuple[str, ...]
+    max_new_tokens: int | None
+    device: str
+    threads: int | None
+
+
+def _bench_of(result: Result) -> _Bench:
+    origin, tasks = provenance_of(result), tuple(sorted(task for task in result["tasks"] if task != "all"))
+    return _Bench(
+        result["target"].get("name"), _dtype(result), regime_of(result["sampling"]), tasks, result["max_new_tokens"],
+        origin.get("device", ""), origin.get("threads"),
+    )  # fmt: skip
+
+
+def _rows_together(result: Result) -> int:
+    """Return how many rows were decoded together: fewer than asked for where prompts were few, or failed together."""
+    first_rounds = [record["rounds"]["num_requests"][:1] for record in result["records"] if record.get("rounds")]
+    rows = [count for counts in first_rounds for count in counts]
+    return round(sum(rows) / len(rows)) if rows else result["batch_size"]
 
 
 def _of_batches(results: Sequence[Result]) -> list[LoadCurves]:
     plain: dict[tuple, dict[float, LoadPoint]] = {}
     drafted: dict[tuple, dict[str, dict[float, LoadPoint]]] = {}
     for result in several_batches(results):
-        metrics, load, bench = result["tasks"]["all"], result["batch_size"], _bench_of(result)
+        metrics, load, bench = result["tasks"]["all"], _rows_together(result), _bench_of(result)
         speed = metrics["tokens_per_second"]
         if result["draft"]:
             policies = drafted.setdefault((bench, _facts(result["draft"])), {})
@@ -628,5 +675,6 @@ def _of_batches(results: Sequence[Result]) -> list[LoadCurves]:
     for (bench, facts), policies in drafted.items():
         named = policies | ({"autoregressive": plain[bench]} if bench in plain else {})
         ordered = {name: [points[load] for load in sorted(points)] for name, points in named.items()}
-        found.append(LoadCurves(f"measured: {facts.name or facts.kind},\n{bench[1]}", "batch size", ordered))
+        title = f"measured: {facts.name or facts.kind},\n{', '.join([bench.regime, *bench.tasks])}"
+        found.append(LoadCurves(title, "rows together", ordered))
     return found

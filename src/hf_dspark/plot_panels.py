@@ -139,12 +139,15 @@ def _head(each: DraftMeasurement) -> str:
 
 
 def _circumstances(each: DraftMeasurement) -> Parts:
-    batch = each.setting.batch_size
-    return short_policy(each.setting.policy), f"batch {batch}" if batch else "", each.setting.device
+    setting = each.setting
+    batch = f"batch {setting.batch_size}" if setting.batch_size else ""
+    return short_policy(setting.policy), batch, setting.dtype, setting.device
 
 
 def draft_parts(each: DraftMeasurement) -> Parts:
-    return _depth(each), _head(each), f"γ = {each.draft.block_size}", each.draft.name or "", *_circumstances(each)
+    weights = f"weights {each.draft.weights}" if each.draft.weights else ""
+    known = f"γ = {each.draft.block_size}", each.draft.name or "", weights
+    return _depth(each), _head(each), *known, *_circumstances(each)
 
 
 def depth_parts(each: DraftMeasurement) -> Parts:

@@ -3,6 +3,7 @@
 Knows nothing of how anything was measured, and of files only how a figure is saved.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +33,6 @@ from .plot_panels import (
     MOST_PANELS,
     MOST_ROWS,
     ORANGE,
-    OTHER_STYLES,
-    POLICY_STYLES,
     SKY,
     SMALL,
     TINY,
@@ -306,7 +305,7 @@ def figure_jagged(results: Sequence[Result]) -> Figure:
     """Draw each scheduler's throughput on jagged step-time curves over that of the unconstrained search.
 
     Args:
-        results (`Sequence[Mapping]`): Of `benchmarks/scheduler.py`.
+        results (`Sequence[Mapping]`): Of `benchmarks/scheduler.py`; the first is drawn.
 
     Returns:
         `matplotlib.figure.Figure`
@@ -314,9 +313,10 @@ def figure_jagged(results: Sequence[Result]) -> Figure:
     Raises:
         MissingResults: If there is none.
     """
-    found = [result["jagged"] for result in of_kind(results, "scheduler") if result.get("jagged")]
+    found = [result for result in of_kind(results, "scheduler") if result.get("jagged")][:1]
     _require(found, JAGGED, "throughput on jagged step times")
-    kinds = {kind: curves for jagged in found for kind, curves in jagged.items()}
+    kinds = found[0]["jagged"]
+    styles = policy_styles(policy for curves in kinds.values() for rows in curves.values() for policy in rows)
     figure, axes = make_panels(len(kinds), 1, 10.5, 2.2, sharex=True)
     for axis, (kind, curves) in zip(axes[:, 0], kinds.items(), strict=True):
         names = list(curves)
@@ -325,14 +325,14 @@ def figure_jagged(results: Sequence[Result]) -> Figure:
         for index, policy in enumerate(policies):
             places = [place + width * (index - (len(policies) - 1) / 2) for place in range(len(names))]
             values = [curves[name][policy] for name in names]
-            colour = POLICY_STYLES.get(policy, OTHER_STYLES[index])["color"]
+            colour = styles[policy]["color"]
             bars = axis.bar(places, values, 0.92 * width, label=policy, color=colour)
             axis.bar_label(bars, [f"{value:.2f}".lstrip("0") for value in values], fontsize=TINY)
         axis.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=7)
         axis.set_title(f"{kind} confidences", fontsize=9)
         axis.set_ylabel("throughput over\nthe oracle's", fontsize=SMALL)
         axis.set_ylim(0, 1.15)
-    return finish(figure, axes, JAGGED, results, legend_of(axes), grid="y")
+    return finish(figure, axes, JAGGED, found, legend_of(axes), grid="y")
 
 
 def figure_trace(results: Sequence[Result]) -> Figure:
@@ -347,13 +347,15 @@ def figure_trace(results: Sequence[Result]) -> Figure:
     Raises:
         MissingResults: If there is none.
     """
-    found = of_kind(results, "simulator")
+    found = of_kind(results, "simulator")[:1]
     _require(found, TRACE, "a simulated trace")
     cells, limit = found[0]["results"], found[0]["tpot_ms"]
     names = list(cells[0]["policies"])
     height = 0.8 / len(cells)
     figure, axes = make_panels(1, 2, 4.6, 0.3 + 0.17 * len(names) * len(cells), sharey=True)
-    for index, (cell, colour) in enumerate(zip(cells, (SKY, BLUE, BLACK, AMBER, ORANGE, GREEN), strict=False)):
+    for index, (cell, colour) in enumerate(
+        zip(cells, itertools.cycle((SKY, BLUE, BLACK, AMBER, ORANGE, GREEN)), strict=False)
+    ):
         places = [row + height * (index - (len(cells) - 1) / 2) for row in range(len(names))]
         rates = [cell["policies"][name]["tokens_per_second"] for name in names]
         attained = [100 * cell["policies"][name]["slo_attainment"] for name in names]
@@ -369,7 +371,7 @@ def figure_trace(results: Sequence[Result]) -> Figure:
     notes = (
         f"{found[0]['num_requests']} requests of {found[0]['trace']}, at most {found[0]['max_requests']} at a time."
     )
-    return finish(figure, axes, TRACE, results, legend_of(axes), notes, grid="x")
+    return finish(figure, axes, TRACE, found, legend_of(axes), notes, grid="x")
 
 
 # ---- what each figure uses

@@ -116,7 +116,7 @@ def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
             continue
         try:
             rows.append((number, json.loads(line)))
-        except ValueError as error:  # UnicodeDecodeError, too
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too; brackets without end
             faults.append(Fault(path, number, f"is not JSON: {error}"))
     return rows, faults
 
@@ -155,10 +155,13 @@ def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, thinking: bool
         thinking (`bool`, *optional*): `enable_thinking` for the template; not given if `None`.
 
     Raises:
-        ValueError: If it has no tokens, or the template refuses it.
+        ValueError: If it has no tokens, or the tokenizer or the template refuses it.
     """
     if isinstance(prompt.content, str):
-        ids = tokenizer(prompt.content)["input_ids"]
+        try:
+            ids = tokenizer(prompt.content)["input_ids"]
+        except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
+            raise ValueError(f"the tokenizer refuses {_shortened(prompt.content)}: {error}") from error
     else:
         options = {} if thinking is None else {"enable_thinking": thinking}
         try:

@@ -3,6 +3,7 @@
 Knows nothing of what was measured.
 """
 
+import functools
 import platform
 import re
 import subprocess
@@ -22,11 +23,14 @@ _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
 _USER_OF_URL = re.compile(r"(?<=://)[^/@]*@")
 
 
-def provenance() -> dict[str, Any]:
+def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Return where and how a measurement is made, for the file that holds its result.
 
     A result is published: of paths outside the working folder, the command keeps the last part; of tokens, and of the
     values of options that sound like secrets, nothing.
+
+    Args:
+        device (`torch.device` or `str`): Where the models were.
 
     Returns:
         `dict`: `command`, `revision` (of the git checkout that the package runs from, `+changes` behind it if its
@@ -45,7 +49,7 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "device": device_name(torch.device(device)),
         "threads": torch.get_num_threads(),
     }
 
@@ -69,6 +73,7 @@ def _shown_path(word: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
 
 
+@functools.cache  # a commit that is made during a long run is not what runs
 def _revision() -> str | None:
     """Return the revision of the checkout that this file belongs to, or `None` for an installed package."""
     sources = Path(__file__).parent

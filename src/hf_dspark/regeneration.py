@@ -26,6 +26,7 @@ from .conversations import read_messages, tokenize_row
 from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
 from .generate_many import generate_many
+from .timed_decoding import effective_config
 
 DEFAULT_NEW_TOKENS = 2048
 MADE_HERE = (
@@ -129,7 +130,7 @@ def regenerate(
             instead = {"num_return_sequences": "use num_samples", "max_length": "use max_new_tokens"}
             raise ValueError(f"regenerate makes {name} itself: {instead.get(name, 'drop it')}")
     options = dict(generate_kwargs)
-    config = _effective_config(target, options)
+    config = _config_with_length(target, options)
     _check_samples(num_samples, not config.do_sample)
     template_kwargs = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     read = [_read_prompt(row, index, tokenizer) for index, row in enumerate(_several(prompts))]
@@ -350,11 +351,9 @@ def _prompt_ids(
 # ---- the target in process
 
 
-def _effective_config(target: PreTrainedModel, options: dict[str, Any]) -> GenerationConfig:
+def _config_with_length(target: PreTrainedModel, options: dict[str, Any]) -> GenerationConfig:
     """Return what `generate()` will follow; sets the length in `options` if nobody did."""
-    given = options.get("generation_config") or target.generation_config
-    config = GenerationConfig.from_dict(given.to_dict())
-    config.update(**{name: value for name, value in options.items() if name != "generation_config"})
+    config = effective_config(target, options)
     if config.max_new_tokens is None and config.max_length in (None, 20):  # 20 is what nobody chose
         options["max_new_tokens"] = config.max_new_tokens = DEFAULT_NEW_TOKENS
     return config

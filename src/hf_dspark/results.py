@@ -6,6 +6,7 @@ Knows nothing of how the measuring is done.
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from transformers import PreTrainedModel
 from .checkpoint_files import read_json
 from .draft_model import DraftModel
 from .fingerprint import weight_hash
-from .policies import ConfidenceThreshold, FullBlock, Policy
+from .journal import digest
+from .policies import Policy
 from .provenance import provenance
+from .throughput import StepCost
 from .timed_decoding import effective_config
 
 # What a result file of each kind must hold, besides who was measured and where.
@@ -32,14 +35,17 @@ REQUIRED = {
 }  # fmt: skip
 COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
 MAX_BYTES = 2**29  # an evaluation keeps every round
+# What `generate()` samples with where neither its arguments nor the target's generation config say something else.
+SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
 def describe_target(target: PreTrainedModel) -> dict[str, Any]:
-    """Return what identifies a target: where it was loaded from, at which revision, and in which dtype."""
+    """Return what identifies a target: where it was loaded from, at which revision, in which dtype; where it is."""
     return {
         "name": _name(target),
         "revision": getattr(target.config, "_commit_hash", None),
         "dtype": str(target.dtype),
+        "device": str(target.device),
     }
 
 
@@ -61,8 +67,19 @@ def describe_draft(draft: DraftModel) -> dict[str, Any]:
 
 
 def describe_policy(policy: Policy) -> str:
-    """Return what identifies a policy: its values, unless it holds a whole table of costs."""
-    return repr(policy) if isinstance(policy, (FullBlock, ConfidenceThreshold)) else type(policy).__name__
+    """Return what identifies a policy: its values, of a whole table of costs a hash."""
+    values = (
+        {part.name: getattr(policy, part.name) for part in fields(policy) if part.repr}
+        if is_dataclass(policy)
+        else {name: value for name, value in vars(policy).items() if isinstance(value, (str, int, float))}
+    )
+    return f"{type(policy).__name__}({', '.join(f'{name}={_described(value)}' for name, value in values.items())})"
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "plan_verify"):
+        return describe_policy(value)
+    return f"{type(value).__name__}[{digest(repr(value))[:8]}]" if isinstance(value, StepCost) else repr(value)
 
 
 def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
@@ -73,12 +90,12 @@ def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedMode
         target (`PreTrainedModel`): What they do not say is as its generation config says.
         seed (`int`): Of the draws.
     """
-    config = effective_config(target, dict(generate_kwargs))
+    config = effective_config(target, generate_kwargs)
     if not config.do_sample:
         return {"do_sample": False, "max_new_tokens": config.max_new_tokens}
     named = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     found = {name: value for name, value in named.items() if value is not None}
-    return {"do_sample": True, "temperature": 1.0} | found | {"max_new_tokens": config.max_new_tokens, "seed": seed}
+    return {"do_sample": True} | SAMPLED_BY_DEFAULT | found | {"max_new_tokens": config.max_new_tokens, "seed": seed}
 
 
 def write_result(
@@ -98,12 +115,20 @@ def write_result(
     Raises:
         ValueError: If something is missing.
     """
-    result = {"kind": kind, "provenance": provenance(), "target": dict(target), "draft": dict(draft), **found}
+    origin = provenance(target.get("device", "cpu"))
+    result = {"kind": kind, "provenance": origin, "target": dict(target), "draft": dict(draft), **found}
     _check(result, str(path))
-    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_text(Path(path), text)
+    replace_text(Path(path), _as_text(result))
     return result
+
+
+def _as_text(result: Mapping[str, Any]) -> str:
+    """Return the JSON of a result; records, which are many and long, in a line each."""
+    records = ",\n".join(json.dumps(record, allow_nan=False) for record in result.get("records", ()))
+    rest = {name: value for name, value in result.items() if name != "records"}
+    text = json.dumps(rest, indent=1, allow_nan=False)
+    return f'{text[:-2]},\n "records": [\n{records}\n ]\n}}\n' if "records" in result else f"{text}\n"
 
 
 def replace_text(path: Path, text: str) -> None:

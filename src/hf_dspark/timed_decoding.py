@@ -3,9 +3,10 @@
 Knows nothing of what is measured with it, nor of the rounds inside.
 """
 
+import copy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,11 @@ class TimedCall:
     statistics: RoundStatistics | None
 
 
-def effective_config(target: PreTrainedModel, generate_kwargs: dict[str, Any]) -> GenerationConfig:
-    """Return what `generate()` will follow: the target's own configuration, or the given one, under the arguments."""
-    given = generate_kwargs.get("generation_config") or target.generation_config
-    config = GenerationConfig.from_dict(given.to_dict())
+def effective_config(target: PreTrainedModel, generate_kwargs: Mapping[str, Any]) -> GenerationConfig:
+    """Return what `generate()` will follow: the arguments, then a configuration among them, then the target's own."""
+    given = generate_kwargs.get("generation_config")
+    config = GenerationConfig() if given is None else copy.deepcopy(given)
+    config.update(**target.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
     config.update(**{name: value for name, value in generate_kwargs.items() if name != "generation_config"})
     return config
 
@@ -71,7 +73,7 @@ def timed_call(
     input_ids, attention_mask = _left_padded(prompts, pad_token_id, device)
     options = dict(generate_kwargs) | {"pad_token_id": pad_token_id}
     clock = _FirstTokenClock(device)
-    if draft is None:
+    if draft is None:  # rounds note when they begin, and no criterion of ours has to be asked in them
         options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), clock])
     else:
         options["assistant_model"] = draft
@@ -84,13 +86,12 @@ def timed_call(
         _synchronize(device)
         seconds = time.perf_counter() - started
     statistics = None if draft is None else draft.last_stats
-    # The rounds are all that follows the first token.
-    prefill_seconds = clock.first - started if statistics is None else seconds - statistics.total_seconds
+    first = clock.first if statistics is None else statistics.first_round_at
     rows = sequences[:, input_ids.shape[1] :].tolist()
     ends = _end_token_ids(config)
     return TimedCall(
         [_cut(row, ends, pad_token_id if len(rows) > 1 else None) for row in rows],
-        prefill_seconds, seconds, _peak_memory_mib(device), statistics,
+        seconds if first is None else first - started, seconds, _peak_memory_mib(device), statistics,
     )  # fmt: skip
 
 
@@ -99,10 +100,10 @@ class _FirstTokenClock(StoppingCriteria):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.first = 0.0
+        self.first: float | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        if not self.first:
+        if self.first is None:
             _synchronize(self._device)
             self.first = time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
