@@ -201,6 +201,9 @@ def test_eval_writes_a_result_that_a_later_one_is_compared_with(folders, capsys)
     assert result["sampling"] == {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 8, "seed": 0}
     assert run(f"{words} --result_file first.json") == 2
     assert "first.json exists" in capsys.readouterr().err
+    otherwise = words.replace("--temperature 1", "--temperature 0")
+    assert run(f"{otherwise} --result_file second.json --baseline first.json") == 2
+    assert "temperature 1; this run is of target, greedy: decode the same way" in capsys.readouterr().err
     assert run(f"{words} --result_file second.json --baseline first.json") == 0
     assert "+0%" in capsys.readouterr().out  # the same seed, the same tokens
 
@@ -280,7 +283,7 @@ def test_scheduling_works_as_soon_as_the_machine_is_profiled(folders, capsys):
     table = document(capsys)["table"]
     assert json.loads(Path("sps.json").read_text()) == table
     assert run(f"generate {PAIR} --policy scheduled --max_new_tokens 4 --json up") == 0
-    assert document(capsys)["policy"] == "AdaptiveDrafting"
+    assert document(capsys)["policy"].startswith("AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
 
 
 # ---- convert, push, card

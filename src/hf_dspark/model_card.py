@@ -12,6 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from .draft_model import DraftModel
+from .measurements import short_policy
 from .profiling import ThroughputProfile
 from .results import describe_draft, read_results
 
@@ -457,7 +458,8 @@ def _sampling(sampling: Mapping[str, Any]) -> str:
 
 
 def _shortened(policy: str) -> str:
-    return policy if len(policy) <= 60 else f"{policy[:59]}…"
+    shown = short_policy(policy) if "[" in policy else policy  # tables of costs by their hashes are for comparing
+    return shown if len(shown) <= 60 else f"{shown[:59]}…"
 
 
 def _number(value: Any, digits: int = 2) -> str:

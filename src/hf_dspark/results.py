@@ -36,7 +36,7 @@ REQUIRED = {
 COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
 MAX_BYTES = 2**29  # an evaluation keeps every round
 # What `generate()` samples with where neither its arguments nor the target's generation config say something else.
-SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50}
 
 
 def describe_target(target: PreTrainedModel) -> dict[str, Any]:
