@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .checkpoint_files import read_json
-from .draft_model import DraftModel
+from .draft_model import DraftModel, input_device
 from .fingerprint import weight_hash
 from .journal import digest
 from .policies import Policy
@@ -45,7 +45,7 @@ def describe_target(target: PreTrainedModel) -> dict[str, Any]:
         "name": _name(target),
         "revision": getattr(target.config, "_commit_hash", None),
         "dtype": str(target.dtype),
-        "device": str(target.device),
+        "device": str(input_device(target.get_input_embeddings())),
     }
 
 
