@@ -8,6 +8,7 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from transformers import (
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, generate_hook
+from hf_dspark import ConfidenceThreshold, DSparkConfig, DSparkDraftModel, generate_hook, generation
 
 EOS = 62
 
@@ -531,3 +532,65 @@ def test_draft_without_the_import_gets_transformers_own_explanation(tmp_path, pa
         [sys.executable, "-c", "import hf_dspark; " + program], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
+
+
+# ---- surroundings
+
+
+def test_foreign_default_device_changes_nothing(pair, prompts):
+    target, draft = pair
+    batch = torch.cat([prompts[0][:, :3], prompts[1][:, :3]])
+    sampled = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "pad_token_id": 0}
+    draft.policy = ConfidenceThreshold(0.5)
+    ways = [(prompts[0], GREEDY | {"eos_token_id": 63}), (batch, GREEDY), (batch, sampled)]
+
+    def run():
+        torch.manual_seed(0)
+        return [target.generate(ids, assistant_model=draft, **options).tolist() for ids, options in ways]
+
+    here = run()
+    try:
+        torch.set_default_device("meta")  # where nothing can be computed
+        there = run()
+    finally:
+        torch.set_default_device(None)
+        draft.policy = None
+    assert there == here
+
+
+def test_limit_that_nobody_means_takes_no_memory(pair, prompts):
+    target, draft = pair
+    plain = target.generate(prompts[0], do_sample=False, max_new_tokens=30, pad_token_id=0)
+    end = int(plain[0, -1])
+    options = {"do_sample": False, "max_new_tokens": 10**13, "eos_token_id": end, "pad_token_id": 0}
+    expected = target.generate(prompts[0], **options)
+    assert target.generate(prompts[0], assistant_model=draft, **options).tolist() == expected.tolist()
+
+
+def test_room_for_tokens_grows(pair, prompts, monkeypatch):
+    monkeypatch.setattr(generation, "ROOM_AT_FIRST", 2)
+    target, draft = pair
+    plain = target.generate(prompts[0], **GREEDY)
+    assert target.generate(prompts[0], assistant_model=draft, **GREEDY).tolist() == plain.tolist()
+
+
+class WithModel(LogitsProcessor):
+    """A processor or criterion that holds something large."""
+
+    def __init__(self, held):
+        self.held, self.calls = held, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return scores
+
+
+def test_copies_of_users_objects_share_models():
+    held = torch.nn.Linear(2, 2)
+    copied = generation.copy_of(WithModel(held))
+    assert copied.held is held and copied.calls is not copied.held
+
+
+def test_processor_that_cannot_be_copied_is_named(pair, prompts):
+    target, draft = pair
+    with pytest.raises(ValueError, match="WithModel cannot be copied .*: give it a __deepcopy__"):
+        target.generate(prompts[0], assistant_model=draft, **GREEDY, logits_processor=[WithModel(threading.Lock())])

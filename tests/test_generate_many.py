@@ -1,6 +1,7 @@
 """More prompts than rows: each as if alone, results as they finish, failures alone."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -253,3 +254,36 @@ def test_prompts_of_another_type_fail_alone_and_say_what_is_needed(pair, prompts
     for index in range(4):
         assert isinstance(results[index].error, TypeError) and "list of token ids" in str(results[index].error)
     assert results[4].error is None and results[5].token_ids.tolist() == alone(target, prompts[1])
+
+
+def test_shortage_in_a_users_processor_is_nobodys_fault(pair):
+    target, draft = pair
+    prompts = [[3, 9, 12], [30, 7], [5, 5, 8, 41, 2], [17]]
+    left = [1]
+
+    def short_once(ids, scores):
+        if len(ids[0]) > 12 and left:
+            left.pop()
+            raise torch.OutOfMemoryError("out of memory")
+        return scores
+
+    options = GREEDY | {"batch_size": 4}
+    expected = {done.index: done.token_ids.tolist() for done in generate_many(target, draft, prompts, **options)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = list(
+            generate_many(target, draft, prompts, **options, logits_processor=[StatelessProcessor(short_once)])
+        )
+    assert not left and all(done.error is None for done in found)
+    assert {done.index: done.token_ids.tolist() for done in found} == expected
+
+
+class StatelessProcessor(LogitsProcessor):
+    def __init__(self, function):
+        self.function = function
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __call__(self, ids, scores):
+        return self.function(ids, scores)

@@ -733,3 +733,11 @@ def test_from_pretrained_ignores_the_targets_tensors_in_a_deepspec_checkpoint(fi
     folder = fixtures / "deepspec" / "draft_vanilla"
     assert {"embed_tokens.weight", "lm_head.weight"} <= load_file(folder / "model.safetensors").keys()
     assert not {"embed_tokens.weight", "lm_head.weight"} & DSparkDraftModel.from_pretrained(folder).state_dict().keys()
+
+
+def test_pruned_vocabulary_that_was_used_in_inference_mode_can_be_trained_afterwards(make_target, make_draft):
+    target = make_target()
+    draft = make_draft(target, draft_vocab_size=24)
+    with torch.inference_mode():
+        draft.draft_token_ids()
+    assert not draft.draft_token_ids().is_inference()

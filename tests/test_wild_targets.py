@@ -309,7 +309,7 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         loop = DecodingLoop(target, generator, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with loop._at_work():
-            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), wanted=torch.tensor([4, 7]))
+            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), wanted=[4, 7])
             cache.lengths[0], cache.lengths[1] = 5, 3
             blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)))
         assert generator.devices == {FIRST, SECOND}

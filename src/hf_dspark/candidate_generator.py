@@ -254,7 +254,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._draft_processor = BlockProcessor(logits_processor, draft.config.vocab_size, tie_margin=0)
         self.cache = SlotCache() if cache is None else cache
         self.do_sample = generation_config.do_sample
-        self.seed = int(torch.empty((), dtype=torch.int64).random_())  # the user's seed decides about all noise
+        self.seed = int(
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
+        )  # the user's seed decides about all noise
         self._target = target
         self._processors = logits_processor
         self._max_length = generation_config.max_length
@@ -265,7 +267,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
         self._temperatures = draft.config.temperatures_for(draft.domain, self.do_sample)
         self._request: Request | None = None  # of transformers' loop
-        self._proposal = Proposal(torch.zeros(1, dtype=torch.long))
+        self._proposal = Proposal(torch.zeros(1, dtype=torch.long, device="cpu"))
         self._forward_started = 0.0
         self._round_started = 0.0
         self._draft_seconds = 0.0
@@ -338,7 +340,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         started = time.perf_counter()
         # One token of the round is the target's own, so a block may fill the length up to one before the end.
-        max_lengths = torch.tensor([max(0, min(self._max_drafts, self._room(request))) for request in requests])
+        most = [max(0, min(self._max_drafts, self._room(request))) for request in requests]
+        max_lengths = torch.tensor(most, device="cpu")  # whatever the user's default device is
         load = Load(
             tuple(request.id for request in requests),
             context_tokens=sum(request.anchor_position + 1 for request in requests),
@@ -485,7 +488,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             The committed tokens with l draft tokens behind them `[1, S+l]`, and the log draft law `[1, l, V]`:
             `None` when l = 0 or when drafts are arg-max.
         """
-        self._proposal = Proposal(torch.zeros(1, dtype=torch.long))
+        self._proposal = Proposal(torch.zeros(1, dtype=torch.long, device="cpu"))
         if is_first_iteration:
             return input_ids, None
         self._start_clock(self._round_started or time.perf_counter())
@@ -540,4 +543,4 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if num_matches < int(self._proposal.lengths[0]):
             following = input_ids[0, self._request.length + num_matches]
             num_matches += int(following == self._proposal.block.token_ids[0, num_matches])
-        return torch.tensor([num_matches])
+        return torch.tensor([num_matches], device="cpu")

@@ -98,9 +98,9 @@ class DecodingLoop:
         self.recording = recording or Recording()
         self._target = target
         self._keeps_rows = keeps_rows
-        # accelerate would bring the index to another device than the head's.
-        spread = len(set(getattr(target, "hf_device_map", {}).values())) > 1
-        self._keeps_some_logits = keeps_some_logits and not spread
+        self._keeps_some_logits = keeps_some_logits
+        # accelerate would bring an index to another device than the head's; a number stays what it is.
+        self._is_spread = len(set(getattr(target, "hf_device_map", {}).values())) > 1
         self._on_commit = on_commit
         self._device = generator.draft.device
         self._input_device = input_device(target.get_input_embeddings())
@@ -123,6 +123,8 @@ class DecodingLoop:
 
     def _run_round(self) -> None:
         requests, noise = list(self.requests), self.generator.noise(self.requests)
+        for request in requests:
+            request.make_room(self.generator.draft.config.block_size + 1)
         proposal = self.generator.propose(requests, noise)
         verified_pass = self._forward(self._block_ids(requests, proposal), self._block_layout(requests, proposal))
         scores = self._process(requests, proposal, verified_pass)
@@ -141,15 +143,19 @@ class DecodingLoop:
         if proposal.block is None:
             return anchors
         columns = torch.cat([anchors.to(self._device)[:, None], proposal.block.token_ids], dim=1)
-        sent = torch.arange(columns.shape[1]) <= proposal.lengths[:, None]
+        sent = torch.arange(columns.shape[1], device="cpu") <= proposal.lengths[:, None]
         return columns[sent.to(self._device)]
 
-    def _forward(self, token_ids: torch.Tensor, layout: SlotLayout, wanted: torch.Tensor | None = None) -> Pass:
+    def _forward(self, token_ids: torch.Tensor, layout: SlotLayout, wanted: Sequence[int] | None = None) -> Pass:
         """Run packed tokens `[T]`, or embeddings `[T, d]`, through the target; logits at the `wanted` ones, or all."""
         packed = token_ids.to(self._input_device)[None]
         inputs = {"input_ids": packed} if token_ids.dim() == 1 else {"inputs_embeds": packed}
-        if self._keeps_some_logits:
-            inputs["logits_to_keep"] = 0 if wanted is None else wanted.to(self._input_device)
+        wanted_last = wanted == [len(token_ids) - 1]
+        picks = self._keeps_some_logits and wanted is not None and (wanted_last or not self._is_spread)
+        if picks:
+            inputs["logits_to_keep"] = 1 if wanted_last else torch.tensor(wanted, device=self._input_device)
+        elif self._keeps_some_logits:
+            inputs["logits_to_keep"] = 0  # all of them
         # As plain decoding would show them to 8-bit layers: a prompt whole, what follows token by token.
         together = () if wanted is None else layout.counts
         apart = outliers_of_each(together) if self._has_outliers else nullcontext()
@@ -163,8 +169,8 @@ class DecodingLoop:
                 return_dict=True,
             )
         logits = outputs.logits[0]
-        if wanted is not None and not self._keeps_some_logits:
-            logits = logits[wanted.to(logits.device)]
+        if wanted is not None and not picks:
+            logits = logits[torch.tensor(wanted, device=logits.device)]
         hidden_states = outputs.hidden_states if self.recording.wants_hidden_states else None
         return Pass(
             layout,
@@ -211,7 +217,8 @@ class DecodingLoop:
         for row, (accepted, following, *drafted) in enumerate(on_host):
             request, first = requests[row], done.layout.first_tokens[row]
             new_tokens = [*drafted[:accepted], following]
-            request.token_ids[request.length : request.length + len(new_tokens)] = torch.tensor(new_tokens)
+            noted = torch.tensor(new_tokens, device="cpu")
+            request.token_ids[request.length : request.length + len(new_tokens)] = noted
             self._record(request, scores, done, slice(first, first + len(new_tokens)))
             kept, ends = request.stop_rule.cut(request, new_tokens, self.recording.scores.get(request.id, ()))
             self._forget(request, len(new_tokens) - kept)
@@ -317,13 +324,13 @@ class DecodingLoop:
                 tuple(map(len, parts)),
                 first_row,
             )
-            last = torch.tensor([end - 1 for end, part in zip(_ends(layout), parts, strict=True) if len(part)])
+            last = [end - 1 for end, part in zip(_ends(layout), parts, strict=True) if len(part)]
             done = self._forward(torch.cat(parts), layout, wanted=last)
             self._take_prompt(requests, parts, done, logits)
         prefilled = Pass(
             SlotLayout((0,) * len(requests), (1,) * len(requests)), torch.stack(logits), done.features[:0], None
         )
-        nothing = Proposal(torch.zeros(len(requests), dtype=torch.long))
+        nothing = Proposal(torch.zeros(len(requests), dtype=torch.long, device="cpu"))
         scores = self._process(requests, nothing, prefilled)
         verified = self._verify(nothing, scores, prefilled.layout, noise)
         self.requests.extend(requests)

@@ -32,7 +32,7 @@ from .adapters import forget_adapters_by_row, why_not_with_adapters
 from .candidate_generator import DSparkCandidateGenerator
 from .draft_kinds import is_draft, require_draft
 from .draft_model import check_fits
-from .generation import Call, generate_together, needs_padding
+from .generation import Call, copy_of, generate_together, needs_padding
 from .policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from .profiling import find_cost
 from .slot_attention import require_no_state, rope_parameters, why_not_by_slots
@@ -414,7 +414,7 @@ def _check_rows(
     """Refuse prompts that cannot be decoded as they are."""
     embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
     columns = (input_ids if embeds is None else embeds).shape[1]
-    lengths = torch.full((len(input_ids),), columns) if mask is None else mask.sum(dim=-1)
+    lengths = input_ids.new_full((len(input_ids),), columns) if mask is None else mask.sum(dim=-1)
     empty = (lengths == 0).nonzero()[:, 0].tolist()
     if columns == 0 or empty:
         raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
@@ -530,7 +530,13 @@ def _check_processors(logits_processor: LogitsProcessorList, input_ids: torch.Te
 
 def _is_stateless(processor: LogitsProcessor, input_ids: torch.Tensor, vocab_size: int) -> bool:
     """Call a copy with the same, other and again the same arguments: results and plain attributes must not change."""
-    trial = copy.deepcopy(processor)
+    try:
+        trial = copy_of(processor)
+    except Exception as error:  # whatever a user's object does when it is copied
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} cannot be copied ({error}), so nobody can tell "
+            "whether it keeps state between calls: give it a __deepcopy__, or drop assistant_model"
+        ) from error
     scores = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device).expand(len(input_ids), -1)
     longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
     attributes = repr(getattr(trial, "__dict__", None))

@@ -187,6 +187,8 @@ class _Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._inner(*args, **kwargs)
+        except (MemoryError, torch.OutOfMemoryError):  # a shortage is nobody's fault
+            raise
         except Exception as error:
             self._job.error = error
             raise

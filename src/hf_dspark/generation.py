@@ -17,6 +17,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache
@@ -30,6 +31,9 @@ from .policies import Policy
 from .processing import processors_of_row
 from .request import Request, StopRule
 from .slot_cache import SlotCache
+
+ROOM_AT_FIRST = 4096  # tokens: a limit of many more may just mean "until it ends"
+SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Prompt:
 
     def columns_of(self, length: int) -> torch.Tensor:
         """Return the columns of the first positions, generated ones behind the prompt included, `[length]`."""
-        generated = self.width + torch.arange(max(0, length - len(self.columns)))
+        generated = self.width + torch.arange(max(0, length - len(self.columns)), device="cpu")
         return torch.cat([self.columns, generated])[:length]
 
 
@@ -189,7 +193,7 @@ def make_loop(
 
     def stream(request: Request, new_tokens: list[int]) -> None:
         if call.streamer is not None:
-            call.streamer.put(torch.tensor(new_tokens))
+            call.streamer.put(torch.tensor(new_tokens, device="cpu"))
 
     return DecodingLoop(target, generator, cache, recording, keeps_rows, call.keeps_some_logits, on_commit=stream)
 
@@ -205,7 +209,8 @@ def make_request(call: Call, row: int, request_id: int, prompt: "Prompt", block_
         block_size (`int`): γ.
     """
     own_max_length = call.max_length - prompt.padding
-    token_ids = prompt.token_ids.new_zeros(max(own_max_length, len(prompt.token_ids) + 1) + block_size)
+    room = max(1, min(own_max_length - len(prompt.token_ids), ROOM_AT_FIRST)) + block_size
+    token_ids = prompt.token_ids.new_zeros(len(prompt.token_ids) + room)
     token_ids[: len(prompt.token_ids)] = prompt.token_ids
     num_rows = len(call.input_ids)
     processors = processors_of_row(call.logits_processor, row, num_rows, prompt.padding, prompt.token_ids[None])
@@ -230,9 +235,15 @@ def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
     for criterion in criteria:
         if not type(criterion).__module__.startswith("transformers."):
             with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
-                criterion = copy.deepcopy(criterion)
+                criterion = copy_of(criterion)
         own.append(criterion)
     return own
+
+
+def copy_of(user_object: Any) -> Any:
+    """Return a deep copy of a processor or criterion, which shares the models and tokenizers that it holds."""
+    shared = [value for value in getattr(user_object, "__dict__", {}).values() if isinstance(value, SHARED)]
+    return copy.deepcopy(user_object, {id(value): value for value in shared})
 
 
 def num_layers(model: PreTrainedModel) -> int:
@@ -263,7 +274,7 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> Prompt:
     )
     columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
     width = (call.mask_width or columns) if mask is None else mask.shape[1]
-    real = torch.ones(width, dtype=torch.bool) if mask is None else mask[row].bool().cpu()
+    real = torch.ones(width, dtype=torch.bool, device="cpu") if mask is None else mask[row].bool().cpu()
     before, own = real[: width - columns], real[width - columns :]
     place = {"columns": real.nonzero()[:, 0], "width": width}
     if embeds is not None:

@@ -23,9 +23,9 @@ class Int8Copy:
 
     def __init__(self, weight: torch.Tensor) -> None:
         weight = weight.detach()
-        rounded = torch.empty(weight.shape, dtype=torch.int8)
-        self._scales = torch.empty(len(weight))
-        self._zeros = torch.zeros(len(weight), dtype=torch.int64)
+        rounded = torch.empty(weight.shape, dtype=torch.int8, device="cpu")
+        self._scales = torch.empty(len(weight), device="cpu")
+        self._zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
         size = max(1, ENTRIES_AT_A_TIME // weight.shape[1])
         for part, part_rounded, part_scales in zip(
             weight.split(size), rounded.split(size), self._scales.split(size), strict=True
@@ -60,7 +60,8 @@ class Int8Copy:
 def can_multiply() -> bool:
     """Tell whether this PyTorch has the operators, which have no public names, and takes these arguments."""
     try:
-        return Int8Copy(torch.ones(64, 64)).rough_product(torch.ones(1, 64)).isfinite().all().item()
+        some = torch.ones(64, 64, device="cpu")
+        return Int8Copy(some).rough_product(some[:1]).isfinite().all().item()
     except (AttributeError, RuntimeError, TypeError):
         return False
 

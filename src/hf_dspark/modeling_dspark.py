@@ -62,7 +62,8 @@ class DraftPass:
         """Where each token of `layout` stands when the context of all requests precedes their blocks, `[T]`."""
         if len(self.num_features) == 1:
             return None
-        features, blocks = torch.arange(self.layout.num_tokens).split([sum(self.num_features), self.blocks.num_tokens])
+        places = torch.arange(self.layout.num_tokens, device="cpu")
+        features, blocks = places.split([sum(self.num_features), self.blocks.num_tokens])
         parts = zip(features.split(list(self.num_features)), blocks.split(self.num_slots), strict=True)
         return torch.cat([part for request in parts for part in request]).to(self.device)
 
@@ -328,7 +329,8 @@ class DSparkDraftModel(DraftModel):
         state = self.d2t.device, self.d2t._version
         if state not in self._pruned_ids:
             self._pruned_ids.clear()
-            token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+            with torch.inference_mode(False):  # what is kept may be trained with
+                token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
             known = (token_ids >= 0) & (token_ids < self.config.vocab_size)
             if not bool(known.all()) or len(token_ids.unique()) < len(token_ids):
                 raise ValueError(

@@ -284,7 +284,7 @@ class LaggedScheduler(CostPolicy):
             return
         if len(self._history) == self.lag:
             self._history.popleft()
-        full = torch.full((outcome.confidence.shape[0],), outcome.confidence.shape[1])
+        full = torch.full((outcome.confidence.shape[0],), outcome.confidence.shape[1], device="cpu")
         self._history.append(Ranking.of(outcome.confidence, full))
 
 
@@ -427,7 +427,7 @@ class SLOLimit(PolicyOverPolicy):
             return lengths
         # What the policy chose among what the cap leaves: as causal as the policy. Asking how much it chose in all,
         # to give its tokens more of the cap, would not be.
-        score = torch.ones(len(lengths), int(max_lengths.max())) if confidence is None else confidence
+        score = torch.ones(len(lengths), int(max_lengths.max()), device="cpu") if confidence is None else confidence
         return torch.minimum(lengths, Ranking.of(score, max_lengths).lengths(capacity))
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -543,10 +543,10 @@ class Ranking:
         """Rank the tokens of some rows.
 
         Args:
-            confidence (`torch.FloatTensor` of shape `[R, γ]`): c_k, on the CPU.
+            confidence (`torch.FloatTensor` of shape `[R, γ]`): c_k.
             max_lengths (`torch.LongTensor` of shape `[R]`): Tokens that may be sent in each row.
         """
-        alive = survival(_checked(confidence).float()).numpy()
+        alive = survival(_checked(confidence).float()).cpu().numpy()
         alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
         if len(alive) == 1:
             count = int(np.count_nonzero(alive))

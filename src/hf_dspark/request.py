@@ -83,7 +83,7 @@ class Request:
 
     Attributes:
         id (`int`): Key of its noise, distinct among all requests of a call.
-        token_ids (`torch.LongTensor` of shape `[capacity]`): Prompt and committed tokens, then room for one block.
+        token_ids (`torch.LongTensor` of shape `[capacity]`): Prompt and committed tokens, then room that grows.
         length (`int`): Committed tokens; the last one is the anchor.
         max_length (`int`): Tokens at which it ends.
         processors (`LogitsProcessorList`): As for this sequence alone.
@@ -117,6 +117,13 @@ class Request:
     def anchor_position(self) -> int:
         """Position of the anchor, which is the number of committed slots in the target's cache."""
         return self.hidden_prompt + self.length - 1
+
+    def make_room(self, count: int) -> None:
+        """Let so many tokens fit behind the committed ones."""
+        if self.length + count > len(self.token_ids):
+            grown = self.token_ids.new_zeros(2 * (self.length + count))
+            grown[: self.length] = self.token_ids[: self.length]
+            self.token_ids = grown
 
     def last_ids(self, count: int) -> torch.Tensor:
         """Return the last committed tokens, the anchor included, `[count]`; 0 where nobody knows the id."""

@@ -144,16 +144,18 @@ class _Switch:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
+_making_switches = threading.Lock()
 _switches: "weakref.WeakKeyDictionary[PreTrainedModel, _Switch]" = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
     """Switch a target's attention to slots while entered; other threads that want the same wait."""
-    if target not in _switches:
-        configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
-        _switches[target] = _Switch(tuple(configs.values()))
-    switch = _switches[target]
+    with _making_switches:
+        if target not in _switches:
+            configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+            _switches[target] = _Switch(tuple(configs.values()))
+        switch = _switches[target]
     with switch.lock:
         before = [config._attn_implementation for config in switch.configs]
         for config in switch.configs:

@@ -74,9 +74,10 @@ class SlotLayout:
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return row in this pass, column and slot of each token, `[T]` each; made once per device."""
         if device not in self._indices:
-            counts, starts = torch.tensor(self.counts), torch.tensor(self.starts)
-            rows = torch.arange(self.num_rows).repeat_interleave(counts, output_size=self.num_tokens)
-            columns = torch.arange(self.num_tokens) - torch.tensor(self.first_tokens)[rows]
+            on_host = partial(torch.tensor, device="cpu")
+            counts, starts, firsts = map(on_host, (self.counts, self.starts, self.first_tokens))
+            rows = torch.arange(self.num_rows, device="cpu").repeat_interleave(counts, output_size=self.num_tokens)
+            columns = torch.arange(self.num_tokens, device="cpu") - firsts[rows]
             index = (rows, columns, columns + starts[rows])
             self._indices[device] = tuple(part.to(device, non_blocking=True) for part in index)
         return self._indices[device]
@@ -293,7 +294,7 @@ class SlotCache(Cache):
         """
         longest = max(self.lengths)
         if columns is None:
-            columns = [torch.arange(longest - length, longest) for length in self.lengths]
+            columns = [torch.arange(longest - length, longest, device="cpu") for length in self.lengths]
         width = 1 + max(int(own.max()) for own in columns if len(own))
         cache = DynamicCache()
         for layer_idx in sorted(self._keys):
