@@ -155,6 +155,11 @@ def test_answers_are_written_trained_on_and_kept_when_run_again(folders, capsys)
     assert "--resume_from_checkpoint last" in capsys.readouterr().err
     assert run(f"{train} --markov_rank 4 --eval_rows 1 --output_dir trained --resume_from_checkpoint last --json") == 0
     assert document(capsys)["steps"] == 2
+    elsewhere = "--output_dir draft --resume_from_checkpoint trained/checkpoint-1"
+    before = Path("draft/config.json").read_bytes()
+    assert run(f"{train} --markov_rank 4 --eval_rows 1 {elsewhere}") == 2
+    assert "draft holds a model already" in capsys.readouterr().err
+    assert Path("draft/config.json").read_bytes() == before
     assert run(f"generate {PAIR.replace('draft', 'trained', 1)} --max_new_tokens 4 up") == 2  # no such option
     assert run("generate --target target --draft trained --max_new_tokens 4 --temperature 0 up") == 0
 

@@ -110,6 +110,14 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
         records(target, draft, PROMPTS[:2], output_file=path)
 
 
+@pytest.mark.parametrize("content", ['{"my": "result"}', '{"my": "result"}\n', "[1]\n", "text", '{"settings": 5}\n'])
+def test_file_that_holds_something_else_stays_as_it_is(target, draft, tmp_path, content):
+    (tmp_path / "mine.json").write_text(content)
+    with pytest.raises(ValueError, match=r"mine\.json .*(holds no recorded rounds)"):
+        records(target, draft, output_file=tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == content
+
+
 @pytest.mark.parametrize(
     "row",
     [

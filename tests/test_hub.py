@@ -126,7 +126,9 @@ def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub, w
     assert pushed in report["url"] and later in report["later"]
     assert len(while_training) == 2  # at the checkpoints
     for _, files in while_training:
-        assert files.keys() == {".gitattributes", "config.json", "model.safetensors"}
+        others = {name for name in files if not name.startswith("custom_generate/")}
+        assert others == {".gitattributes", "README.md", "config.json", "model.safetensors"}
+        assert b"Not measured" in files["README.md"] and others < files.keys()
     others = {name for name in first if not name.startswith("custom_generate/")}
     assert others == {".gitattributes", "README.md", "config.json", "model.safetensors", "results/training.json"}
     result = json.loads(first["results/training.json"])

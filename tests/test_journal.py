@@ -62,3 +62,14 @@ def test_files_that_are_no_journal_are_refused(tmp_path, content, message):
 def test_digests_tell_values_apart_and_know_objects_by_their_type():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
     assert digest([object()]) == digest([object()]) != digest([Exception()])
+
+
+@pytest.mark.parametrize("content", [b"{}", b'{"settings"', b"text without an end"])
+def test_a_file_of_others_is_left_alone_when_it_has_no_whole_line(tmp_path, content):
+    (tmp_path / "mine").write_bytes(content)
+    if content == b'{"settings"':  # cut short in its first line: a journal of ours
+        Journal(tmp_path / "mine", {})
+        return
+    with pytest.raises(ValueError, match="does not say what it was made with"):
+        Journal(tmp_path / "mine", {})
+    assert (tmp_path / "mine").read_bytes() == content

@@ -270,6 +270,17 @@ def test_a_file_of_unknown_making_is_refused(run):
     assert run.path.read_text() == '{"index": 0}\n'
 
 
+def test_damaged_settings_are_named_and_sound_ones_are_not_written_again(run):
+    run()
+    beside = run.path.with_name(f"{run.path.name}.settings.json")
+    before = beside.stat().st_mtime_ns
+    run()
+    assert beside.stat().st_mtime_ns == before
+    beside.write_text("")
+    with pytest.raises(ValueError, match="settings.json is damaged: delete it and"):
+        run()
+
+
 # ---- servers
 
 

@@ -551,10 +551,36 @@ def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, 
             r"batches per step \(processes x gradient_accumulation_steps\): then 1, now 2",
         ),
         ({"num_anchors": 5}, "num_anchors: then 6, now 5"),
+        ({"l1_weight": 0.5, "cross_entropy_weight": 0.5}, "loss weights, cross_entropy: then 0.1, now 0.5"),
     ):
         for where in (checkpoint, Path(checkpoint), True):
             with pytest.raises(ValueError, match=message):
                 make_trainer(make_draft(target), **overrides).train(resume_from_checkpoint=where)
+
+
+def test_resuming_with_another_draft_or_other_rows_is_refused(make_trainer, make_draft, target, rows, tmp_path):
+    make_trainer(save_strategy="steps", save_steps=2).train()
+    other = make_draft(target, target_layer_ids=make_draft(target).config.target_layer_ids[::-1])
+    with pytest.raises(ValueError, match="draft, target_layer_ids: then"):
+        make_trainer(other).train(resume_from_checkpoint=True)
+    rows.reverse()
+    with pytest.raises(ValueError, match="first rows: then"):
+        make_trainer().train(resume_from_checkpoint=True)
+
+
+def test_training_forgets_the_calibration_of_the_old_weights(make_trainer, make_draft, target):
+    draft = make_draft(target)
+    draft.config.sts_temperatures = {"default": [2.0] * draft.config.block_size}
+    with pytest.warns(UserWarning, match="calibrate it again"):
+        make_trainer(draft, max_steps=1).train()
+    assert draft.config.sts_temperatures is None
+
+
+def test_rows_to_evaluate_on_may_be_shorter_than_a_block(make_trainer, target):
+    trainer = make_trainer()
+    short = [{"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]}] * 2
+    assert trainer.model.config.block_size > 3
+    assert trainer.evaluate(short)["eval_loss"] > 0
 
 
 def test_resuming_needs_a_checkpoint(make_trainer, tmp_path):

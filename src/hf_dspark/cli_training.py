@@ -96,7 +96,8 @@ def _checkpoint_to_resume(arguments: TrainingArguments) -> str | None:
     if wanted is not None and wanted != LAST:
         if not Path(wanted).is_dir():
             raise ValueError(f"--resume_from_checkpoint: there is no folder {wanted}; {LAST} is the newest one")
-        return wanted
+        if Path(wanted).resolve().parent == folder.resolve():
+            return wanted
     newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if wanted == LAST:
         if newest is None:
@@ -109,7 +110,7 @@ def _checkpoint_to_resume(arguments: TrainingArguments) -> str | None:
         )
     if any((folder / name).exists() for name in ("config.json", "model.safetensors")):
         raise ValueError(f"{folder} holds a model already: name another --output_dir")
-    return None
+    return wanted
 
 
 def read_rows(options: TrainOptions, seed: int) -> Rows:

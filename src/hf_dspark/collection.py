@@ -32,6 +32,7 @@ from .fingerprint import fingerprint
 from .policies import FullBlock, RoundOutcome
 
 DEFAULT_DOMAIN = "default"
+RECORD_BEGINS = b'{"settings": '
 FEW_ROUNDS = 500
 
 
@@ -223,20 +224,31 @@ def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]
 
 
 def _read_records(path: str | Path, settings: dict[str, Any]) -> dict[int, list[CalibrationRounds]]:
-    """Read finished prompts; a last line cut short by an interruption is dropped from the file."""
-    if not Path(path).exists():
-        return {}
-    text = Path(path).read_text()
-    whole, _, rest = text.rpartition("\n")
-    if rest:
-        os.truncate(path, len((whole + "\n").encode()) if whole else 0)
-    records = [json.loads(line) for line in whole.splitlines()]
-    for record in records:
-        if record["settings"] != settings:
-            different = [name for name, value in settings.items() if record["settings"].get(name) != value]
+    """Read finished prompts; a last line cut short by an interruption is dropped from the file.
+
+    Raises:
+        ValueError: If the file holds something else; it is left as it is.
+    """
+    content = Path(path).read_bytes() if Path(path).exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    records = []
+    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            known = record["settings"]
+            different = [name for name, value in settings.items() if known.get(name) != value]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} line {number} holds no recorded rounds: name another file") from error
+        if different:
             raise ValueError(
                 f"{path} holds rounds of another run ({', '.join(different)} differ): delete it, or name another file"
             )
+        records.append(record)
+    rest = content[len(whole) :]
+    if rest:
+        if rest[: len(RECORD_BEGINS)] != RECORD_BEGINS[: len(rest)]:
+            raise ValueError(f"{path} holds no recorded rounds: name another file")
+        os.truncate(path, len(whole))
     return {record["index"]: [_rounds_from(part) for part in record["rounds"]] for record in records}
 
 

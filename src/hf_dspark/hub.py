@@ -6,6 +6,7 @@ made of result files, these files, and the code that lets transformers alone dec
 of other projects' formats.
 """
 
+import itertools
 import json
 import os
 import tempfile
@@ -224,7 +225,9 @@ def _set_aside_outdated(results: Path, weights: str) -> None:
     for path in sorted(results.glob("*.json")):
         (result,) = read_results([path])
         if result["draft"].get("weights") != weights:
-            outdated = path.with_suffix(".json.outdated")
+            endings = itertools.chain([""], itertools.count(2))
+            names = (path.with_suffix(f".json.outdated{ending}") for ending in endings)
+            outdated = next(name for name in names if not name.exists())
             path.replace(outdated)
             warnings.warn(
                 f"{path.name} was measured before this training, and is now {outdated.name}: measure again",

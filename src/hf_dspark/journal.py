@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+BEGINNING = b'{"settings": '
+
 
 class Journal:
     """A file of finished work that grows.
@@ -36,6 +38,8 @@ class Journal:
             first, *self.entries = self._read(whole)
             self._compare(first, settings)
         if len(whole) < len(content):
+            if not whole and content[: len(BEGINNING)] != BEGINNING[: len(content)]:
+                raise ValueError(f"{self.path} does not say what it was made with: delete it, or name another file")
             self.path.write_bytes(whole)
         # With the first entry: a run that failed before it finished anything leaves nothing to go on with.
         self._waiting = b"" if whole else _line({"settings": settings})

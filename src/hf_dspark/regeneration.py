@@ -26,6 +26,7 @@ from .conversations import read_messages, tokenize_row
 from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
 from .generate_many import generate_many
+from .results import replace_text
 from .timed_decoding import effective_config
 
 DEFAULT_NEW_TOKENS = 2048
@@ -593,8 +594,9 @@ class _AnswerFile:
         if self.path.exists() and self.path.stat().st_size > 0:
             self._compare(settings)
             self._read()
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._beside.write_text(json.dumps(settings, indent=1, sort_keys=True) + "\n")
+        replace_text(self._beside, json.dumps(settings, indent=1, sort_keys=True) + "\n")
 
     def _compare(self, settings: dict[str, Any]) -> None:
         if not self._beside.exists():
@@ -602,7 +604,10 @@ class _AnswerFile:
                 f"{self.path} has no {self._beside.name} beside it, so nobody knows what it was made with: delete it, "
                 "or name another file"
             )
-        known = json.loads(self._beside.read_text())
+        try:
+            known = json.loads(self._beside.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{self._beside} is damaged: delete it and {self.path}, or name another file") from error
         names = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
         if names:
             parts = [f"{name} ({known.get(name)!r} there, {settings.get(name)!r} now)" for name in names]

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ from .target_source import TargetSource
 from .training_metrics import BlockMetrics
 
 RUN_FACTS_FILE = "dspark_run.json"
+# What may differ in the config of a draft that is trained on; `Trainer` sets the ids of special tokens.
+NO_FACTS = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "sts_temperatures", "torch_dtype", "transformers_version",
+}  # fmt: skip
 SPLITS = ("train", "eval")
 # What a result file says about a run; no paths, no tokens.
 REPORTED_ARGUMENTS = (
@@ -202,15 +207,19 @@ class DSparkTrainer(Trainer):
         if args.packing and target is not None:
             require_separable_documents(target, model.config.target_layer_ids)
         self._read_rows = partial(
-            prepare_rows, tokenizer=processing_class, block_size=model.config.block_size,
-            vocab_size=model.config.vocab_size, max_length=args.max_length,
+            prepare_rows, tokenizer=processing_class, vocab_size=model.config.vocab_size, max_length=args.max_length,
             chat_template_kwargs=args.chat_template_kwargs, num_proc=args.dataset_num_proc,
         )  # fmt: skip
         several = isinstance(eval_dataset, dict)
         given = [train_dataset, *(eval_dataset.values() if several else [eval_dataset])]
         # One process at a time: the first one tokenises for all, and makes the cache's folder.
         with args.main_process_first():
-            read = [None if part is None else self._read_rows(part) for part in given]
+            # A block need not fit into rows that only evaluate.
+            sizes = [model.config.block_size, *(1 for _ in given[1:])]
+            read = [
+                None if part is None else self._read_rows(part, block_size=size)
+                for part, size in zip(given, sizes, strict=True)
+            ]
             self.source.require_rows([rows for rows in read if hasattr(rows, "__len__")], args.process_index == 0)
         self._packed_length = args.max_length if args.packing else None
         train_dataset, *evaluated = map(self._packed, read)
@@ -361,7 +370,7 @@ class DSparkTrainer(Trainer):
         own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
         is_new = not isinstance(eval_dataset, (str, dict, type(None)))
         if is_new and not any(eval_dataset is part for part in own):
-            eval_dataset = self._packed(self._read_rows(eval_dataset))
+            eval_dataset = self._packed(self._read_rows(eval_dataset, block_size=1))
         self._eval_batches = 0
         self._metrics["eval"].reset()
         self._reported = f"{metric_key_prefix}_"
@@ -420,9 +429,11 @@ class DSparkTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return
+        # Of weights spread over processes, this one has a part: what was saved is whole.
+        draft = type(self._draft).from_pretrained(self.args.output_dir) if self.is_fsdp_enabled else self._draft
         named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
         self._draft.sharing.write_training_card(
-            self._draft, self.target, self.args.output_dir, self.run_report(),
+            draft, self.target, self.args.output_dir, self.run_report(),
             repo_id=self.hub_model_id or model_name, **named, **card,
         )  # fmt: skip
 
@@ -473,6 +484,9 @@ class DSparkTrainer(Trainer):
         if busy and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        # What an earlier draft has left there, code, results and card, is replaced: of these weights nothing is known.
+        self._draft.sharing.write_remote_code(checkpoint_folder)
+        self._draft.sharing.write_card(checkpoint_folder)
         upload = partial(
             self._draft.sharing.upload_repository, checkpoint_folder, self.hub_model_id, token=self.args.hub_token,
             revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",
@@ -498,6 +512,9 @@ class DSparkTrainer(Trainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = str(resume_from_checkpoint)
             self._require_same_run(Path(resume_from_checkpoint) / RUN_FACTS_FILE)
+        if self._draft.config.sts_temperatures:
+            warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
+            self._draft.config.sts_temperatures = None
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -505,8 +522,8 @@ class DSparkTrainer(Trainer):
 
     def run_facts(self) -> dict[str, Any]:
         """Return what a run must have in common with the one it continues."""
-        args = self.args
-        return {
+        args, config = self.args, self._draft.config.to_dict()
+        facts = {
             "batches per step (processes x gradient_accumulation_steps)": args.world_size
             * args.gradient_accumulation_steps,
             "per_device_train_batch_size": args.per_device_train_batch_size,
@@ -516,7 +533,18 @@ class DSparkTrainer(Trainer):
             "max_length": args.max_length,
             "packing": args.packing,
             "rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
+            "first rows": self._first_rows(),
+            **{f"loss weights, {name}": value for name, value in asdict(self.loss_weights).items()},
+            **{f"draft, {name}": value for name, value in config.items() if name not in NO_FACTS},
         }
+        return json.loads(json.dumps(facts, default=str))
+
+    def _first_rows(self) -> str | None:
+        """Return a hash of the first rows; `None` of a stream, which is not read twice."""
+        if not (hasattr(self.train_dataset, "__len__") and hasattr(self.train_dataset, "__getitem__")):
+            return None
+        rows = [list(self.train_dataset[place]["input_ids"]) for place in range(min(8, len(self.train_dataset)))]
+        return hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
 
     def _require_same_run(self, path: Path) -> None:
         if not path.exists():  # a checkpoint of another trainer
