@@ -23,6 +23,8 @@ Long contexts are the prompt behind other text of its task, up to as many tokens
 and were trained on shorter texts; so were the drafts. `--positions` lets them read more: what they write there is
 poor, and drafts guess it less often, but what a token costs behind so many others is measured.
 
+`--rivals fill_in` compares DSpark with transformers' own methods alone, of which its DFlash is the fastest.
+
 The full run trains two models if they are missing (ten minutes each on two quiet cores) and calibrates, and then takes
 about two hours; `--pair` takes one, `--pair --quick` five minutes, most of which go into profiling. Finished calls go
 to `<output>.partial.jsonl`: the same command goes on there after an interruption, also with more cells, and the file
@@ -40,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_drafts import Models, Recipe, shipped_models, trained_models
+from compare_drafts import RIVALS, Models, Recipe, shipped_models, trained_models
 from compare_prompts import Cell, prompts_of, room_for_prompts, with_room
 from compare_summary import markdown, summarise
 from tqdm import tqdm
@@ -282,6 +284,7 @@ def main() -> None:
     )
     parser.add_argument("--pair", action="store_true", help="compare the shipped pair instead")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training in --work_dir")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS, help="what else is trained")
     parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="to train on, in each regime")
     parser.add_argument("--tasks", nargs="+", help="math, code, prose; all unless given")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
@@ -301,7 +304,7 @@ def main() -> None:
     if options.quick:
         vars(options).update(QUICK)
     recipe = Recipe(options.num_answers, steps=options.steps)
-    models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe)
+    models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe, options.rivals)
     if options.positions:
         give_positions(models, options.positions)
     tasks = options.tasks or list(models.tasks)

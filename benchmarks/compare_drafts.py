@@ -24,7 +24,7 @@ timed.
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,8 +110,16 @@ def shipped_models() -> Models:
     return Models(target, tokenizer, tasks, draft, facts={"pair": "examples/gsm8k_pair"})
 
 
-def trained_models(work_dir: Path, recipe: Recipe) -> Models:
-    """Train what is missing in a folder, and load everything.
+RIVALS = ("dflash", "eagle3", "fill_in", "assistant")  # as `Models` calls them
+
+
+def trained_models(work_dir: Path, recipe: Recipe, rivals: Collection[str] = RIVALS) -> Models:
+    """Train what is missing in a folder, and load DSpark's draft and its rivals.
+
+    Args:
+        work_dir (`Path`): Has data and target.
+        recipe ([`Recipe`]): How much work goes into each.
+        rivals (`Collection[str]`): Of [`RIVALS`].
 
     Raises:
         ValueError: If the folder lacks target or data.
@@ -135,21 +143,24 @@ def trained_models(work_dir: Path, recipe: Recipe) -> Models:
         return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
     dspark = trained("dspark_2")
-    size = dspark.num_parameters()
     assistant_folder = work_dir / f"assistant_{recipe.steps}"
-    train_assistant(target, tokenizer, rows, assistant_folder, recipe.steps, size)
+    if "assistant" in rivals:
+        train_assistant(target, tokenizer, rows, assistant_folder, recipe.steps, dspark.num_parameters())
     calibrate_regimes(target, dspark, tokenizer, work_dir, recipe)
     native_folder = work_dir / f"dflash_fill_in_2_{recipe.steps}_transformers"
+    loaders = {
+        "dflash": lambda: trained("dflash_2"),
+        "eagle3": lambda: trained("eagle3"),
+        "fill_in": lambda: transformers_dflash(trained("dflash_fill_in_2"), target, native_folder),
+        "assistant": lambda: Qwen3ForCausalLM.from_pretrained(assistant_folder, dtype=torch.float32).eval(),
+    }
     return Models(
         target,
         tokenizer,
         {domain: domains.read_rows(work_dir / f"{domain}_test.jsonl") for domain in tasks},
         dspark,
-        trained("dflash_2"),
-        trained("eagle3"),
-        transformers_dflash(trained("dflash_fill_in_2"), target, native_folder),
-        Qwen3ForCausalLM.from_pretrained(assistant_folder, dtype=torch.float32).eval(),
-        {
+        **{name: loaders[name]() for name in rivals},
+        facts={
             "rows": len(rows), "greedy_rows": len(rows) // 2, "steps": recipe.steps, "rows_per_step": 8,
             "num_anchors": recipe.num_anchors, "max_length": MAX_LENGTH,
         },
