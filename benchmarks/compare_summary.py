@@ -82,17 +82,21 @@ def summarise(
 
 def leaders(found: Mapping[str, Mapping[str, Any]], methods: Mapping[str, bool]) -> dict[str, Any]:
     """Return who is fastest in a cell, and DSpark's best line against the best of transformers, plain included."""
-    speedups = {name: part["speedup"] for name, part in found.items() if "speedup" in part}
-    dspark, native = rivals(found, methods)
+    speedups, (dspark, native) = known_speedups(found), rivals(found, methods)
     return {
         "fastest": max(speedups, key=speedups.__getitem__),
         "dspark_over_best_native": speedups[dspark] / speedups[native],
     }
 
 
+def known_speedups(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the speed-up of each method that could decode the cell."""
+    return {name: part["speedup"] for name, part in found.items() if "speedup" in part}
+
+
 def rivals(found: Mapping[str, Mapping[str, Any]], methods: Mapping[str, bool]) -> tuple[str, str]:
     """Return the names of DSpark's fastest line in a cell and of transformers' fastest method, plain included."""
-    speedups = {name: part["speedup"] for name, part in found.items() if "speedup" in part}
+    speedups = known_speedups(found)
     ours = [name for name in speedups if name.startswith(DSPARK)]
     theirs = [name for name in speedups if methods[name] or name == PLAIN]
     return max(ours, key=speedups.__getitem__), max(theirs, key=speedups.__getitem__)

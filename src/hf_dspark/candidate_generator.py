@@ -254,9 +254,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._draft_processor = BlockProcessor(logits_processor, draft.config.vocab_size, tie_margin=0)
         self.cache = SlotCache() if cache is None else cache
         self.do_sample = generation_config.do_sample
-        self.seed = int(
-            torch.empty((), dtype=torch.int64, device="cpu").random_()
-        )  # the user's seed decides about all noise
+        # The user's seed decides about all noise.
+        self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._target = target
         self._processors = logits_processor
         self._max_length = generation_config.max_length

@@ -63,8 +63,7 @@ def run_eval(
     if draft_options.draft is None and (options.policy or options.compare or options.baseline):
         given = "--policy" if options.policy else "--compare" if options.compare else "--baseline"
         raise ValueError(f"{given} needs --draft: give it, or drop {given}")
-    baseline = None if options.baseline is None else _read_baseline(options.baseline)
-    before = None if baseline is None else _reports(baseline.get("tasks") or baseline["domains"])
+    baseline, before = (None, None) if options.baseline is None else _read_baseline(options.baseline)
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in _tasks(options.prompts)}
     if before is not None and before.keys() != files.keys():
         raise ValueError(f"--baseline has the tasks {sorted(before)}, --prompts has {sorted(files)}: give the same")
@@ -114,12 +113,13 @@ def _tasks(words: Sequence[str]) -> list[tuple[str, str]]:
     return tasks
 
 
-def _read_baseline(path: str) -> dict[str, Any]:
+def _read_baseline(path: str) -> tuple[dict[str, Any], dict[str, AcceptanceReport]]:
+    """Return an earlier result, and what it says of acceptance."""
     (result,) = read_results([path]) if Path(path).is_file() else (None,)
     found = {} if result is None else result.get("tasks") or result.get("domains") or {}
     if not found or not result["draft"]:
         raise ValueError(f"--baseline {path} is no result of hf-dspark eval with a draft")
-    return result
+    return result, _reports(found)
 
 
 def _require_same_way(baseline: Mapping[str, Any], target: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:

@@ -458,8 +458,7 @@ def reliabilities(results: Sequence[Result]) -> list[Reliability]:
     for result in whole_block_evaluations(results):
         curve = [PositionCalibration(**each) for each in result["tasks"]["all"]["calibration"]]
         if curve:
-            tasks = ", ".join(task for task in result["tasks"] if task != "all")
-            found.append(Reliability(f"{_owner(result)}, {tasks}", {"as decoded": curve}))
+            found.append(Reliability(", ".join([_owner(result), *_task_names(result)]), {"as decoded": curve}))
     return found
 
 
@@ -483,7 +482,7 @@ def whole_block_evaluations(results: Sequence[Result]) -> list[Result]:
 
 
 def _pair_of(result: Result) -> tuple:
-    tasks = tuple(sorted(result["tasks"]))
+    tasks = tuple(sorted(_task_names(result)))
     return result["target"].get("name"), _dtype(result), _facts(result["draft"]), regime_of(result["sampling"]), tasks
 
 
@@ -492,9 +491,14 @@ def _owner(result: Result) -> str:
     return f"{facts.name or facts.kind}, {regime_of(result['sampling'])}"
 
 
+def _task_names(result: Result) -> list[str]:
+    """Return the tasks of an evaluation without what stands for all of them."""
+    return [task for task in result["tasks"] if task != "all"]
+
+
 def _tasks(result: Result) -> list[str]:
     """Return the tasks that have rounds with confidences."""
-    return [task for task in result["tasks"] if task != "all" and _rounds_with_confidence(result, task)]
+    return [task for task in _task_names(result) if _rounds_with_confidence(result, task)]
 
 
 def _rounds_with_confidence(result: Result, task: str) -> list[tuple[int, int, int, Sequence[float]]]:
@@ -644,7 +648,7 @@ class _Bench:
 
 
 def _bench_of(result: Result) -> _Bench:
-    origin, tasks = provenance_of(result), tuple(sorted(task for task in result["tasks"] if task != "all"))
+    origin, tasks = provenance_of(result), tuple(sorted(_task_names(result)))
     return _Bench(
         result["target"].get("name"), _dtype(result), regime_of(result["sampling"]), tasks, result["max_new_tokens"],
         origin.get("device", ""), origin.get("threads"),
@@ -653,8 +657,7 @@ def _bench_of(result: Result) -> _Bench:
 
 def _rows_together(result: Result) -> int:
     """Return how many rows were decoded together: fewer than asked for where prompts were few, or failed together."""
-    first_rounds = [record["rounds"]["num_requests"][:1] for record in result["records"] if record.get("rounds")]
-    rows = [count for counts in first_rounds for count in counts]
+    rows = [count for record in result["records"] for count in record["rounds"]["num_requests"][:1]]  # first rounds
     return round(sum(rows) / len(rows)) if rows else result["batch_size"]
 
 
