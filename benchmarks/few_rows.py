@@ -1,12 +1,13 @@
-"""What a product of few rows costs on this CPU: by PyTorch, by oneDNN, with packed weights, and by int8 copies.
+"""What a product of few rows costs on this CPU: by PyTorch, by oneDNN, and in the ways that hf_dspark has besides.
 
 python benchmarks/few_rows.py --output benchmarks/results/few_rows.json
 
 PyTorch multiplies float32 by MKL, and bfloat16 by oneDNN with weights as they are. Interleaved; shapes that the
 shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. hf_dspark asks oneDNN for `few_rows.MAX_ROWS` rows at most,
-and by kind of CPU from the sizes on that `few_rows.GAINS` and `few_rows.PACKED_GAINS` say; `few_rows.INT8_GAINS` is
+and by kind of CPU from the sizes on that `few_rows.GAINS` say, with the factors exchanged from those of
+`few_rows.TRANSPOSED_GAINS`, and with packed weights from those of `few_rows.PACKED_GAINS`; `few_rows.INT8_GAINS` is
 for the rough products that name candidates. What copies take to be made, and seeing whether a matrix has changed
-since, is measured as well. Eight minutes.
+since, is measured as well. Three to eight minutes.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.few_rows import MAX_ROWS, onednn_linear
+from hf_dspark.few_rows import MAX_ROWS, onednn_linear, transposed_linear
 from hf_dspark.int8_copy import Int8Copy
 from hf_dspark.packed_weights import packed_weight, row_sums
 from hf_dspark.provenance import provenance
@@ -34,7 +35,10 @@ SHAPES = [
 ]  # fmt: skip
 NUM_ROWS = [1, 2, 3, 4, 8, 16, 32, MAX_ROWS, 2 * MAX_ROWS]
 DTYPES = [torch.float32, torch.bfloat16]
-WAYS = ["torch", "onednn", "packed", "int8"]
+WAYS = ["torch", "onednn", "transposed", "packed", "int8"]
+RATIOS = {
+    "onednn": "ratio", "transposed": "transposed_ratio", "packed": "packed_ratio", "int8": "int8_ratio",
+}  # fmt: skip
 CACHE_BYTES = 2**29  # more than any holds
 WARM_UP = 2
 
@@ -56,6 +60,8 @@ class Matrices:
             return partial(F.linear, rows, self.plain[turn])
         if way == "int8":
             return partial(self.int8[turn].rough_product, rows)
+        if way == "transposed":
+            return partial(transposed_linear, rows, self.plain[turn])
         return partial(onednn_linear, rows, (self.packed if way == "packed" else self.plain)[turn])
 
     def work(self, name: str) -> Callable[[], torch.Tensor]:
@@ -87,6 +93,7 @@ def measure(matrices: Matrices, rows: torch.Tensor, repetitions: int) -> dict[st
     times = medians({way: partial(matrices.product, way, rows) for way in WAYS}, repetitions)
     return times | {
         "ratio": times["onednn_ms"] / times["torch_ms"],
+        "transposed_ratio": times["transposed_ms"] / times["torch_ms"],
         "packed_ratio": times["packed_ms"] / times["torch_ms"],
         "int8_ratio": times["int8_ms"] / times["packed_ms"],
     }
@@ -110,12 +117,13 @@ def main() -> None:
     if options.output:
         result = {"provenance": provenance(), "cells": cells, "packing": packing}
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print("dtype    outputs x inputs   rows   torch, ms   oneDNN, ms   packed, ms   int8, ms   ratio   packed   int8")
+    print("milliseconds, and parts of torch's; of int8, parts of packed's")
+    print(f"dtype    outputs x inputs   rows {''.join(f'{way:>11}' for way in WAYS)}   ", *RATIOS, sep="  ")
     for cell in cells:
-        name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
-        by_onednn = f"{cell['onednn_ms']:>12.2f} {cell['packed_ms']:>12.2f} {cell['int8_ms']:>10.2f}"
-        ratios = f"{cell['ratio']:>7.2f} {cell['packed_ratio']:>8.2f} {cell['int8_ratio']:>6.2f}"
-        print(f"{name} {cell['rows']:>5} {cell['torch_ms']:>11.2f} {by_onednn} {ratios}")
+        name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6} {cell['rows']:>5}"
+        milliseconds = "".join(f"{cell[f'{way}_ms']:>11.2f}" for way in WAYS)
+        ratios = "".join(f"{cell[key]:>{len(way) + 2}.2f}" for way, key in RATIOS.items())
+        print(f"{name} {milliseconds}    {ratios}")
     for cell in packing:
         name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
         work = f"packed in {cell['pack_ms']:.2f} ms, rounded to int8 in {cell['to_int8_ms']:.2f} ms"

@@ -12,20 +12,21 @@ from hf_dspark import check_target, few_rows, packed_weights
 from hf_dspark.few_rows import (
     AMD,
     GAINS,
-    INT8_GAINS,
     INTEL,
     MAX_ROWS,
-    PACKED_GAINS,
+    TRANSPOSED_GAINS,
     FewRowsLinear,
+    Gain,
     apply_to_few_rows,
     few_rows_linear,
     large_linears,
     multiplying_few_rows,
+    transposed_linear,
 )
 from hf_dspark.int8_copy import can_multiply
 
 GAIN_UNCACHED, PACKED_GAIN_UNCACHED = few_rows._gain.__wrapped__, few_rows.packed_gain.__wrapped__
-INT8_GAIN_UNCACHED = few_rows.int8_gain.__wrapped__
+TRANSPOSED_GAIN_UNCACHED, INT8_GAIN_UNCACHED = few_rows._transposed_gain.__wrapped__, few_rows.int8_gain.__wrapped__
 pytestmark = pytest.mark.skipif(not few_rows._has_both(), reason="PyTorch knows one way")
 
 
@@ -34,6 +35,7 @@ def small_and_single_rows_gain(monkeypatch):
     """The same on every machine."""
     gains = {torch.float32: GAINS[AMD, "AVX2", torch.float32]}
     monkeypatch.setattr(few_rows, "_gain", gains.get)
+    monkeypatch.setattr(few_rows, "_transposed_gain", lambda dtype: None)
     for module in (few_rows, packed_weights):
         monkeypatch.setattr(module, "packed_gain", lambda dtype: None)
 
@@ -118,21 +120,100 @@ def test_the_maker_is_read_where_the_system_says_it(monkeypatch, cpuinfo, proces
     assert few_rows._cpu()[0] == maker
 
 
+@pytest.mark.parametrize(
+    ("flags", "used", "units"), [("avx512f amx_bf16", "AVX512", "AMX"), ("avx512f amx_bf16", "AVX2", "AVX2"),
+                                 ("avx512f avx512_bf16", "AVX512", "AVX512")],
+)  # fmt: skip
+def test_amx_is_known_where_pytorch_may_use_it(monkeypatch, flags, used, units):
+    cpuinfo = f"vendor_id\t: GenuineIntel\nflags\t\t: fpu {flags}\n"
+    monkeypatch.setattr(few_rows.Path, "read_text", lambda path: cpuinfo)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
+    assert few_rows._cpu() == (INTEL, units)
+    gain = TRANSPOSED_GAINS[INTEL, "AMX", torch.bfloat16] if units == "AMX" else None
+    assert TRANSPOSED_GAIN_UNCACHED(torch.bfloat16) == gain
+    assert (GAIN_UNCACHED(torch.float32) is not None) == (units != "AVX2")
+
+
 @pytest.mark.parametrize(("maker", "is_known"), [(AMD, True), (None, False)])
 def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch, maker, is_known):
     monkeypatch.setattr(few_rows, "_cpu", lambda: (maker, "AVX512"))
     assert (GAIN_UNCACHED(torch.float32) is not None) == is_known
     assert (PACKED_GAIN_UNCACHED(torch.bfloat16) is not None) == is_known
     assert (INT8_GAIN_UNCACHED(torch.bfloat16) is not None) == (is_known and can_multiply())
-    for gain in (GAIN_UNCACHED, PACKED_GAIN_UNCACHED, INT8_GAIN_UNCACHED):
+    for gain in (GAIN_UNCACHED, TRANSPOSED_GAIN_UNCACHED, PACKED_GAIN_UNCACHED, INT8_GAIN_UNCACHED):
         assert gain(torch.float16) is None
     monkeypatch.setattr(few_rows, "can_multiply", lambda: False)
     assert INT8_GAIN_UNCACHED(torch.bfloat16) is None
 
 
-def test_int8_copies_are_kept_only_where_packed_ones_are():
-    for kind, least in INT8_GAINS.items():
-        assert least >= PACKED_GAINS[kind]
+# ---- exchanged factors
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (8,), (1, 1), (2, 4), (0,)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@torch.no_grad()
+def test_exchanged_factors_give_the_numbers_of_linear(shape, bias, dtype, error):
+    layer = linear(96, 64, bias).to(dtype)
+    rows = torch.randn(*shape, 64).to(dtype)
+    product = transposed_linear(rows, layer.weight, layer.bias)
+    torch.testing.assert_close(product, layer(rows), atol=error, rtol=error)
+    assert product.is_contiguous()
+    apart = torch.randn(64, 8).to(dtype).t()
+    torch.testing.assert_close(
+        transposed_linear(apart, layer.weight, layer.bias), layer(apart), atol=error, rtol=error
+    )
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies otherwise")
+@torch.no_grad()
+def test_product_and_bias_are_added_before_rounding():
+    layer, rows = linear(96, 64, bias=False).bfloat16(), torch.randn(8, 64).bfloat16()
+    products = layer(rows)
+    exact = rows.double() @ layer.weight.double().T - products[0].double()
+    for count in (1, 8):
+        found = transposed_linear(rows[:count], layer.weight, -products[0])[0]
+        assert (found - exact[0]).abs().mean() < 0.1 * exact[0].abs().mean()  # rounded twice, it would be all zeros
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """The rows of every product whose factors were exchanged, where two to four rows gain by it."""
+    asked, original = [], few_rows.transposed_linear
+
+    def recorded(rows, *rest):
+        asked.append(rows.shape[:-1].numel())
+        return original(rows, *rest)
+
+    monkeypatch.setattr(few_rows, "transposed_linear", recorded)
+    monkeypatch.setattr(few_rows, "_transposed_gain", {torch.float32: Gain(2, 2**16, most_rows=4)}.get)
+    return asked
+
+
+@torch.no_grad()
+def test_factors_are_exchanged_where_that_gains(exchanged, products):
+    layer = linear(256, 256)
+    for count in range(1, 6):
+        rows = torch.randn(count, 256)
+        torch.testing.assert_close(few_rows_linear(rows, layer.weight), F.linear(rows, layer.weight))
+        few_rows_linear(rows[:, :255], linear(256, 255).weight)  # too small
+        few_rows_linear(rows.bfloat16(), layer.weight.bfloat16())
+    assert exchanged == [2, 3, 4] and products == []
+    assert large_linears(nn.Sequential(layer, linear(256, 255))) == [layer]
+
+
+def test_generation_with_exchanged_factors_writes_what_plain_decoding_writes(wide_pair, exchanged, monkeypatch):
+    monkeypatch.setattr(few_rows, "_transposed_gain", {torch.float32: Gain(1, 2**16)}.get)
+    target, draft = wide_pair
+    ids = torch.arange(10)[None] + 5
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(ids, **options)
+    assert exchanged == []
+    assert torch.equal(plain, target.generate(ids, assistant_model=draft, **options))
+    assert len(exchanged) > draft.last_stats.rounds
+
+
+# ---- rows of a matrix
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 5, 3)], ids=str)

@@ -256,6 +256,19 @@ def test_largest_scores_are_searched_by_groups_where_that_is_less(monkeypatch):
     assert searched == [scores.shape[-1] // sampling.GROUP_SIZE, 4 * sampling.GROUP_SIZE, scores.shape[-1]]
 
 
+@pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of which the latter has many equal scores
+def test_the_first_of_the_largest_scores_is_that_of_argmax(vocab_size, dtype):
+    scores = torch.randn(2, 6, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, -1] = 100.0  # a token behind the last group
+    scores[0, 1, [3, 5, -1]] = 100.0  # equal ones of a group, and behind the last
+    scores[0, 2, vocab_size // 2 :: sampling.GROUP_SIZE] = 100.0  # of several groups
+    scores[1, 0] = -torch.inf
+    scores[1, 1] = 0.0
+    scores[1, 2, -2] = torch.nan
+    assert torch.equal(sampling.arg_max(scores), scores.argmax(dim=-1))
+
+
 def test_scatter_to_vocabulary_forbids_every_other_token():
     full = scatter_to_vocabulary(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 0]]), 5)
     assert full.tolist() == [[2.0, -torch.inf, -torch.inf, 1.0, -torch.inf]]

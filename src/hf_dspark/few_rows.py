@@ -4,8 +4,9 @@ A verification pass shows all weights of the target to as many tokens as are ver
 MKL, which multiplies float32 for PyTorch on x86, has no fast way for so few rows, least of all on CPUs that are not
 Intel's; oneDNN, which comes with PyTorch as well, has one. It is faster still on weights in a layout of its own, into
 which it brings those of bfloat16 anew with each product: `packed_weights` keeps copies in it, and int8 copies for
-products that need not be right. `benchmarks/few_rows.py` measures all of it on this machine. Other devices and dtypes
-are left alone. Knows nothing of generation, caches or attention, or of who keeps copies.
+products that need not be right. AMX units need no copies in bfloat16: with the factors exchanged they read the weights
+as they are. `benchmarks/few_rows.py` measures all of it on this machine. Other devices and dtypes are left alone.
+Knows nothing of generation, caches or attention, or of who keeps copies.
 """
 
 import functools
@@ -28,34 +29,49 @@ GATHERED_AT_A_TIME = 2**19  # entries of rows that are picked out, which stay in
 
 
 class Gain(NamedTuple):
-    """From which size on oneDNN is the faster one.
+    """Which products another way than PyTorch's own is faster for.
 
     Args:
-        least_rows (`int`): With fewer, MKL is as fast.
+        least_rows (`int`): With fewer, PyTorch's is as fast.
         least_weights (`int`): Entries of the matrix. Below, the call itself takes as long as the product.
+        most_rows (`int`, *optional*): With more, PyTorch's is as fast again.
     """
 
     least_rows: int
     least_weights: int
+    most_rows: int = MAX_ROWS
+
+    def is_made(self, num_rows: int, weight: torch.Tensor) -> bool:
+        """Tell whether some rows times a matrix are such a product."""
+        return self.least_rows <= num_rows <= self.most_rows and is_large(weight, self.least_weights)
 
 
 AMD, INTEL = "AuthenticAMD", "GenuineIntel"  # as CPUs name their makers
-# By maker, vector units that PyTorch uses, and dtype; others were not measured.
+# By maker, vector units and dtype; others were not measured. AMX does nothing for float32: CPUs with it are listed
+# again beside those with AVX-512 alone.
 GAINS = {
     (AMD, "AVX2", torch.float32): Gain(1, 2**20),
     (AMD, "AVX512", torch.float32): Gain(1, 2**17),
     (INTEL, "AVX512", torch.float32): Gain(4, 2**21),
+    (INTEL, "AMX", torch.float32): Gain(4, 2**21),
 }
-# From how many entries on a packed copy is the faster one, with any number of rows.
+# With the factors exchanged.
+TRANSPOSED_GAINS = {
+    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=64),
+}
+# With a packed copy.
 PACKED_GAINS = {
-    (AMD, "AVX512", torch.float32): 2**16,
-    (AMD, "AVX512", torch.bfloat16): 2**16,
+    (AMD, "AVX512", torch.float32): Gain(1, 2**16),
+    (AMD, "AVX512", torch.bfloat16): Gain(1, 2**16),
+    (INTEL, "AMX", torch.float32): Gain(4, 2**20),
 }
 # From how many entries on a rough product with an int8 copy saves more than picking out some rows afterwards costs.
-# Copies are kept with the packed ones: only where those are. Without VNNI, sums of 16 bits would overflow.
+# Without VNNI, sums of 16 bits would overflow.
 INT8_GAINS = {
     (AMD, "AVX512", torch.float32): 2**25,
     (AMD, "AVX512", torch.bfloat16): 2**27,
+    (INTEL, "AMX", torch.float32): 2**25,
+    (INTEL, "AMX", torch.bfloat16): 2**27,
 }
 
 
@@ -72,14 +88,14 @@ def few_rows_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """
     if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
-    copies = _copies_in_use.get(None)
-    packed = None if copies is None else copies.of(weight)
+    num_rows, copies = input.shape[:-1].numel(), _copies_in_use.get(None)
+    packed = None if copies is None else copies.of(weight, num_rows)
     if packed is not None:
         return onednn_linear(input, packed, bias)
-    gain = _gain(weight.dtype)
-    if gain is None or input.shape[:-1].numel() < gain.least_rows or not is_large(weight, gain.least_weights):
-        return F.linear(input, weight, bias)
-    return onednn_linear(input, weight, bias)
+    for gain, way in ((_transposed_gain(weight.dtype), transposed_linear), (_gain(weight.dtype), onednn_linear)):
+        if gain is not None and gain.is_made(num_rows, weight):
+            return way(input, weight, bias)
+    return F.linear(input, weight, bias)
 
 
 def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -93,6 +109,30 @@ def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     """
     # `.default`: choosing among the overloads would take as long as a small product.
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
+
+
+def transposed_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with the factors exchanged, without asking whether that is faster.
+
+    AMX units read their left factor as it lies in memory, and their right one by pairs of rows: oneDNN reorders that
+    with each product, and here it is the smaller one.
+
+    Args:
+        input, weight, bias: As in [`few_rows_linear`].
+
+    Returns:
+        `torch.Tensor` of shape `[..., out]`.
+    """
+    rows = input.reshape(-1, input.shape[-1])
+    if len(rows) > 1:
+        transposed = torch.mm(weight, rows.t()) if bias is None else torch.addmm(bias[:, None], weight, rows.t())
+    elif bias is None:
+        transposed = onednn_linear(weight, rows)  # of one column, PyTorch would make the slow product again
+    else:  # a bias that is added behind the product would be rounded twice
+        return F.linear(input, weight, bias)
+    # Row by row: of columns that lie apart, `contiguous` takes twice as long.
+    every_row = torch.arange(len(rows), device=rows.device)
+    return transposed.t().index_select(0, every_row).view(*input.shape[:-1], len(weight))
 
 
 def products_with_rows(weight: torch.Tensor, ids: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
@@ -124,8 +164,8 @@ class FewRowsLinear(nn.Linear):
 class Copies(Protocol):
     """Copies of matrices."""
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the packed copy of a matrix; `None` if there is none."""
+    def of(self, weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+        """Return the packed copy of a matrix; `None` if there is none, or so many rows gain nothing by it."""
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix; `None` if there is none."""
@@ -232,8 +272,14 @@ def _gain(dtype: torch.dtype) -> Gain | None:
 
 
 @functools.cache
-def packed_gain(dtype: torch.dtype) -> int | None:
-    """Return the entries from which on a packed copy is the faster one; `None` where it never is, or nobody knows."""
+def _transposed_gain(dtype: torch.dtype) -> Gain | None:
+    """Return when exchanged factors are faster on this machine; `None` where they never are, or nobody knows."""
+    return TRANSPOSED_GAINS.get((*_cpu(), dtype)) if _has_both() else None
+
+
+@functools.cache
+def packed_gain(dtype: torch.dtype) -> Gain | None:
+    """Return when a packed copy is the faster one on this machine; `None` where it never is, or nobody knows."""
     has_packing = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return PACKED_GAINS.get((*_cpu(), dtype)) if _has_both() and has_packing else None
 
@@ -252,21 +298,22 @@ def _has_both() -> bool:
 
 
 def _cpu() -> tuple[str | None, str]:
-    """Return who made the CPU, `AMD`, `INTEL` or `None` for others, and the vector units that PyTorch uses."""
+    """Return who made the CPU, `AMD`, `INTEL` or `None` for others, and the best units that PyTorch uses."""
     try:
         description = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         description = platform.processor()
     maker = next((maker for maker in (AMD, INTEL) if maker in description), None)
-    return maker, torch.backends.cpu.get_cpu_capability()
+    units = torch.backends.cpu.get_cpu_capability()
+    # oneDNN uses AMX unasked, where the system lets it: then the system lists it.
+    return maker, "AMX" if units == "AVX512" and "amx_bf16" in description else units
 
 
 def _may_gain(weight: torch.Tensor | None) -> bool:
     if weight is None:  # of compressed layers, before they are first called
         return False
-    gain, packed = _gain(weight.dtype), packed_gain(weight.dtype)
-    least = [packed] if gain is None else [packed, gain.least_weights]
-    return any(is_large(weight, entries) for entries in least if entries is not None)
+    gains = (gain_of(weight.dtype) for gain_of in (_gain, _transposed_gain, packed_gain))
+    return any(is_large(weight, gain.least_weights) for gain in gains if gain is not None)
 
 
 def is_large(weight: torch.Tensor, least_weights: int) -> bool:

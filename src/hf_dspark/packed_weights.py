@@ -110,7 +110,7 @@ class _Matrix:
         """Tell whether the matrix is what it was."""
         if self.num_bytes == 0:
             return True
-        if not _can_be_packed(self.weight) or (self.weight.dtype, self.weight.shape) != self.form:
+        if not _may_have_copies(self.weight) or (self.weight.dtype, self.weight.shape) != self.form:
             return False
         return torch.equal(row_sums(self.weight), self.row_sums)
 
@@ -138,7 +138,7 @@ class PackedWeights:
         Args:
             model (`nn.Module`): Whose copies these are.
         """
-        weights = {id(weight): weight for weight in model.parameters() if _can_be_packed(weight)}
+        weights = {id(weight): weight for weight in model.parameters() if _may_have_copies(weight)}
         kept = {key: matrix for key, matrix in self._matrices.items() if weights.get(key) is matrix.weight}
         # One that has changed makes others suspicious: those that permute neurons, for example, permute several.
         if len(kept) < len(self._matrices) or not all(matrix.is_current() for matrix in kept.values()):
@@ -147,10 +147,10 @@ class PackedWeights:
             matrix.try_again()
         self._matrices = kept | {key: _Matrix(weight) for key, weight in weights.items() if key not in kept}
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+    def of(self, weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
         """Return the packed copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
-        matrix = self._matrices.get(id(weight))
-        return None if matrix is None else matrix.packed()
+        matrix, gain = self._matrices.get(id(weight)), packed_gain(weight.dtype)
+        return None if matrix is None or gain is None or not gain.is_made(num_rows, weight) else matrix.packed()
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
@@ -172,9 +172,9 @@ class JoinedCopies:
 
     parts: tuple[PackedWeights, ...]
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the packed copy of a matrix of any of them; `None` if there is none."""
-        return next((packed for part in self.parts if (packed := part.of(weight)) is not None), None)
+    def of(self, weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+        """Return the packed copy of a matrix of any of them; `None` if there is none, or it gains nothing."""
+        return next((packed for part in self.parts if (packed := part.of(weight, num_rows)) is not None), None)
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix of any of them; `None` if there is none."""
@@ -198,16 +198,16 @@ def packed_weights_of(*models: nn.Module) -> JoinedCopies:
     return JoinedCopies(parts)
 
 
-def _can_be_packed(weight: torch.Tensor) -> bool:
-    """Tell whether packing a weight gains anything, and whether changes of it will be seen.
+def _may_have_copies(weight: torch.Tensor) -> bool:
+    """Tell whether a weight gains anything by a copy, and whether changes of it will be seen.
 
     What is computed for each call, by a parametrization for example, is no parameter.
     """
-    least = packed_gain(weight.dtype)
+    packed, least_for_int8 = packed_gain(weight.dtype), int8_gain(weight.dtype)
+    least = [packed and packed.least_weights, least_for_int8]
     return (
-        least is not None
-        and type(weight) is nn.Parameter
-        and is_large(weight, least)
+        type(weight) is nn.Parameter
+        and any(is_large(weight, entries) for entries in least if entries is not None)
         and weight.shape[1] * weight.itemsize % 8 == 0
         and weight.storage_offset() * weight.itemsize % 8 == 0
     )

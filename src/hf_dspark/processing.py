@@ -24,7 +24,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .sampling import TokenLaw, largest, scatter_to_vocabulary
+from .sampling import TokenLaw, arg_max, largest, scatter_to_vocabulary
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
@@ -65,7 +65,7 @@ class Scores:
 
     def best(self) -> torch.Tensor:
         """Return the arg-max token of each position, `[n]`."""
-        index = self.values.argmax(dim=-1)
+        index = arg_max(self.values)
         return index if self.candidate_ids is None else self.candidate_ids.gather(-1, index[:, None])[:, 0]
 
     def dense(self, vocab_size: int) -> torch.Tensor:

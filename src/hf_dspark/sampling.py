@@ -116,17 +116,38 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
         count (`int`): 1 <= count <= V.
     """
     size = scores.shape[-1]
-    num_groups = size // GROUP_SIZE
-    if scores.device.type != "cpu" or size < LARGE_VOCABULARY or num_groups < 4 * count:
+    if scores.device.type != "cpu" or size < LARGE_VOCABULARY or size // GROUP_SIZE < 4 * count:
         return scores.topk(count, dim=-1)
-    grouped = num_groups * GROUP_SIZE
-    group_maxima = scores[..., :grouped].unflatten(-1, (num_groups, GROUP_SIZE)).amax(dim=-1)
-    first_ids = group_maxima.topk(count, dim=-1, sorted=False).indices * GROUP_SIZE
-    members = (first_ids[..., None] + torch.arange(GROUP_SIZE, device=scores.device)).flatten(-2)
-    rest = torch.arange(grouped, size, device=scores.device).expand(*scores.shape[:-1], -1)  # too few for a group
-    members = torch.cat([members, rest], dim=-1)
+    members = _members(_group_maxima(scores).topk(count, dim=-1, sorted=False).indices, size)
     values, index = scores.gather(-1, members).topk(count, dim=-1)
     return values, members.gather(-1, index)
+
+
+def arg_max(scores: torch.Tensor) -> torch.Tensor:
+    """Return the id `[...]` of the largest score of each row, of equal ones the first: `argmax` for vocabularies.
+
+    Searched by groups as in [`largest`], in a quarter of the time.
+
+    Args:
+        scores (`torch.Tensor` of shape `[..., V]`): In any float type.
+    """
+    if scores.device.type != "cpu" or scores.shape[-1] < LARGE_VOCABULARY:
+        return scores.argmax(dim=-1)
+    members = _members(_group_maxima(scores).argmax(dim=-1, keepdim=True), scores.shape[-1])
+    return members.gather(-1, scores.gather(-1, members).argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+
+def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
+    """Return the best score of each whole group of tokens, `[..., V // GROUP_SIZE]`."""
+    num_groups = scores.shape[-1] // GROUP_SIZE
+    return scores[..., : num_groups * GROUP_SIZE].unflatten(-1, (num_groups, GROUP_SIZE)).amax(dim=-1)
+
+
+def _members(groups: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the tokens of some groups `[..., n]`, and behind them those at the end that are too few for a group."""
+    members = (groups[..., None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten(-2)
+    rest = torch.arange(vocab_size // GROUP_SIZE * GROUP_SIZE, vocab_size, device=groups.device)
+    return torch.cat([members, rest.expand(*groups.shape[:-1], -1)], dim=-1)
 
 
 def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -145,7 +166,7 @@ def greedy_sampler(
     logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     """Draw the arg-max; a [`Sampler`] without processors."""
-    index = logits.argmax(dim=-1)
+    index = arg_max(logits)
     if candidate_ids is not None:
         index = candidate_ids.gather(-1, index[:, None])[:, 0]
     return index, None
