@@ -131,8 +131,12 @@ def transposed_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
     else:  # a bias that is added behind the product would be rounded twice
         return F.linear(input, weight, bias)
     # Row by row: of columns that lie apart, `contiguous` takes twice as long.
-    every_row = torch.arange(len(rows), device=rows.device)
-    return transposed.t().index_select(0, every_row).view(*input.shape[:-1], len(weight))
+    return transposed.t().index_select(0, _first_integers(len(rows))).view(*input.shape[:-1], len(weight))
+
+
+@functools.cache  # making them takes as long as a small product
+def _first_integers(count: int) -> torch.Tensor:
+    return torch.arange(count, device="cpu")
 
 
 def products_with_rows(weight: torch.Tensor, ids: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
