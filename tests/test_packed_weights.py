@@ -15,7 +15,6 @@ from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import (
     MAX_ROWS,
     FewRowsLinear,
-    Gain,
     large_linears,
     multiplying_few_rows,
     rough_product,
@@ -45,7 +44,7 @@ each_dtype = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def same_on_every_machine(monkeypatch):
     for module in (few_rows, packed_weights):
-        monkeypatch.setattr(module, "packed_gain", dict.fromkeys(DTYPES, Gain(1, PACKED_FROM)).get)
+        monkeypatch.setattr(module, "packed_gain", dict.fromkeys(DTYPES, PACKED_FROM).get)
     monkeypatch.setattr(packed_weights, "int8_gain", lambda dtype: None)
     for gain in ("_gain", "_transposed_gain"):
         monkeypatch.setattr(few_rows, gain, lambda dtype: None)
@@ -381,17 +380,6 @@ def test_copies_serve_all_drafts_of_a_target_and_end_with_their_model(wide_pair,
     assert weight() is None
 
 
-@torch.no_grad()
-def test_so_few_rows_that_they_gain_nothing_pack_nothing(packings, monkeypatch):
-    for module in (few_rows, packed_weights):
-        monkeypatch.setattr(module, "packed_gain", lambda dtype: Gain(4, PACKED_FROM))
-    layer = linear()
-    for count, packed in ((1, []), (3, []), (4, [(256, 256)]), (3, [(256, 256)]), (MAX_ROWS, [(256, 256)])):
-        rows = torch.randn(count, 256)
-        torch.testing.assert_close(multiplied(layer, rows), layer(rows), atol=1e-5, rtol=1e-5)
-        assert packings == packed
-
-
 # ---- int8 copies
 
 
@@ -433,10 +421,11 @@ def test_an_int8_copy_is_of_the_weights_as_they_are_now(int8_gains):
     assert len(int8_gains) == 2
 
 
+@pytest.mark.parametrize("packed_gain", [None, 256 * 256 + 1])
 @torch.no_grad()
-def test_an_int8_copy_needs_no_packed_one(int8_gains, packings, monkeypatch):
+def test_an_int8_copy_needs_no_packed_one(int8_gains, packings, monkeypatch, packed_gain):
     for module in (few_rows, packed_weights):
-        monkeypatch.setattr(module, "packed_gain", lambda dtype: None)
+        monkeypatch.setattr(module, "packed_gain", lambda dtype: packed_gain)
     layer, rows = linear(bias=False), torch.randn(8, 256)
     with using_copies(packed_weights_of(layer)):
         assert rough_product(layer, rows) is not None
@@ -524,7 +513,7 @@ def test_whom_an_int8_copy_names_is_accepted_as_whom_the_head_names(pair, int8_g
     target, draft = copy.deepcopy(pair)
     draft.config.draft_top_k, draft.policy = 4, FullBlock()
     for module in (few_rows, packed_weights):
-        monkeypatch.setattr(module, "packed_gain", lambda dtype: Gain(1, 1))
+        monkeypatch.setattr(module, "packed_gain", lambda dtype: 1)
     monkeypatch.setattr(draft_model, "TOKENS_PER_CANDIDATE", 1)
 
     def accepted(int8_gain):

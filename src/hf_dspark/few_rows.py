@@ -59,11 +59,11 @@ GAINS = {
 TRANSPOSED_GAINS = {
     (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=64),
 }
-# With a packed copy.
+# From how many entries on a packed copy is the faster one, with any number of rows. It is on CPUs with AMX, too, but
+# whole calls of a hundred tokens gain nothing there: to see whether the weights have changed takes what it saves.
 PACKED_GAINS = {
-    (AMD, "AVX512", torch.float32): Gain(1, 2**16),
-    (AMD, "AVX512", torch.bfloat16): Gain(1, 2**16),
-    (INTEL, "AMX", torch.float32): Gain(4, 2**20),
+    (AMD, "AVX512", torch.float32): 2**16,
+    (AMD, "AVX512", torch.bfloat16): 2**16,
 }
 # From how many entries on a rough product with an int8 copy saves more than picking out some rows afterwards costs.
 # Without VNNI, sums of 16 bits would overflow.
@@ -89,7 +89,7 @@ def few_rows_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
     num_rows, copies = input.shape[:-1].numel(), _copies_in_use.get(None)
-    packed = None if copies is None else copies.of(weight, num_rows)
+    packed = None if copies is None else copies.of(weight)
     if packed is not None:
         return onednn_linear(input, packed, bias)
     for gain, way in ((_transposed_gain(weight.dtype), transposed_linear), (_gain(weight.dtype), onednn_linear)):
@@ -168,8 +168,8 @@ class FewRowsLinear(nn.Linear):
 class Copies(Protocol):
     """Copies of matrices."""
 
-    def of(self, weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-        """Return the packed copy of a matrix; `None` if there is none, or so many rows gain nothing by it."""
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the packed copy of a matrix; `None` if there is none."""
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix; `None` if there is none."""
@@ -282,8 +282,8 @@ def _transposed_gain(dtype: torch.dtype) -> Gain | None:
 
 
 @functools.cache
-def packed_gain(dtype: torch.dtype) -> Gain | None:
-    """Return when a packed copy is the faster one on this machine; `None` where it never is, or nobody knows."""
+def packed_gain(dtype: torch.dtype) -> int | None:
+    """Return the entries from which on a packed copy is the faster one; `None` where it never is, or nobody knows."""
     has_packing = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return PACKED_GAINS.get((*_cpu(), dtype)) if _has_both() and has_packing else None
 
@@ -316,8 +316,9 @@ def _cpu() -> tuple[str | None, str]:
 def _may_gain(weight: torch.Tensor | None) -> bool:
     if weight is None:  # of compressed layers, before they are first called
         return False
-    gains = (gain_of(weight.dtype) for gain_of in (_gain, _transposed_gain, packed_gain))
-    return any(is_large(weight, gain.least_weights) for gain in gains if gain is not None)
+    gains = (_gain(weight.dtype), _transposed_gain(weight.dtype))
+    least = [packed_gain(weight.dtype), *(gain.least_weights for gain in gains if gain is not None)]
+    return any(is_large(weight, entries) for entries in least if entries is not None)
 
 
 def is_large(weight: torch.Tensor, least_weights: int) -> bool:

@@ -147,10 +147,10 @@ class PackedWeights:
             matrix.try_again()
         self._matrices = kept | {key: _Matrix(weight) for key, weight in weights.items() if key not in kept}
 
-    def of(self, weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the packed copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
-        matrix, gain = self._matrices.get(id(weight)), packed_gain(weight.dtype)
-        return None if matrix is None or gain is None or not gain.is_made(num_rows, weight) else matrix.packed()
+        matrix, least = self._matrices.get(id(weight)), packed_gain(weight.dtype)
+        return None if matrix is None or least is None or weight.numel() < least else matrix.packed()
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
@@ -172,9 +172,9 @@ class JoinedCopies:
 
     parts: tuple[PackedWeights, ...]
 
-    def of(self, weight: torch.Tensor, num_rows: int) -> torch.Tensor | None:
-        """Return the packed copy of a matrix of any of them; `None` if there is none, or it gains nothing."""
-        return next((packed for part in self.parts if (packed := part.of(weight, num_rows)) is not None), None)
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the packed copy of a matrix of any of them; `None` if there is none."""
+        return next((packed for part in self.parts if (packed := part.of(weight)) is not None), None)
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix of any of them; `None` if there is none."""
@@ -203,11 +203,11 @@ def _may_have_copies(weight: torch.Tensor) -> bool:
 
     What is computed for each call, by a parametrization for example, is no parameter.
     """
-    packed, least_for_int8 = packed_gain(weight.dtype), int8_gain(weight.dtype)
-    least = [packed and packed.least_weights, least_for_int8]
+    least = [entries for entries in (packed_gain(weight.dtype), int8_gain(weight.dtype)) if entries is not None]
     return (
         type(weight) is nn.Parameter
-        and any(is_large(weight, entries) for entries in least if entries is not None)
+        and bool(least)
+        and is_large(weight, min(least))
         and weight.shape[1] * weight.itemsize % 8 == 0
         and weight.storage_offset() * weight.itemsize % 8 == 0
     )
