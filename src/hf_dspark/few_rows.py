@@ -57,7 +57,7 @@ GAINS = {
 }
 # With the factors exchanged.
 TRANSPOSED_GAINS = {
-    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=64),
+    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32),
 }
 # From how many entries on a packed copy is the faster one, with any number of rows. It is on CPUs with AMX, too, but
 # whole calls of a hundred tokens gain nothing there: to see whether the weights have changed takes what it saves.
