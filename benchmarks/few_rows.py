@@ -122,7 +122,7 @@ def main() -> None:
         result = {"provenance": provenance(), "cells": cells, "packing": packing}
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     print("milliseconds, and parts of torch's; of int8, parts of packed's")
-    print(f"dtype    outputs x inputs   rows {''.join(f'{way:>11}' for way in WAYS)}   ", *RATIOS, sep="  ")
+    print(f"dtype    outputs x inputs  rows {''.join(f'{way:>11}' for way in WAYS)}   ", *RATIOS, sep="  ")
     for cell in cells:
         name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6} {cell['rows']:>5}"
         milliseconds = "".join(f"{cell[f'{way}_ms']:>11.2f}" for way in WAYS)

@@ -20,6 +20,7 @@ from hf_dspark.few_rows import (
     apply_to_few_rows,
     few_rows_linear,
     large_linears,
+    multiplies_bfloat16,
     multiplying_few_rows,
     transposed_linear,
 )
@@ -128,10 +129,13 @@ def test_amx_is_known_where_pytorch_may_use_it(monkeypatch, flags, used, units):
     cpuinfo = f"vendor_id\t: GenuineIntel\nflags\t\t: fpu {flags}\n"
     monkeypatch.setattr(few_rows.Path, "read_text", lambda path: cpuinfo)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
+    monkeypatch.setattr(few_rows, "multiplies_bfloat16", lambda: True)
     assert few_rows._cpu() == (INTEL, units)
     gain = TRANSPOSED_GAINS[INTEL, "AMX", torch.bfloat16] if units == "AMX" else None
     assert TRANSPOSED_GAIN_UNCACHED(torch.bfloat16) == gain
     assert (GAIN_UNCACHED(torch.float32) is not None) == (units != "AVX2")
+    monkeypatch.setattr(few_rows, "multiplies_bfloat16", lambda: False)  # oneDNN may be kept from it
+    assert TRANSPOSED_GAIN_UNCACHED(torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(("maker", "is_known"), [(AMD, True), (None, False)])
@@ -151,7 +155,11 @@ def test_an_unknown_maker_keeps_what_pytorch_does(monkeypatch, maker, is_known):
 
 @pytest.mark.parametrize("shape", [(), (1,), (8,), (1, 1), (2, 4), (0,)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "error"),
+    [(torch.float32, 1e-5), pytest.param(torch.bfloat16, 1e-2, marks=pytest.mark.skipif(
+        not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 here"))],
+)  # fmt: skip
 @torch.no_grad()
 def test_exchanged_factors_give_the_numbers_of_linear(shape, bias, dtype, error):
     layer = linear(96, 64, bias).to(dtype)
@@ -165,7 +173,7 @@ def test_exchanged_factors_give_the_numbers_of_linear(shape, bias, dtype, error)
     )
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU multiplies otherwise")
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="oneDNN multiplies no bfloat16 here")
 @torch.no_grad()
 def test_product_and_bias_are_added_before_rounding():
     layer, rows = linear(96, 64, bias=False).bfloat16(), torch.randn(8, 64).bfloat16()

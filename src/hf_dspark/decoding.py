@@ -26,7 +26,8 @@ from .slot_cache import SlotCache, SlotLayout
 
 # Tokens that a request may still write. Packing the weights, once until they change, takes as long as forty tokens or
 # so gain by it; an int8 copy of a bfloat16 head, for `draft_top_k`, as long as some hundreds gain by that. Seeing
-# whether they have changed takes as long as one or two plain tokens.
+# whether they have changed takes as long as one or two plain tokens; where that copy is the only one, of the head
+# alone, as on CPUs with AMX, some fifty tokens pay for it.
 PACKING_PAYS_FROM = 16
 
 

@@ -278,7 +278,7 @@ def _gain(dtype: torch.dtype) -> Gain | None:
 @functools.cache
 def _transposed_gain(dtype: torch.dtype) -> Gain | None:
     """Return when exchanged factors are faster on this machine; `None` where they never are, or nobody knows."""
-    return TRANSPOSED_GAINS.get((*_cpu(), dtype)) if _has_both() else None
+    return TRANSPOSED_GAINS.get((*_cpu(), dtype)) if multiplies_bfloat16() else None
 
 
 @functools.cache
@@ -299,6 +299,11 @@ def _has_both() -> bool:
     # torch.compile asks for; it has no public name.
     with_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return with_onednn and torch.backends.mkl.is_available()
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether oneDNN multiplies bfloat16 here. It does not where the environment keeps it from newer units."""
+    return _has_both() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _cpu() -> tuple[str | None, str]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-# `largest` on a CPU: vocabularies from this size on are searched by groups of so many tokens.
+# `largest` and `arg_max` on a CPU: vocabularies from this size on are searched by groups of so many tokens.
 LARGE_VOCABULARY = 2**15
 GROUP_SIZE = 64
 
