@@ -95,12 +95,8 @@ def medians(measured: dict[str, Callable[[], Callable[[], Any]]], repetitions: i
 def measure(matrices: Matrices, rows: torch.Tensor, repetitions: int) -> dict[str, float]:
     """Return what the product takes in each way, oneDNN's as parts of PyTorch's, and the rough one's of the packed."""
     times = medians({way: partial(matrices.product, way, rows) for way in WAYS}, repetitions)
-    return times | {
-        "ratio": times["onednn_ms"] / times["torch_ms"],
-        "transposed_ratio": times["transposed_ms"] / times["torch_ms"],
-        "packed_ratio": times["packed_ms"] / times["torch_ms"],
-        "int8_ratio": times["int8_ms"] / times["packed_ms"],
-    }
+    compared = {way: "packed" if way == "int8" else "torch" for way in RATIOS}
+    return times | {key: times[f"{way}_ms"] / times[f"{compared[way]}_ms"] for way, key in RATIOS.items()}
 
 
 def main() -> None:

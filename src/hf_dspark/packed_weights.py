@@ -149,13 +149,17 @@ class PackedWeights:
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the packed copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
-        matrix, least = self._matrices.get(id(weight)), packed_gain(weight.dtype)
-        return None if matrix is None or least is None or weight.numel() < least else matrix.packed()
+        matrix = self._matrix(weight, packed_gain(weight.dtype))
+        return None if matrix is None else matrix.packed()
 
     def int8_of(self, weight: torch.Tensor) -> Int8Copy | None:
         """Return the int8 copy of a matrix; `None` if it is none of this model's, gains nothing, or has no room."""
-        matrix, least = self._matrices.get(id(weight)), int8_gain(weight.dtype)
-        return None if matrix is None or least is None or weight.numel() < least else matrix.int8()
+        matrix = self._matrix(weight, int8_gain(weight.dtype))
+        return None if matrix is None else matrix.int8()
+
+    def _matrix(self, weight: torch.Tensor, least: int | None) -> _Matrix | None:
+        """Return a matrix of this model that has so many entries or more; `None` if no size gains."""
+        return None if least is None or weight.numel() < least else self._matrices.get(id(weight))
 
     def clear(self) -> None:
         """Drop all copies."""

@@ -24,7 +24,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .sampling import TokenLaw, arg_max, largest, scatter_to_vocabulary
+from .sampling import TokenLaw, best_tokens, largest, scatter_to_vocabulary
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
@@ -65,8 +65,7 @@ class Scores:
 
     def best(self) -> torch.Tensor:
         """Return the arg-max token of each position, `[n]`."""
-        index = arg_max(self.values)
-        return index if self.candidate_ids is None else self.candidate_ids.gather(-1, index[:, None])[:, 0]
+        return best_tokens(self.values, self.candidate_ids)
 
     def dense(self, vocab_size: int) -> torch.Tensor:
         """Return the scores over the whole vocabulary, `[n, V]`, in float32."""

@@ -137,6 +137,17 @@ def arg_max(scores: torch.Tensor) -> torch.Tensor:
     return members.gather(-1, scores.gather(-1, members).argmax(dim=-1, keepdim=True)).squeeze(-1)
 
 
+def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the token of the largest score of each row, `[n]`.
+
+    Args:
+        scores (`torch.Tensor` of shape `[n, V]` or `[n, candidates]`): In any float type.
+        candidate_ids (`torch.LongTensor` of shape `[n, candidates]`, *optional*): The tokens; `None` means all.
+    """
+    index = arg_max(scores)
+    return index if candidate_ids is None else candidate_ids.gather(-1, index[:, None])[:, 0]
+
+
 def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
     """Return the best score of each whole group of tokens, `[..., V // GROUP_SIZE]`."""
     num_groups = scores.shape[-1] // GROUP_SIZE
@@ -166,10 +177,7 @@ def greedy_sampler(
     logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     """Draw the arg-max; a [`Sampler`] without processors."""
-    index = arg_max(logits)
-    if candidate_ids is not None:
-        index = candidate_ids.gather(-1, index[:, None])[:, 0]
-    return index, None
+    return best_tokens(logits, candidate_ids), None
 
 
 def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
