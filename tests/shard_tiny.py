@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from train_tiny import tiny_target
+from train_tiny import leave, tiny_target
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.block_attention import BlockLayout
@@ -59,3 +59,4 @@ def main(output_file: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave()
