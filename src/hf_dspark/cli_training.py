@@ -82,6 +82,8 @@ def run_train(
         trainer.evaluate()
     trainer.save_model()
     trainer.create_model_card()  # and the result file it is made from
+    # torch wants the group of several processes closed before they end: NCCL warns otherwise, gloo may abort them.
+    trainer.accelerator.end_training()
     if not trainer.is_world_process_zero():
         return Outcome(None)
     result_file = Path(arguments.output_dir) / RESULTS_FOLDER / "training.json"
