@@ -14,10 +14,13 @@ head's own choice of candidates and with an int8 copy's, which serves large head
 had to be looked up. Aim: at most 2 % of tau. Seven minutes.
 
 `block_sizes` times whole rounds of `generate()` at the same geometry with blocks of several sizes, and splits what the
-longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. The result is in the form that the
-report's Figure 4 reads. On a CPU verifying is bound by arithmetic, on an accelerator by memory: the split tells. With
-random weights next to nothing is accepted, so that all rounds commit one token. A quarter of an hour in float32; CPUs
-without bfloat16 units need an hour in bfloat16. Neither part resumes.
+longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. On a CPU verifying is bound by
+arithmetic, on an accelerator by memory: the split tells. What the sequential head itself costs is what DSpark's rounds
+take beyond those of DFlash, which has none, with blocks as long: the paper's measure. The result is in the form that
+the report's Figure 4 reads. With random weights next to nothing is accepted, so that all rounds commit one token. Five
+minutes in bfloat16, half an hour in float32; CPUs without bfloat16 units need three hours in bfloat16.
+
+No part resumes.
 """
 
 import argparse
@@ -47,6 +50,8 @@ from hf_dspark.slot_cache import SlotCache
 
 GEOMETRY = "qwen3-0.6b"
 SAMPLERS = {"greedy": greedy_sampler, "temperature 1": _plain_sampler}
+WITHOUT_HEAD = "dflash"
+HEADS = (WITHOUT_HEAD, "vanilla", "rnn")  # of `block_sizes`
 NEW_CONTEXT = 3  # tokens committed since the last block
 WARM_UP = 2
 
@@ -250,35 +255,35 @@ def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Te
 
 def block_size_rows(
     target: PreTrainedModel,
-    drafts: Mapping[int, DSparkDraftModel],
+    drafts: Sequence[DSparkDraftModel],
     context_length: int = 256,
     num_rounds: int = 8,
     repetitions: int = 5,
 ) -> list[dict[str, Any]]:
-    """Time rounds with blocks of several sizes by turns.
+    """Time rounds with drafts of several block sizes and heads by turns.
 
     Args:
         target (`PreTrainedModel`): The model that decodes, without an end token.
-        drafts (`Mapping`): A draft of each block size.
+        drafts (`Sequence`): Of any block sizes, with and without sequential heads.
         context_length (`int`): Tokens of the prompt.
         num_rounds (`int`): Of each call, if nothing is accepted.
-        repetitions (`int`): Calls with each size, after one that warms up.
+        repetitions (`int`): Calls with each draft, after one that warms up.
 
     Returns:
-        `list[dict]`: A row per size, as `hf_dspark.measurements` reads it, and the number of rounds behind it.
+        `list[dict]`: A row per draft, as `hf_dspark.measurements` reads it, and the number of rounds behind it.
 
     Raises:
         ValueError: If no round verified a whole block.
     """
     ids = torch.arange(context_length, device=target.device)[None] % target.config.vocab_size
-    found: dict[int, list] = {size: [] for size in drafts}
+    found: list[list] = [[] for _ in drafts]
     for repetition in tqdm(range(1 + repetitions), desc="block sizes"):
-        for size, draft in drafts.items():
-            rounds = whole_rounds(target, draft, ids, num_rounds)
-            found[size] += rounds if repetition else []
-    if not all(found.values()):
+        for rounds, draft in zip(found, drafts, strict=True):
+            timed = whole_rounds(target, draft, ids, num_rounds)
+            rounds += timed if repetition else []
+    if not all(found):
         raise ValueError(f"no round behind the first verified a whole block: raise num_rounds, got {num_rounds}")
-    return [block_size_row(drafts[size].config, rounds) for size, rounds in found.items()]
+    return [block_size_row(draft.config, rounds) for draft, rounds in zip(drafts, found, strict=True)]
 
 
 def block_size_row(config: DSparkConfig, rounds: Sequence[Any]) -> dict[str, Any]:
@@ -295,25 +300,48 @@ def block_size_row(config: DSparkConfig, rounds: Sequence[Any]) -> dict[str, Any
     }
 
 
-def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what the longest block adds to the round of the shortest, as a share of it, and through which part."""
-    shortest, longest = (choose(rows, key=lambda row: row["block_size"]) for choose in (min, max))
-    added = {name: (longest[f"{name}_ms"] - shortest[f"{name}_ms"]) for name in ("total", "draft", "verify")}
-    names = {"total": "round", "draft": "drafting", "verify": "verifying"}
-    return {names[name]: value / shortest["total_ms"] for name, value in added.items()}
+def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return, by head, what the longest block adds to the shortest's round, as shares of it, whole and by part."""
+    found = {}
+    for head in dict.fromkeys(row["head"] for row in rows):
+        by_size = sorted((row for row in rows if row["head"] == head), key=lambda row: row["block_size"])
+        shortest, longest = by_size[0], by_size[-1]
+        found[head or WITHOUT_HEAD] = {
+            name: (longest[f"{part}_ms"] - shortest[f"{part}_ms"]) / shortest["total_ms"]
+            for name, part in (("round", "total"), ("drafting", "draft"), ("verifying", "verify"))
+        }
+    return found
+
+
+def over_dflash(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Return, by head and block size, what a round takes beyond one without a sequential head, as a share of it."""
+    without = {row["block_size"]: row["total_ms"] for row in rows if row["head"] is None}
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["head"] is not None and row["block_size"] in without:
+            share = row["total_ms"] / without[row["block_size"]] - 1
+            found.setdefault(row["head"], {})[row["block_size"]] = share
+    return found
+
+
+def draft_of_size(target: PreTrainedModel, size: int, head: str, draft_top_k: int) -> DSparkDraftModel:
+    """Return a draft of five layers for blocks of a size, with a sequential head, or, without one, DFlash."""
+    heads: dict[str, Any] = {"markov_head_type": head}
+    if head == WITHOUT_HEAD:
+        heads = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    config = DSparkConfig.from_target(target.config, num_hidden_layers=5, block_size=size, **heads)
+    config.draft_top_k = draft_top_k
+    return DSparkDraftModel(config).to(target.device, target.dtype).eval()
 
 
 def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds with blocks of 4, 8 and 16 tokens."""
-    dtype = getattr(torch, options.dtype)
-    target, _ = random_pair(GEOMETRY, dtype)
+    target, _ = random_pair(GEOMETRY, getattr(torch, options.dtype))
     target.generation_config.eos_token_id = None
     target.to(options.device)
-    drafts = {}
-    for size in options.sizes:
-        config = DSparkConfig.from_target(target.config, num_hidden_layers=5, block_size=size)
-        config.draft_top_k = options.draft_top_k
-        drafts[size] = DSparkDraftModel(config).to(options.device, dtype).eval()
+    drafts = [
+        draft_of_size(target, size, head, options.draft_top_k) for size in options.sizes for head in options.heads
+    ]
     rows = block_size_rows(target, drafts, repetitions=options.repetitions)
     return {
         "target": f"{GEOMETRY}, random weights, {options.dtype}",
@@ -321,6 +349,7 @@ def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
         "draft_top_k": options.draft_top_k,
         "block_sizes": rows,
         "growth": growth(rows),
+        "over_dflash": over_dflash(rows),
     }
 
 
@@ -337,6 +366,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--num_prompts", type=int, default=50, help="of `candidates`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
+    parser.add_argument(
+        "--heads", nargs="+", choices=HEADS, default=HEADS, help=f"of `block_sizes`; {WITHOUT_HEAD}: none"
+    )
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
     result = {"provenance": provenance(options.device), **PARTS[options.part](options)}

@@ -359,23 +359,31 @@ def test_loss_of_tau_is_zero_when_all_tokens_are_candidates_and_not_when_one_is(
     assert draft.config.draft_top_k is None and "rough_logits" not in vars(draft)
 
 
-def test_round_times_of_whole_blocks_have_the_form_that_figure_4_reads(make_target, make_draft):
+def test_round_times_of_whole_blocks_have_the_form_that_figure_4_reads(make_target):
     target = make_target(eos_token_id=None)
-    drafts = {size: make_draft(target, block_size=size) for size in (2, 6)}
+    drafts = [
+        drafting.draft_of_size(target, size, head, draft_top_k=8) for size in (2, 6) for head in ("dflash", "rnn")
+    ]
     rows = drafting.block_size_rows(target, drafts, context_length=8, num_rounds=2, repetitions=2)
-    assert [row["block_size"] for row in rows] == [2, 6]
+    assert [row["block_size"] for row in rows] == [2, 2, 6, 6]
     for row in rows:
         assert 0 < row["draft_ms"] + row["verify_ms"] < row["total_ms"] * 1.5
     found = measurements([{"target": "tiny", "regime": "greedy", "block_sizes": rows}])
-    assert [each.draft.block_size for each in found] == [2, 6] and found[0].time is not None
+    assert [each.draft.kind for each in found] == ["DFlash", "DSpark"] * 2 and found[0].time is not None
+    assert [each.draft.head for each in found] == [None, "rnn"] * 2
 
 
 def test_growth_of_the_round_is_split_into_what_drafting_and_verifying_add():
     rows = [
-        {"block_size": 4, "draft_ms": 2.0, "verify_ms": 7.0, "total_ms": 10.0},
-        {"block_size": 16, "draft_ms": 3.0, "verify_ms": 8.0, "total_ms": 13.0},
+        {"head": None, "block_size": 16, "draft_ms": 2.0, "verify_ms": 8.0, "total_ms": 11.0},
+        {"head": None, "block_size": 4, "draft_ms": 2.0, "verify_ms": 7.0, "total_ms": 10.0},
+        {"head": "rnn", "block_size": 4, "draft_ms": 3.0, "verify_ms": 7.0, "total_ms": 10.0},
+        {"head": "rnn", "block_size": 16, "draft_ms": 4.0, "verify_ms": 8.0, "total_ms": 13.0},
     ]
-    assert drafting.growth(rows) == pytest.approx({"round": 0.3, "drafting": 0.1, "verifying": 0.1})
+    assert drafting.growth(rows)["rnn"] == pytest.approx({"round": 0.3, "drafting": 0.1, "verifying": 0.1})
+    assert drafting.growth(rows)["dflash"] == pytest.approx({"round": 0.1, "drafting": 0.0, "verifying": 0.1})
+    assert drafting.over_dflash(rows) == {"rnn": pytest.approx({4: 0.0, 16: 2 / 11})}
+    assert drafting.over_dflash(rows[2:]) == {}
 
 
 def test_replayed_rounds_have_the_mean_of_the_recording_whatever_their_order():

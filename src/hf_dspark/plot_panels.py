@@ -51,6 +51,7 @@ OTHER_STYLES = tuple(
 )
 SMALL, TINY = 8, 6.5
 LINE_INCHES = 0.16  # of small text
+LEAST_GAP = 0.05  # between numbers one above the other, of the height of a panel
 MOST_POSITIONS = 8
 MOST_PANELS = 12
 MOST_ROWS = 6
@@ -244,6 +245,7 @@ def draw_round_times(column: Sequence[Axes], grid: PanelGrid, timed: Sequence[Dr
     labels = draft_labels(timed, block_parts)
     for axis, row in zip(column, grid.rows, strict=True):
         lines: dict[Parts, dict[int, list]] = {}
+        grown = []
         for each in timed:
             if grid.row_of(each) == row:
                 lines.setdefault(block_parts(each), {}).setdefault(each.draft.block_size, []).append(each.time)
@@ -256,14 +258,22 @@ def draw_round_times(column: Sequence[Axes], grid: PanelGrid, timed: Sequence[Dr
             )
             axis.plot(sizes, total, label=label, linewidth=1.6, markersize=5, **style)
             axis.plot(sizes, draft, linewidth=1, markersize=3, alpha=0.5, **style)
-            axis.annotate(
-                f"{total[-1] / total[0] - 1:+.0%}", (sizes[-1], total[-1]), (0, 5), textcoords="offset points",
-                ha="center", fontsize=TINY, color=style["color"],
-            )  # fmt: skip
+            grown.append((total[-1], sizes[-1], f"{total[-1] / total[0] - 1:+.0%}", style["color"]))
         axis.set_ylim(bottom=0)
         axis.margins(y=0.18)
+        _write_behind_lines(axis, grown)
         axis.set_ylabel("time of a round, ms", fontsize=SMALL)
         axis.set_title(fill(f"time of a round, {row[1]}", 40), fontsize=9, fontweight="bold")
+
+
+def _write_behind_lines(axis: Axes, texts: Sequence[tuple[float, float, str, str]]) -> None:
+    """Write texts, given as height, x, text and color, behind the ends of lines; of close ones, one above the other."""
+    gap, lowest_free = LEAST_GAP * axis.get_ylim()[1], 0.0
+    for height, x, text, color in sorted(texts):
+        at = max(height, lowest_free)
+        axis.annotate(text, (x, at), (7, 0), textcoords="offset points", va="center", fontsize=TINY, color=color)
+        lowest_free = at + gap
+    axis.set_ylim(top=max(axis.get_ylim()[1], lowest_free))
 
 
 def set_whole_ticks(axis: Axes, values: Sequence[int]) -> None:
