@@ -260,7 +260,7 @@ def block_size_rows(
     num_rounds: int = 8,
     repetitions: int = 5,
 ) -> list[dict[str, Any]]:
-    """Time rounds with drafts of several block sizes and heads by turns.
+    """Time rounds with drafts of several block sizes and heads by turns, beginning with another draft each time.
 
     Args:
         target (`PreTrainedModel`): The model that decodes, without an end token.
@@ -278,9 +278,10 @@ def block_size_rows(
     ids = torch.arange(context_length, device=target.device)[None] % target.config.vocab_size
     found: list[list] = [[] for _ in drafts]
     for repetition in tqdm(range(1 + repetitions), desc="block sizes"):
-        for rounds, draft in zip(found, drafts, strict=True):
-            timed = whole_rounds(target, draft, ids, num_rounds)
-            rounds += timed if repetition else []
+        for turn in range(len(drafts)):
+            index = (repetition + turn) % len(drafts)
+            timed = whole_rounds(target, drafts[index], ids, num_rounds)
+            found[index] += timed if repetition else []
     if not all(found):
         raise ValueError(f"no round behind the first verified a whole block: raise num_rounds, got {num_rounds}")
     return [block_size_row(draft.config, rounds) for draft, rounds in zip(drafts, found, strict=True)]

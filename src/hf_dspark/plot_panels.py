@@ -267,7 +267,7 @@ def draw_round_times(column: Sequence[Axes], grid: PanelGrid, timed: Sequence[Dr
 
 
 def _write_behind_lines(axis: Axes, texts: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write texts, given as height, x, text and color, behind the ends of lines; of close ones, one above the other."""
+    """Write texts, given as height, x, text and color, behind the ends of lines, of close ones one above the other."""
     gap, lowest_free = LEAST_GAP * axis.get_ylim()[1], 0.0
     for height, x, text, color in sorted(texts):
         at = max(height, lowest_free)
