@@ -140,6 +140,12 @@ def test_labels_hold_no_more_than_what_tells_lines_apart():
     assert distinct_labels([("A", "x", "1"), ("A", "y", "1"), ("B", "z", "2")]) == ["A, x", "A, y", "B"]
 
 
+def test_labels_name_all_machines_if_one():
+    lines = [("A", "x", "here"), ("A", "x", "there"), ("B", "z", "there")]
+    assert distinct_labels(lines) == ["A, here", "A, there", "B, there"]
+    assert distinct_labels([]) == []
+
+
 def test_intervals_stay_within_0_and_1_and_shrink_with_the_rounds():
     assert wilson_interval(1.0, 2)[1] == 1.0 and wilson_interval(0.5, 0) == (0.0, 1.0)
     low, high = wilson_interval(0.5, 10_000)

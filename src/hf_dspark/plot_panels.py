@@ -50,7 +50,7 @@ OTHER_STYLES = tuple(
     for colour, (line, marker) in zip((BLUE, GREEN, PINK, SKY, AMBER, BLACK), VARIANTS, strict=True)
 )
 SMALL, TINY = 8, 6.5
-LINE_INCHES = 0.16  # of small text
+LINE_INCHES, LETTER_INCHES = 0.16, 0.068  # of small text
 LEAST_GAP = 0.05  # between numbers one above the other, of the height of a panel
 MOST_POSITIONS = 8
 MOST_PANELS = 12
@@ -202,17 +202,23 @@ def distinct_labels(lines: Sequence[Parts]) -> list[str]:
     """Return a label of each line: its first part, and of the others as many as tell it from all lines.
 
     Args:
-        lines (`Sequence[tuple[str, ...]]`): The same parts of each line, most telling first.
+        lines (`Sequence[tuple[str, ...]]`): The same parts of each line, most telling first. The last one, the
+            machine, is named on all lines if on one: times of lines without a machine would seem to be of any.
     """
-    labels = []
+    telling = []
     for line in lines:
-        label, same = [line[0]], [other for other in lines if other[0] == line[0]]
+        places, same = [0], [other for other in lines if other[0] == line[0]]
         for place, part in enumerate(line[1:], 1):
             if len({other[place] for other in same}) > 1:
-                label += [part] if part else []
+                places.append(place)
                 same = [other for other in same if other[place] == part]
-        labels.append(", ".join(label))
-    return labels
+        telling.append(places)
+    machine = len(lines[0]) - 1 if lines else 0
+    if any(machine in places for places in telling):
+        telling = [sorted({*places, machine}) for places in telling]
+    return [
+        ", ".join(line[place] for place in places if line[place]) for line, places in zip(lines, telling, strict=True)
+    ]
 
 
 def draw_lines(
@@ -452,10 +458,12 @@ def finish(
     width, panels = figure.get_size_inches()
     width = max(width, 6.4)
     handles, labels = legend
-    columns = max(1, min(len(labels), int((width - 0.2) / (0.068 * max(map(len, labels), default=1) + 0.55))))
+    columns = max(1, min(len(labels), int((width - 0.2) / (LETTER_INCHES * max(map(len, labels), default=1) + 0.55))))
+    labels = [fill(label, int((width - 0.75) / LETTER_INCHES)) for label in labels]
     footer = wrap(notes, int(width * 19)) + provenance_lines(kind.sources(results), int(width * 19))
     heading = wrap(kind.title, int(width * 8.5))
-    top = 0.12 + 0.24 * len(heading) + LINE_INCHES * math.ceil(len(labels) / columns) + 0.14
+    num_lines = sum(1 + label.count("\n") for label in labels)  # several columns have no label of two lines
+    top = 0.12 + 0.24 * len(heading) + LINE_INCHES * math.ceil(num_lines / columns) + 0.14
     bottom = 0.12 + 0.125 * len(footer)
     height = panels + top + bottom
     figure.set_size_inches(width, height)
