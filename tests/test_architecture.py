@@ -43,6 +43,7 @@ MODELS = {
     "slot_cache",
     "successors",
 }
+FILES = {"journal"}
 SHARED = {"feature_capture", "profiling", "collection", "target_check"}
 DECODING = {
     "candidate_generator",
@@ -54,11 +55,14 @@ DECODING = {
     "request",
 }
 TRAINING = {"conversations", "data", "feature_cache", "shards", "target_source", "trainer", "training_metrics"}
-GROUPS = {"maths": MATHS, "models": MODELS, "shared": SHARED, "decoding": DECODING, "training": TRAINING}
+GROUPS = {
+    "maths": MATHS, "models": MODELS, "files": FILES, "shared": SHARED, "decoding": DECODING, "training": TRAINING,
+}  # fmt: skip
 MAY_IMPORT = {
     "maths": MATHS,
     "models": MATHS | MODELS,
-    "shared": MATHS | MODELS,
+    "files": set(),
+    "shared": MATHS | MODELS | FILES,
     "decoding": MATHS | MODELS | SHARED | DECODING,
     "training": MATHS | MODELS | SHARED | TRAINING,
 }

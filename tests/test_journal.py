@@ -1,8 +1,9 @@
 """Journals keep what is finished, whatever cuts the writing short."""
 
 import pytest
+from transformers import GenerationConfig
 
-from hf_dspark.journal import Journal, digest
+from hf_dspark.journal import Journal, digest, plain_json
 
 SETTINGS = {"seed": 0, "options": {"top_k": 5}}
 
@@ -62,6 +63,11 @@ def test_files_that_are_no_journal_are_refused(tmp_path, content, message):
 def test_digests_tell_values_apart_and_know_objects_by_their_type():
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": 3})
     assert digest([object()]) == digest([object()]) != digest([Exception()])
+
+
+def test_configurations_are_told_apart_by_what_they_set():
+    assert plain_json({"config": GenerationConfig(top_k=7)})["config"]["top_k"] == 7
+    assert digest(GenerationConfig(top_k=7)) == digest(GenerationConfig(top_k=7)) != digest(GenerationConfig(top_k=8))
 
 
 @pytest.mark.parametrize("content", [b"{}", b'{"settings"', b"text without an end"])

@@ -4,9 +4,6 @@ Runs `generate()` with the full block and keeps, of each round, what the confide
 found. Knows nothing of how temperatures are fitted (`calibration`).
 """
 
-import hashlib
-import json
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +26,10 @@ from .calibration import (
 from .draft_kinds import require_pair
 from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
+from .journal import Journal, digest, plain_json
 from .policies import FullBlock, RoundOutcome
 
 DEFAULT_DOMAIN = "default"
-RECORD_BEGINS = b'{"settings": '
 FEW_ROUNDS = 500
 
 
@@ -105,13 +102,10 @@ def collect_rounds(
     if cut_off:
         raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
     options = {"max_new_tokens": 128} | generate_kwargs
-    settings = {
-        "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
-        "options": json.dumps([options, target.generation_config.to_diff_dict()], sort_keys=True, default=str),
-        "seed": seed, "block_size": draft.config.block_size, "draft": fingerprint(draft),
-        "target": fingerprint(target),
-    }  # fmt: skip
-    done = _read_records(output_file, settings) if output_file is not None else {}
+    journal, done = None, {}
+    if output_file is not None:
+        journal = Journal(output_file, _settings(target, draft, rows, seed, options))
+        done = {entry["index"]: _rounds_of(entry) for entry in journal.entries}
     before = draft.policy, draft.domain, draft.observer
     draft.policy, draft.domain = FullBlock(), None
     # Set on the call, so that a threshold in the target's generation config does not count.
@@ -127,11 +121,26 @@ def collect_rounds(
                 torch.manual_seed(seed + index)
                 target.generate(input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options)
             done[index] = rounds
-            if output_file is not None:
-                _append_record(output_file, settings, index, done[index])
+            if journal is not None:
+                journal.append(_entry(index, rounds))
     finally:
         draft.policy, draft.domain, draft.observer = before
     return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
+
+
+def _settings(
+    target: PreTrainedModel, draft: DraftModel, rows: list[list[int]], seed: int, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what rounds recorded in one file must share."""
+    return {
+        "prompts": digest(rows),
+        "options": plain_json(options),
+        "target_options": plain_json(target.generation_config),
+        "seed": seed,
+        "block_size": draft.config.block_size,
+        "draft": fingerprint(draft),
+        "target": fingerprint(target),
+    }
 
 
 @dataclass(frozen=True)
@@ -223,41 +232,15 @@ def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]
     return [int(token) for token in row]
 
 
-def _read_records(path: str | Path, settings: dict[str, Any]) -> dict[int, list[CalibrationRounds]]:
-    """Read finished prompts; a last line cut short by an interruption is dropped from the file.
-
-    Raises:
-        ValueError: If the file holds something else; it is left as it is.
-    """
-    content = Path(path).read_bytes() if Path(path).exists() else b""
-    whole = content[: content.rfind(b"\n") + 1]
-    records = []
-    for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-            known = record["settings"]
-            different = [name for name, value in settings.items() if known.get(name) != value]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} line {number} holds no recorded rounds: name another file") from error
-        if different:
-            raise ValueError(
-                f"{path} holds rounds of another run ({', '.join(different)} differ): delete it, or name another file"
-            )
-        records.append(record)
-    rest = content[len(whole) :]
-    if rest:
-        if rest[: len(RECORD_BEGINS)] != RECORD_BEGINS[: len(rest)]:
-            raise ValueError(f"{path} holds no recorded rounds: name another file")
-        os.truncate(path, len(whole))
-    return {record["index"]: [_rounds_from(part) for part in record["rounds"]] for record in records}
+def _entry(index: int, rounds: list[CalibrationRounds]) -> dict[str, Any]:
+    """Return what a journal keeps of a prompt."""
+    return {
+        "index": index,
+        "rounds": [{name: value.tolist() for name, value in vars(part).items()} for part in rounds],
+    }
 
 
-def _append_record(path: str | Path, settings: dict[str, Any], index: int, rounds: list[CalibrationRounds]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    parts = [{name: value.tolist() for name, value in vars(part).items()} for part in rounds]
-    with open(path, "a") as file:
-        file.write(json.dumps({"settings": settings, "index": index, "rounds": parts}) + "\n")
-
-
-def _rounds_from(part: dict[str, Any]) -> CalibrationRounds:
-    return CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()})
+def _rounds_of(entry: Mapping[str, Any]) -> list[CalibrationRounds]:
+    return [
+        CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in entry["rounds"]
+    ]

@@ -69,13 +69,18 @@ class Journal:
         known = first.get("settings") if isinstance(first, dict) else None
         if not isinstance(known, dict):
             raise ValueError(f"{self.path} does not say what it was made with: delete it, or name another file")
-        names = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
-        if names:
-            parts = [f"{name} ({known.get(name)!r} there, {settings.get(name)!r} now)" for name in names]
+        different = differences(known, settings)
+        if different:
             raise ValueError(
-                f"{self.path} holds an unfinished run with other settings, which differs in {', '.join(parts)}: go on "
-                "as before, delete it, or name another file"
+                f"{self.path} holds what another run has finished, which differs in {different}: go on as before, "
+                "delete it, or name another file"
             )
+
+
+def differences(known: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return in words how the settings of a file differ from those of now; nothing if they do not."""
+    names = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
+    return ", ".join(f"{name} ({known.get(name)!r} there, {settings.get(name)!r} now)" for name in names)
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
@@ -83,8 +88,12 @@ def _line(entry: Mapping[str, Any]) -> bytes:
 
 
 def plain_json(value: Any) -> Any:
-    """Return what JSON can hold of a value; of an object, its type."""
-    return json.loads(json.dumps(value, default=lambda inner: type(inner).__qualname__))
+    """Return what JSON can hold of a value; of a configuration, what it sets, and of another object, its type."""
+    return json.loads(json.dumps(value, default=_described))
+
+
+def _described(value: Any) -> Any:
+    return value.to_diff_dict() if hasattr(value, "to_diff_dict") else type(value).__qualname__
 
 
 def digest(value: Any) -> str:

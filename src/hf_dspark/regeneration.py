@@ -5,7 +5,6 @@ Both write one JSON line per answer and go on where they were interrupted. Knows
 rows for [`~conversations.prepare_rows`].
 """
 
-import hashlib
 import json
 import math
 import os
@@ -26,6 +25,7 @@ from .conversations import read_messages, tokenize_row
 from .draft_model import DraftModel, input_device
 from .fingerprint import fingerprint
 from .generate_many import generate_many
+from .journal import differences, digest, plain_json
 from .results import replace_text
 from .timed_decoding import effective_config
 
@@ -39,6 +39,7 @@ NO_OPTIONS = (
     "transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states",
     "pad_token_id",
 )  # fmt: skip
+OTHERWISE_KNOWN = ("generation_config", *NO_OPTIONS)  # of the options
 NOTHING_TO_DO = None  # `generate_many` reports it as failed at once, which keeps the numbers of the others
 
 
@@ -137,10 +138,10 @@ def regenerate(
     read = [_read_prompt(row, index, tokenizer) for index, row in enumerate(_several(prompts))]
     prompt_ids = [_prompt_ids(prompt, index, tokenizer, template_kwargs) for index, prompt in enumerate(read)]
     settings = {
-        "prompts": _digest(prompt_ids), "enable_thinking": enable_thinking, "seed": seed,
+        "prompts": digest(prompt_ids), "enable_thinking": enable_thinking, "seed": seed,
         "target": fingerprint(target),
-        **{name: _plain(value) for name, value in config.to_diff_dict().items() if name not in NO_OPTIONS},
-        **{name: _plain(value) for name, value in options.items() if name not in ("generation_config", *NO_OPTIONS)},
+        **plain_json({name: value for name, value in config.to_diff_dict().items() if name not in NO_OPTIONS}),
+        **plain_json({name: value for name, value in options.items() if name not in OTHERWISE_KNOWN}),
     }  # fmt: skip
     file = _AnswerFile(output_file, settings)
     room = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
@@ -238,9 +239,9 @@ def regenerate_with_endpoint(
         answered = [*read[0].content, {"role": "assistant", "content": "An answer."}]
         tokenize_row({"messages": answered, "tools": read[0].tools}, tokenizer, chat_template_kwargs=template_kwargs)
     settings = {
-        "prompts": _digest([[prompt.content, prompt.tools] for prompt in read]), "model": model,
+        "prompts": digest([[prompt.content, prompt.tools] for prompt in read]), "model": model,
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "enable_thinking": enable_thinking,
-        "seed": seed, "extra_body": _plain(extra_body),
+        "seed": seed, "extra_body": plain_json(extra_body),
     }  # fmt: skip
     file = _AnswerFile(output_file, settings)
     # Without a key the client would send the user's Hugging Face token to whoever listens there.
@@ -498,7 +499,7 @@ def _generate(
     lengths = torch.tensor([len(job.prompt_ids) for job in batch])
     attention_mask = (torch.arange(width) >= width - lengths[:, None]).long()
     limits = {"max_length": None, "max_new_tokens": max(job.new_tokens for job in batch)}
-    torch.manual_seed(int(_digest(key), 16) % 2**63)
+    torch.manual_seed(int(digest(key), 16) % 2**63)
     home = input_device(target.get_input_embeddings())
     output = target.generate(
         input_ids.to(home), attention_mask=attention_mask.to(home),
@@ -608,12 +609,11 @@ class _AnswerFile:
             known = json.loads(self._beside.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{self._beside} is damaged: delete it and {self.path}, or name another file") from error
-        names = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
-        if names:
-            parts = [f"{name} ({known.get(name)!r} there, {settings.get(name)!r} now)" for name in names]
+        different = differences(known, settings)
+        if different:
             raise ValueError(
-                f"{self.path} holds answers of another run, which differs in {', '.join(parts)}: delete it, name "
-                "another file, or go on as before"
+                f"{self.path} holds answers of another run, which differs in {different}: delete it, name another "
+                "file, or go on as before"
             )
 
     def _read(self) -> None:
@@ -653,15 +653,6 @@ class _AnswerFile:
             )
         unfinished = sum(not finished for finished in self.finished.values())
         return RegenerationReport(self.path, len(self.finished), unfinished, self._num_failed)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON can hold of an option; of an object, its type."""
-    return json.loads(json.dumps(value, sort_keys=True, default=lambda inner: type(inner).__qualname__))
 
 
 def _described(error: BaseException) -> str:
