@@ -132,7 +132,8 @@ def read_checkpoint(
     entry = recognise(files.config)
     facts = None if target is None else target_facts(target)
     if entry is None:
-        ours = files.config
+        # Code that a repository carries is not used, nor copied.
+        ours = {key: value for key, value in files.config.items() if key != "auto_map"}
     else:
         ours = config_from_format(files.config, entry, facts, sample_from_anchor)
         pinned = hub_kwargs | ({} if files.revision is None else {"revision": files.revision})
