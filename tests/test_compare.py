@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import FullBlock
 from hf_dspark.cli import main as hf_dspark_main
-from hf_dspark.measurements import measurements
+from hf_dspark.measurements import compared_methods, measurements
 from hf_dspark.results import describe_target
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -196,6 +196,14 @@ def test_models_are_not_trained_again_when_they_are_in_the_folder(trained, work_
 
 
 # Interruptions
+
+
+def test_comparisons_of_two_machines_name_them(result):
+    here = result[1]
+    there = here | {"provenance": here["provenance"] | {"device": "another machine"}}
+    cells = {each.cell for each in compared_methods([here, there])}
+    assert sum(cell.endswith("; another machine") for cell in cells) == len(cells) / 2
+    assert not any("machine" in each.cell for each in compared_methods([there, there]))
 
 
 def test_interrupted_comparison_goes_on_where_it_stopped(trained, tmp_path, monkeypatch):

@@ -521,7 +521,7 @@ class ComparedMethod:
     """One way to decode, against plain decoding of the same prompts.
 
     Args:
-        cell (`str`): Task, drawing, prompts and rows, and what the drafts learnt from.
+        cell (`str`): Task, drawing, prompts and rows, what the drafts learnt from; of several, the machine.
         method (`str`): Which way.
         speedup (`float`, *optional*): Median time of plain decoding over its own; `None` if it cannot decode this.
         milliseconds (`tuple[float, float, float]`, *optional*): Per token: lower quartile, median, upper quartile.
@@ -540,10 +540,13 @@ class ComparedMethod:
 
 
 def compared_methods(results: Sequence[Result]) -> list[ComparedMethod]:
-    """Return every method in every cell of `benchmarks/compare.py`."""
+    """Return every method in every cell of `benchmarks/compare.py`; cells name their machine if there are several."""
+    found = of_kind(results, "comparison")
+    machines = [provenance_of(result).get("device", "unknown machine") for result in found]
+    several = len(set(machines)) > 1
     return [
-        _compared(cell, _trained_on(result), name, part)
-        for result in of_kind(results, "comparison")
+        _compared(cell, f"{_trained_on(result)}; {machine}" if several else _trained_on(result), name, part)
+        for result, machine in zip(found, machines, strict=True)
         for cell in result["cells"]
         for name, part in cell["methods"].items()
     ]
@@ -554,10 +557,10 @@ def _trained_on(result: Mapping[str, Any]) -> str:
     return f"drafts of {models['rows']} answers, {models['steps']} steps" if "rows" in models else "shipped draft"
 
 
-def _compared(cell: Mapping[str, Any], drafts: str, method: str, part: Mapping[str, Any]) -> ComparedMethod:
+def _compared(cell: Mapping[str, Any], circumstances: str, method: str, part: Mapping[str, Any]) -> ComparedMethod:
     drawn = f"temperature {cell['temperature']:g}" if cell["temperature"] else "greedy"
     tokens = f"{cell['prompt_tokens']['median']:.0f} prompt tokens"
-    name = f"{cell['task']}, {drawn}, {tokens}, {cell['batch_size']} at a time; {drafts}"
+    name = f"{cell['task']}, {drawn}, {tokens}, {cell['batch_size']} at a time; {circumstances}"
     if "refused" in part:
         return ComparedMethod(name, method, refused=part["refused"])
     times = part["seconds_per_token"]
