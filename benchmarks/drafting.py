@@ -39,6 +39,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
+from hf_dspark.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.decoding import PACKING_PAYS_FROM
 from hf_dspark.few_rows import using_copies
 from hf_dspark.int8_copy import Int8Copy
@@ -50,8 +51,8 @@ from hf_dspark.slot_cache import SlotCache
 
 GEOMETRY = "qwen3-0.6b"
 SAMPLERS = {"greedy": greedy_sampler, "temperature 1": _plain_sampler}
-WITHOUT_HEAD = "dflash"
-HEADS = (WITHOUT_HEAD, "vanilla", "rnn")  # of `block_sizes`
+NO_HEAD = "dflash"
+HEADS = (NO_HEAD, "vanilla", "rnn")  # of `block_sizes`
 NEW_CONTEXT = 3  # tokens committed since the last block
 WARM_UP = 2
 
@@ -307,7 +308,7 @@ def growth(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     for head in dict.fromkeys(row["head"] for row in rows):
         by_size = sorted((row for row in rows if row["head"] == head), key=lambda row: row["block_size"])
         shortest, longest = by_size[0], by_size[-1]
-        found[head or WITHOUT_HEAD] = {
+        found[head or NO_HEAD] = {
             name: (longest[f"{part}_ms"] - shortest[f"{part}_ms"]) / shortest["total_ms"]
             for name, part in (("round", "total"), ("drafting", "draft"), ("verifying", "verify"))
         }
@@ -327,9 +328,7 @@ def over_dflash(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]
 
 def draft_of_size(target: PreTrainedModel, size: int, head: str, draft_top_k: int) -> DSparkDraftModel:
     """Return a draft of five layers for blocks of a size, with a sequential head, or, without one, DFlash."""
-    heads: dict[str, Any] = {"markov_head_type": head}
-    if head == WITHOUT_HEAD:
-        heads = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    heads = WITHOUT_HEADS if head == NO_HEAD else {"markov_head_type": head}
     config = DSparkConfig.from_target(target.config, num_hidden_layers=5, block_size=size, **heads)
     config.draft_top_k = draft_top_k
     return DSparkDraftModel(config).to(target.device, target.dtype).eval()
@@ -367,9 +366,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--num_prompts", type=int, default=50, help="of `candidates`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
-    parser.add_argument(
-        "--heads", nargs="+", choices=HEADS, default=HEADS, help=f"of `block_sizes`; {WITHOUT_HEAD}: none"
-    )
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help=f"of `block_sizes`; {NO_HEAD}: none")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
     result = {"provenance": provenance(options.device), **PARTS[options.part](options)}

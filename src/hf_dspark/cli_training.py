@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from .cli_console import Console, Outcome
 from .cli_models import load_draft, load_target, require_model
 from .cli_options import TargetOptions, TrainOptions
-from .configuration_dspark import DSparkConfig
+from .configuration_dspark import WITHOUT_HEADS, DSparkConfig
 from .configuration_eagle3 import Eagle3Config
 from .draft_model import DraftModel
 from .hub import RESULTS_FOLDER
@@ -82,7 +82,7 @@ def run_train(
         trainer.evaluate()
     trainer.save_model()
     trainer.create_model_card()  # and the result file it is made from
-    # torch wants the group of several processes closed before they end: NCCL warns otherwise, gloo may abort them.
+    # NCCL warns of processes that end with their group open.
     trainer.accelerator.end_training()
     if not trainer.is_world_process_zero():
         return Outcome(None)
@@ -179,7 +179,7 @@ def make_draft(options: TrainOptions, target: PreTrainedModel, seed: int) -> Dra
     if options.draft_kind == "eagle3":
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
     if options.draft_kind == "dflash":
-        facts |= {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+        facts |= WITHOUT_HEADS
     else:
         facts |= {"markov_rank": options.markov_rank, "markov_head_type": options.markov_head_type}
     return DSparkDraftModel(DSparkConfig.from_target(target.config, **facts))

@@ -13,6 +13,8 @@ from .draft_config import DraftConfig, require_decoder_only
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# What makes a draft DFlash.
+WITHOUT_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 
 
 @strict
