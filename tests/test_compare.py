@@ -176,6 +176,14 @@ def test_report_shows_the_comparison(result, tmp_path):
     assert text.count(f"Not in batches: {', '.join(NATIVE)} (transformers' assisted generation takes one") == 1
 
 
+def test_comparisons_of_two_machines_name_them(result):
+    here = result[1]
+    there = here | {"provenance": here["provenance"] | {"device": "another machine"}}
+    cells = {each.cell for each in compared_methods([here, there])}
+    assert sum(cell.endswith("; another machine") for cell in cells) == len(cells) / 2
+    assert not any("machine" in each.cell for each in compared_methods([there, there]))
+
+
 def test_assistant_has_about_as_many_parameters_as_the_draft(trained):
     models = trained[0]
     assert models.assistant.num_parameters() == pytest.approx(models.dspark.num_parameters(), rel=0.1)
@@ -196,14 +204,6 @@ def test_models_are_not_trained_again_when_they_are_in_the_folder(trained, work_
 
 
 # Interruptions
-
-
-def test_comparisons_of_two_machines_name_them(result):
-    here = result[1]
-    there = here | {"provenance": here["provenance"] | {"device": "another machine"}}
-    cells = {each.cell for each in compared_methods([here, there])}
-    assert sum(cell.endswith("; another machine") for cell in cells) == len(cells) / 2
-    assert not any("machine" in each.cell for each in compared_methods([there, there]))
 
 
 def test_interrupted_comparison_goes_on_where_it_stopped(trained, tmp_path, monkeypatch):
@@ -377,7 +377,8 @@ def test_round_times_of_whole_blocks_have_the_form_that_figure_4_reads(make_targ
     for row in rows:
         assert 0 < row["draft_ms"] + row["verify_ms"] < row["total_ms"] * 1.5
     found = measurements([{"target": "tiny", "regime": "greedy", "block_sizes": rows}])
-    assert [each.draft.kind for each in found] == ["DFlash", "DSpark"] * 2 and found[0].time is not None
+    assert [each.draft.block_size for each in found] == [2, 2, 6, 6] and found[0].time is not None
+    assert [each.draft.kind for each in found] == ["DFlash", "DSpark"] * 2
     assert [each.draft.head for each in found] == [None, "rnn"] * 2
 
 
