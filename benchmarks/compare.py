@@ -41,6 +41,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import domains
 import torch
 from compare_drafts import RIVALS, Models, Recipe, shipped_models, trained_models
 from compare_prompts import Cell, prompts_of, room_for_prompts, with_room
@@ -286,6 +287,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training in --work_dir")
     parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=RIVALS, help="what else is trained")
     parser.add_argument("--num_answers", type=int, default=Recipe.num_prompts, help="to train on, in each regime")
+    parser.add_argument(
+        "--block_size", type=int, choices=domains.POSITION_DECAYS, default=Recipe.block_size, help="of all drafts"
+    )
     parser.add_argument("--tasks", nargs="+", help="math, code, prose; all unless given")
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
@@ -303,7 +307,7 @@ def main() -> None:
         return
     if options.quick:
         vars(options).update(QUICK)
-    recipe = Recipe(options.num_answers, steps=options.steps)
+    recipe = Recipe(options.num_answers, steps=options.steps, block_size=options.block_size)
     models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe, options.rivals)
     if options.positions:
         give_positions(models, options.positions)

@@ -94,6 +94,7 @@ class Recipe:
         steps (`int`): Of each training.
         num_anchors (`int`): Blocks that a draft learns from, per row and step, at most.
         calibration_prompts (`int`): Decoded per domain and regime.
+        block_size (`int`): gamma of all drafts, one of `domains.POSITION_DECAYS`.
     """
 
     num_prompts: int = 1000
@@ -101,6 +102,12 @@ class Recipe:
     steps: int = 500
     num_anchors: int = 64
     calibration_prompts: int = 50
+    block_size: int = domains.GAMMA
+
+    def folder(self, work_dir: Path, name: str) -> Path:
+        """Return where a model of this recipe is kept; the steps come last, whatever stands before them."""
+        of_length = "" if self.block_size == domains.GAMMA else f"_{self.block_size}"
+        return work_dir / f"{name}{of_length}_{self.steps}"
 
 
 def shipped_models() -> Models:
@@ -135,19 +142,15 @@ def trained_models(work_dir: Path, recipe: Recipe, rivals: Collection[str] = RIV
     rows = answered(target, tokenizer, work_dir, recipe)
 
     def trained(name: str) -> DraftModel:
-        folder = work_dir / f"{name}_{recipe.steps}"
-        domains.train(
-            name, target, tokenizer, rows, folder, recipe.steps, recipe.num_anchors, str(work_dir / "features")
-        )
-        kind = Eagle3DraftModel if name == "eagle3" else DSparkDraftModel
-        return kind.from_pretrained(folder, dtype=torch.float32).eval()
+        return trained_draft(name, target, tokenizer, rows, work_dir, recipe)
 
     dspark = trained("dspark_2")
-    assistant_folder = work_dir / f"assistant_{recipe.steps}"
+    assistant_folder = work_dir / f"assistant_{recipe.steps}"  # it drafts as many tokens as transformers asks for
     if "assistant" in rivals:
         train_assistant(target, tokenizer, rows, assistant_folder, recipe.steps, dspark.num_parameters())
     calibrate_regimes(target, dspark, tokenizer, work_dir, recipe)
-    native_folder = work_dir / f"dflash_fill_in_2_{recipe.steps}_transformers"
+    fill_in_folder = recipe.folder(work_dir, "dflash_fill_in_2")
+    native_folder = fill_in_folder.with_name(f"{fill_in_folder.name}_transformers")
     loaders = {
         "dflash": lambda: trained("dflash_2"),
         "eagle3": lambda: trained("eagle3"),
@@ -162,9 +165,27 @@ def trained_models(work_dir: Path, recipe: Recipe, rivals: Collection[str] = RIV
         **{name: loaders[name]() for name in rivals},
         facts={
             "rows": len(rows), "greedy_rows": len(rows) // 2, "steps": recipe.steps, "rows_per_step": 8,
-            "num_anchors": recipe.num_anchors, "max_length": MAX_LENGTH,
+            "num_anchors": recipe.num_anchors, "max_length": MAX_LENGTH, "block_size": recipe.block_size,
         },
     )  # fmt: skip
+
+
+def trained_draft(
+    name: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[dict[str, Any]],
+    work_dir: Path,
+    recipe: Recipe,
+) -> DraftModel:
+    """Train a draft of `domains.DRAFTS` if it is missing in a folder, and load it."""
+    folder = recipe.folder(work_dir, name)
+    domains.train(
+        name, target, tokenizer, rows, folder, recipe.steps, recipe.num_anchors, str(work_dir / "features"),
+        recipe.block_size,
+    )  # fmt: skip
+    kind = Eagle3DraftModel if name == "eagle3" else DSparkDraftModel
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def answered(
@@ -199,7 +220,7 @@ def calibrate_regimes(
     for regime, sampling in REGIMES.items():
         calibrate(
             target, draft, prompts, tokenizer, domain=regime, max_new_tokens=recipe.answer_tokens,
-            output_file=work_dir / f"dspark_2_{recipe.steps}" / f"rounds_{regime}.jsonl", **sampling,
+            output_file=recipe.folder(work_dir, "dspark_2") / f"rounds_{regime}.jsonl", **sampling,
         )  # fmt: skip
 
 

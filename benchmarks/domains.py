@@ -36,9 +36,11 @@ from muon import MuonWithAdamW  # noqa: E402
 DOMAINS = ("math", "code", "prose")
 REGIMES = {"temperature 1": SAMPLING, "greedy": GREEDY}
 GAMMA = 7
-DSPARK = {"cross_entropy_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0, "position_decay": 4.0}
-DFLASH = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0, "position_decay": 4.0}
-# 0.8 to the power of the step, as DeepSpec weighs Eagle3's steps.
+# By block size: longer blocks let more weight to their last tokens, as DFlash's authors do (8: 4, 16: 7).
+POSITION_DECAYS = {4: 2.0, GAMMA: 4.0, 15: 7.0}
+DSPARK = {"cross_entropy_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0}
+DFLASH = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0}
+# 0.8 to the power of the step, as DeepSpec weighs Eagle3's steps, however many there are.
 EAGLE3 = {
     "cross_entropy_weight": 0.0, "l1_weight": 0.0, "confidence_weight": 0.0, "soft_cross_entropy_weight": 1.0,
     "position_decay": 4.4814,
@@ -118,10 +120,12 @@ def training_rows(answers: dict[str, list[dict]]) -> list[dict]:
     return [row for group in zip(*answers.values(), strict=False) for row in group]
 
 
-def make_draft(name: str, target: PreTrainedModel, tokenizer) -> DSparkDraftModel | Eagle3DraftModel:
+def make_draft(
+    name: str, target: PreTrainedModel, tokenizer, block_size: int = GAMMA
+) -> DSparkDraftModel | Eagle3DraftModel:
     num_layers, markov_rank, _ = DRAFTS[name]
     last_tapped = target.config.num_hidden_layers - 2  # from the first layer to the last that may be tapped
-    facts = {"block_size": GAMMA, "target_layer_ids": [round(last_tapped * part / 4) for part in range(5)]}
+    facts = {"block_size": block_size, "target_layer_ids": [round(last_tapped * part / 4) for part in range(5)]}
     torch.manual_seed(0)
     if markov_rank is None:
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
@@ -148,15 +152,17 @@ def train(
     steps: int,
     num_anchors: int = 32,
     feature_cache_dir: str | None = None,
+    block_size: int = GAMMA,
 ) -> list[dict]:
     """Train one draft to its end, and return its curve."""
     if not (folder / "curve.json").exists():
-        draft = make_draft(name, target, tokenizer)
+        draft = make_draft(name, target, tokenizer, block_size)
         arguments = DSparkTrainingArguments(
             output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, per_device_eval_batch_size=16,
             num_anchors=num_anchors, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
             save_steps=100, save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none",
-            seed=0, max_length=384, feature_cache_dir=feature_cache_dir, **DRAFTS[name][2],
+            seed=0, max_length=384, feature_cache_dir=feature_cache_dir,
+            **{"position_decay": POSITION_DECAYS[block_size]} | DRAFTS[name][2],
         )  # fmt: skip
         optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
         trainer = DSparkTrainer(
@@ -172,6 +178,22 @@ def train(
         ]
         (folder / "curve.json").write_text(json.dumps(curve))
     return json.loads((folder / "curve.json").read_text())
+
+
+def measured_acceptance(
+    target, draft, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int
+) -> dict[str, dict[str, dict]]:
+    """Return the acceptance of whole blocks on held-out prompts, by domain and regime."""
+    measured = {}
+    for domain in domains_in(work_dir):
+        prompts = read_rows(work_dir / f"{domain}_test.jsonl")[:num_prompts]
+        for regime, sampling in REGIMES.items():
+            torch.manual_seed(0)
+            report = measure_acceptance(
+                target, draft, prompts, tokenizer, batch_size=32, max_new_tokens=max_new_tokens, **sampling
+            )
+            measured.setdefault(domain, {})[regime] = report.to_dict()
+    return measured
 
 
 def markdown(result: dict) -> str:
@@ -218,16 +240,13 @@ def main() -> None:
         curve = train(name, target, tokenizer, rows, folder, options.steps)
         kind = Eagle3DraftModel if DRAFTS[name][1] is None else DSparkDraftModel
         draft = kind.from_pretrained(folder).eval()
-        measured = {}
-        for domain in DOMAINS:
-            prompts = read_rows(work_dir / f"{domain}_test.jsonl")[: options.num_test_prompts]
-            for regime, sampling in REGIMES.items():
-                torch.manual_seed(0)
-                report = measure_acceptance(
-                    target, draft, prompts, tokenizer, batch_size=32, max_new_tokens=options.max_new_tokens, **sampling
-                )
-                measured.setdefault(domain, {})[regime] = report.to_dict()
-                print(name, domain, regime, f"{report.tau:.2f}", [f"{rate:.2f}" for rate in report.acceptance])
+        measured = measured_acceptance(
+            target, draft, tokenizer, work_dir, options.num_test_prompts, options.max_new_tokens
+        )
+        for domain, regimes in measured.items():
+            for regime, report in regimes.items():
+                rates = ["–" if rate is None else f"{rate:.2f}" for rate in report["acceptance"]]
+                print(name, domain, regime, f"{report['tau']:.2f}", *rates)
         result["drafts"][name] = {
             "parameters": draft.num_parameters(), "layers": DRAFTS[name][0], "curve": curve, "measured": measured,
         }  # fmt: skip

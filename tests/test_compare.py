@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,17 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from hf_dspark import FullBlock
 from hf_dspark.cli import main as hf_dspark_main
 from hf_dspark.measurements import compared_methods, measurements
+from hf_dspark.plots import figure_4_block_size
 from hf_dspark.results import describe_target
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-compare, compare_drafts, compare_prompts, compare_summary, domains, drafting, loop = (
+compare, compare_drafts, compare_prompts, compare_summary, domains, drafting, loop, tau_by_block_size = (
     importlib.import_module(name)
-    for name in ("compare", "compare_drafts", "compare_prompts", "compare_summary", "domains", "drafting", "loop")
-)
+    for name in (
+        "compare", "compare_drafts", "compare_prompts", "compare_summary", "domains", "drafting", "loop",
+        "tau_by_block_size",
+    )
+)  # fmt: skip
 NATIVE = ["prompt lookup", "assistant", "transformers' DFlash"]
 OURS = ["Eagle3", "DFlash", "DSpark", "DSpark, threshold", "DSpark, scheduled"]
 MAX_NEW_TOKENS = 10
@@ -201,6 +206,59 @@ def test_models_are_not_trained_again_when_they_are_in_the_folder(trained, work_
     for name in ("dspark", "dflash", "eagle3", "fill_in", "assistant"):
         assert compare.fingerprint(getattr(again, name)) == compare.fingerprint(getattr(models, name))
     assert again.dspark.config.sts_temperatures == models.dspark.config.sts_temperatures
+
+
+# Block sizes
+
+
+@pytest.fixture(scope="module")
+def short_blocks(trained, work_dir):
+    """DSpark and DFlash drafts of four tokens, by kind."""
+    models, recipe = trained[0], replace(trained[1], block_size=4)
+    rows = compare_drafts.answered(models.target, models.tokenizer, work_dir, recipe)
+    return {
+        kind: compare_drafts.trained_draft(name, models.target, models.tokenizer, rows, work_dir, recipe)
+        for kind, name in tau_by_block_size.DRAFTS.items()
+    }
+
+
+def test_drafts_of_another_block_size_are_kept_beside_the_others(trained, work_dir, short_blocks):
+    assert [draft.config.block_size for draft in short_blocks.values()] == [4, 4]
+    again = compare_drafts.trained_draft("dspark_2", None, None, [], work_dir, replace(trained[1], block_size=4))
+    assert compare.fingerprint(again) == compare.fingerprint(short_blocks["dspark"])
+    assert compare_drafts.trained_models(work_dir, trained[1], ()).dspark.config.block_size == 7
+
+
+def test_later_tokens_of_longer_blocks_weigh_more(trained, work_dir, short_blocks):
+    def decay(folder):
+        return torch.load(work_dir / folder / "checkpoint-1" / "training_args.bin", weights_only=False).position_decay
+
+    assert decay("dspark_2_4_1") < decay("dspark_2_1") == 4.0
+    assert decay("eagle3_1") == 4.4814  # its steps are weighed by themselves
+
+
+def test_tokens_by_block_size_have_the_form_that_figure_4_reads(trained, work_dir, short_blocks):
+    models, rows = trained[0], []
+    for drafts in ({"dspark": models.dspark, "dflash": models.dflash}, short_blocks):
+        for kind, draft in drafts.items():
+            rows += tau_by_block_size.rows_of(kind, draft, models.target, models.tokenizer, work_dir, 2, 8)
+    result = {"target": "tiny", "block_sizes": rows, "over_dflash": tau_by_block_size.over_dflash(rows)}
+    found = measurements([result])
+    assert len(found) == 2 * 2 * 2 * len(domains.DOMAINS)
+    assert {(each.draft.kind, each.draft.block_size, each.setting.regime) for each in found} == {
+        (kind, size, regime) for kind in ("DSpark", "DFlash") for size in (4, 7) for regime in domains.REGIMES
+    }
+    figure = figure_4_block_size([result])
+    assert len([axis for axis in figure.axes if axis.get_visible()]) == 2 * len(domains.DOMAINS)
+    assert tau_by_block_size.markdown(result) == tau_by_block_size.markdown(json.loads(json.dumps(result)))
+
+
+def test_ratio_to_dflash_is_taken_where_both_were_measured():
+    rows = [
+        {"kind": kind, "regime": "greedy", "block_size": size, "tau": {"math": tau}}
+        for kind, size, tau in (("dspark", 4, 3.0), ("dspark", 7, 4.0), ("dflash", 7, 3.2), ("dflash", 15, 3.0))
+    ]
+    assert tau_by_block_size.over_dflash(rows) == {"greedy": {"math": {7: 1.25}}}
 
 
 # Interruptions

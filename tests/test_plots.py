@@ -224,6 +224,25 @@ def test_block_size_figure_of_times_alone_has_one_panel():
     assert BLOCK_SIZE.title in texts(figure).replace("\n", " ")
 
 
+def test_block_size_figure_shows_times_of_another_target_beside_tau():
+    rows = [
+        {"kind": kind, "layers": 2, "block_size": size, "regime": regime, "tau": {"math": 1 + size / 4}}
+        for kind in ("dspark", "dflash") for size in (4, 7) for regime in ("greedy", "temperature 1")
+    ]  # fmt: skip
+    timed = [
+        {"kind": "dspark", "layers": 5, "block_size": size, "draft_ms": 1, "verify_ms": 6, "total_ms": 8 + size / 4}
+        for size in (4, 16)
+    ]
+    figure = figure_4_block_size(
+        [{"target": "small", "block_sizes": rows}, {"target": "large", "regime": "greedy", "block_sizes": timed}]
+    )
+    greedy, times, sampled = (axis for axis in figure.axes if axis.get_visible())
+    assert [axis.get_title() for axis in (greedy, sampled)] == ["math, greedy", "math, temperature 1"]
+    assert lines(greedy) == dict.fromkeys(("DSpark, 2 layers", "DFlash, 2 layers"), [2.0, 2.75])
+    assert lines(times)["DSpark, 5 layers"] == [9.0, 12.0] and "large" in times.get_title()
+    assert (list(greedy.get_xticks()), list(times.get_xticks())) == ([4, 7], [4, 16])
+
+
 def test_threshold_figure_stacks_rejected_drafts_on_tokens():
     figure = figure_5_threshold([evaluation()])
     kept, rejected = figure.axes[0].containers[0], figure.axes[0].containers[1]

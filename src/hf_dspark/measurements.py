@@ -280,8 +280,8 @@ def measurements(results: Sequence[Result]) -> list[DraftMeasurement]:
         results (`Sequence[Mapping]`): Of the kinds evaluation and acceptance, of `benchmarks/domains.py`, and
             measurements by block size: `{"target": str | None, "regime": str, "block_sizes": [{"kind": "dspark",
             "layers": int, "head": str | None, "block_size": int, "batch_size": int, "tau": {task: float},
-            "draft_ms": float, "verify_ms": float, "total_ms": float}]}`, in which `tau` or the times may be absent.
-            Others are passed over.
+            "draft_ms": float, "verify_ms": float, "total_ms": float}]}`, in which `tau` or the times may be absent,
+            and rows may have a `regime` of their own. Others are passed over.
     """
     readers = {
         "evaluation": _of_evaluation,
@@ -360,7 +360,8 @@ def _of_block_sizes(result: Result) -> list[DraftMeasurement]:
     found = []
     for row in result["block_sizes"]:
         facts = DraftFacts(DRAFT_KINDS[row["kind"]], row.get("layers"), row["block_size"], row.get("head"))
-        setting = Setting(result.get("target"), result["regime"], batch_size=row.get("batch_size"), device=device)
+        regime = row["regime"] if "regime" in row else result["regime"]
+        setting = Setting(result.get("target"), regime, batch_size=row.get("batch_size"), device=device)
         seconds = [row.get(f"{part}_ms") for part in ("draft", "verify", "total")]
         time = None if None in seconds else RoundTime(*(part / 1e3 for part in seconds))
         by_task = row.get("tau") or {"": None}

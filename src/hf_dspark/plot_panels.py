@@ -128,6 +128,7 @@ def by_block_size(each: DraftMeasurement) -> tuple[str, str, str]:
 
 
 Parts = tuple[str, ...]
+Labels = dict[Parts, tuple[dict[str, Any], str]]  # a line's style, and what the legend says
 
 
 def _depth(each: DraftMeasurement) -> str:
@@ -182,9 +183,7 @@ def varied(
     return [e for e in found if (parts(e), e.setting.target, e.setting.regime, e.task) in wide]
 
 
-def draft_labels(
-    found: Sequence[DraftMeasurement], parts: Callable[[DraftMeasurement], Parts]
-) -> dict[Parts, tuple[dict[str, Any], str]]:
+def draft_labels(found: Sequence[DraftMeasurement], parts: Callable[[DraftMeasurement], Parts]) -> Labels:
     """Return a line style and the shortest label that tells it apart, for each line."""
     lines = list(dict.fromkeys(parts(each) for each in found))
     kinds = {parts(each): each.draft.kind for each in found}
@@ -225,19 +224,20 @@ def draw_lines(
     axes: Any,
     grid: PanelGrid,
     found: Sequence[DraftMeasurement],
+    labels: Labels,
     parts: Callable[[DraftMeasurement], Parts],
     value: Callable[[DraftMeasurement], int],
 ) -> None:
     """Draw tau against something, with its numbers at the points."""
     lines: dict[tuple, list[tuple[int, float]]] = {}
-    labels = draft_labels(found, parts)
+    few = len({parts(each) for each in found}) <= MOST_LINES_WITH_NUMBERS
     for each in found:
         lines.setdefault((grid.place(each), parts(each)), []).append((value(each), each.tau))
     for (place, line), points in lines.items():
         style, label = labels[line]
         points = sorted(points)
         axes[place].plot(*zip(*points, strict=True), label=label, linewidth=1.6, markersize=5, **style)
-        for x, y in points if len(labels) <= MOST_LINES_WITH_NUMBERS else ():
+        for x, y in points if few else ():
             axes[place].annotate(
                 f"{y:.2f}", (x, y), (0, 5), textcoords="offset points", ha="center", fontsize=TINY,
                 color=style["color"],
@@ -246,9 +246,10 @@ def draw_lines(
         axis.margins(y=0.2)
 
 
-def draw_round_times(column: Sequence[Axes], grid: PanelGrid, timed: Sequence[DraftMeasurement]) -> None:
+def draw_round_times(
+    column: Sequence[Axes], grid: PanelGrid, timed: Sequence[DraftMeasurement], labels: Labels
+) -> None:
     """Draw a round's time, mean over the tasks, and by how much the longest block exceeds the shortest."""
-    labels = draft_labels(timed, block_parts)
     for axis, row in zip(column, grid.rows, strict=True):
         lines: dict[Parts, dict[int, list]] = {}
         grown = []
@@ -269,7 +270,8 @@ def draw_round_times(column: Sequence[Axes], grid: PanelGrid, timed: Sequence[Dr
         axis.margins(y=0.18)
         _write_behind_lines(axis, grown)
         axis.set_ylabel("time of a round, ms", fontsize=SMALL)
-        axis.set_title(fill(f"time of a round, {row[1]}", 40), fontsize=9, fontweight="bold")
+        of_target = f"{row[0]}, " if row[0] else ""
+        axis.set_title(fill(f"time of a round, {of_target}{row[1]}", 40), fontsize=9, fontweight="bold")
 
 
 def _write_behind_lines(axis: Axes, texts: Sequence[tuple[float, float, str, str]]) -> None:

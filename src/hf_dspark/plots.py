@@ -156,7 +156,8 @@ def figure_3_depth(results: Sequence[Result]) -> Figure:
     _require(found, DEPTH, "tau at two depths of one kind of draft")
     grid = PanelGrid.of(found, by_block_size)
     figure, axes = make_panels(len(grid.rows), len(grid.tasks), 2.9, 2.3, sharex=True, sharey="row")
-    draw_lines(axes, grid, found, kind_parts, lambda each: each.draft.num_layers)
+    labels = draft_labels(found, kind_parts)
+    draw_lines(axes, grid, found, labels, kind_parts, lambda each: each.draft.num_layers)
     grid.name(axes, "τ, tokens per round\n(bonus included)")
     for axis in axes[-1]:
         axis.set_xlabel("layers of the draft", fontsize=SMALL)
@@ -172,7 +173,8 @@ def figure_4_block_size(results: Sequence[Result]) -> Figure:
             measurements by block size, see [`measurements`].
 
     Returns:
-        `matplotlib.figure.Figure`: A panel per task, and one of times where they were measured.
+        `matplotlib.figure.Figure`: A panel per task, target and temperature, and beside them those of times, which
+        may be of another target.
 
     Raises:
         MissingResults: If no draft was measured at two block sizes or more.
@@ -181,20 +183,24 @@ def figure_4_block_size(results: Sequence[Result]) -> Figure:
     """
     found = _by_block_size(results)
     _require(found, BLOCK_SIZE, "one kind of draft at two block sizes")
+    labels = draft_labels(found, block_parts)
     with_tau = [each for each in found if each.tau is not None]
     timed = [each for each in found if each.time is not None]
-    grid = PanelGrid.of(found, by_setting)
-    tasks = len(grid.tasks)
-    figure, axes = make_panels(len(grid.rows), tasks + bool(timed), 2.9, 2.5, sharex=True)
+    taus, times = PanelGrid.of(with_tau, by_setting), PanelGrid.of(timed, by_setting)
+    rows, tasks = max(len(taus.rows), len(times.rows)), len(taus.tasks)
+    figure, axes = make_panels(rows, tasks + bool(timed), 2.9, 2.5)
     if with_tau:
-        draw_lines(axes[:, :tasks], grid, with_tau, block_parts, lambda each: each.draft.block_size)
-        grid.name(axes[:, :tasks], "τ, tokens per round\n(bonus included)")
-        same_heights(axes[:, :tasks])
+        panels = axes[: len(taus.rows), :tasks]
+        draw_lines(panels, taus, with_tau, labels, block_parts, lambda each: each.draft.block_size)
+        taus.name(panels, "τ, tokens per round\n(bonus included)")
+        same_heights(panels)
     if timed:
-        draw_round_times(axes[:, -1], grid, timed)
-    for axis in axes[-1]:
-        axis.set_xlabel("γ, draft tokens in a block", fontsize=SMALL)
-        set_whole_ticks(axis, [each.draft.block_size for each in found])
+        draw_round_times(axes[: len(times.rows), -1], times, timed, labels)
+    for shown, columns in ((with_tau, axes[:, :tasks]), (timed, axes[:, tasks:])):
+        for axis in columns.flat:
+            axis.set_visible(axis.has_data())
+            axis.set_xlabel("γ, draft tokens in a block", fontsize=SMALL)
+            set_whole_ticks(axis, [each.draft.block_size for each in shown])
     notes = "Times: bold lines are whole rounds, faint ones the drafting in them. " if timed else ""
     return finish(
         figure,
