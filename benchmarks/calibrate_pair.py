@@ -11,7 +11,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from pair import PAIR, REGIMES, calibration_prompts, held_out_prompts, load_pair, write_result
+from pair import PAIR, REGIMES, RESULTS, calibration_prompts, held_out_prompts, load_pair, write_result
 from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, calibrate
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds_folder", default="out/calibration", help="recorded rounds, to resume")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), help="record these only")
     options = parser.parse_args()
+    origin = provenance()  # of what runs from here on
 
     target, draft, tokenizer = load_pair()
     draft.config.sts_temperatures = None
@@ -94,12 +95,12 @@ def main() -> None:
         )
     if options.regimes != list(REGIMES):
         return
-    origin = {"provenance": provenance()}
+    shared = {"provenance": origin}
     prompts = {"num_fitted_on": len(fitted_on), "num_held_out": len(measured_on)}
-    write_result("calibration.json", origin | prompts | {"regimes": regimes})
+    write_result(RESULTS / "calibration.json", shared | prompts | {"regimes": regimes})
     requests = replay_requests(held_out[:NUM_REPLAYED], draft.config.sts_temperatures["sampled"])
     pair_rounds = {"block_size": draft.config.block_size, "regime": "sampled", "requests": requests}
-    write_result("pair_rounds.json", origin | pair_rounds)
+    write_result(RESULTS / "pair_rounds.json", shared | pair_rounds)
     config = DSparkConfig.from_pretrained(PAIR / "draft")
     config.sts_temperatures = draft.config.sts_temperatures
     config.save_pretrained(PAIR / "draft")

@@ -1,11 +1,10 @@
 """Every way to decode one target, against each other: same prompts, same limits, one process. Resumes.
 
-python benchmarks/compare.py --work_dir out/domains --output benchmarks/results/compare.json
+python benchmarks/compare.py --work_dir out/gsm8k --num_answers 3675 --steps 2000 --contexts 0 \
+    --output benchmarks/results/compare_7350.json
 python benchmarks/compare.py --pair --output benchmarks/results/compare_pair.json
-python benchmarks/compare.py --pair --positions 9216 --contexts 4096 8192 --batch_sizes 1 --num_prompts 6 \
-    --output benchmarks/results/compare_long.json
 python benchmarks/compare.py --pair --quick --output out/compare_quick.json
-python benchmarks/compare.py --table benchmarks/results/compare.json
+python benchmarks/compare.py --table benchmarks/results/compare_7350.json
 
 Compared are plain `generate()`; transformers' prompt lookup, assisted generation and DFlash; and Eagle3, DFlash and
 DSpark of this package, DSpark with whole blocks, with a confidence threshold, and scheduled by step times that are
@@ -21,9 +20,11 @@ takes one sequence: in batches its methods have no times, and the result says wh
 Long contexts are the prompt behind other text of its task, up to as many tokens as asked for, or as the target's
 `max_position_embeddings` leaves beside the answer: the result has both numbers. The targets here have 1024 positions
 and were trained on shorter texts; so were the drafts. `--positions` lets them read more: what they write there is
-poor, and drafts guess it less often, but what a token costs behind so many others is measured.
+poor, and drafts guess it less often, but what a token costs behind so many others is measured (`--contexts 1024 8192
+--positions 9216`).
 
-`--rivals fill_in` compares DSpark with transformers' own methods alone, of which its DFlash is the fastest.
+`--rivals fill_in` compares DSpark with transformers' own methods alone, of which its DFlash is the fastest. The
+assistant drafts as transformers does unless told otherwise: 20 tokens at most, until one's probability is below .4.
 
 The full run trains two models if they are missing (ten minutes each on two quiet cores) and calibrates, and then takes
 about two hours; `--pair` takes one, `--pair --quick` five minutes, most of which go into profiling. Finished calls go
@@ -42,7 +43,6 @@ from pathlib import Path
 from typing import Any
 
 import domains
-import torch
 from compare_drafts import RIVALS, Models, Recipe, shipped_models, trained_models
 from compare_prompts import Cell, prompts_of, room_for_prompts, with_room
 from compare_summary import markdown, summarise
@@ -55,9 +55,8 @@ from hf_dspark.draft_kinds import is_draft
 from hf_dspark.fingerprint import fingerprint
 from hf_dspark.journal import Journal, digest
 from hf_dspark.policies import AdaptiveDrafting
-from hf_dspark.profiling import device_name
 from hf_dspark.provenance import provenance
-from hf_dspark.results import describe_target
+from hf_dspark.results import describe_draft, describe_policy, describe_target
 from hf_dspark.timed_decoding import TimedCall, timed_call
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
@@ -185,8 +184,8 @@ def measured_cost(models: Models, journal: Journal) -> ThroughputTable:
     return profile.table
 
 
-def settings_of(models: Models, max_new_tokens: int, threshold: float) -> dict[str, Any]:
-    """Return what an unfinished run must share to be gone on with."""
+def settings_of(models: Models, max_new_tokens: int, threshold: float, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an unfinished run must share to be gone on with; `origin` is from `provenance`."""
     drafts = ("dspark", "dflash", "eagle3", "fill_in", "assistant")
     return {
         "target": fingerprint(models.target),
@@ -196,8 +195,7 @@ def settings_of(models: Models, max_new_tokens: int, threshold: float) -> dict[s
         "positions": models.target.config.get_text_config(decoder=True).max_position_embeddings,
         "max_new_tokens": max_new_tokens,
         "threshold": threshold,
-        "device": device_name(models.target.device),
-        "threads": torch.get_num_threads(),
+        **{name: origin.get(name) for name in ("revision", "torch", "transformers", "device", "threads")},
     }
 
 
@@ -229,9 +227,11 @@ def compare(
     Raises:
         ValueError: If there is no room for prompts, or an unfinished run had other settings.
     """
+    origin = provenance(models.target.device)  # what runs from here on, whatever is committed meanwhile
     room = room_for_prompts(models.target, max_new_tokens)
     models, left_out = with_room(models, room)
-    journal = Journal(output.with_name(f"{output.name}.partial.jsonl"), settings_of(models, max_new_tokens, threshold))
+    settings = settings_of(models, max_new_tokens, threshold, origin)
+    journal = Journal(output.with_name(f"{output.name}.partial.jsonl"), settings)
     cost = measured_cost(models, journal)
     methods = methods_for(models, cost, threshold)
     done = {(entry["cell"], entry["call"]): entry for entry in journal.entries if "cell" in entry}
@@ -252,7 +252,7 @@ def compare(
         cell: [done[cell.key, call] for call in range(num_calls(num_prompts, cell.batch_size))] for cell in cells
     }
     result = {
-        "provenance": provenance(),
+        "provenance": origin,
         "target": describe_target(models.target),
         "models": dict(models.facts or {}),
         "methods": {method.name: describe(method) for method in methods},
@@ -273,9 +273,12 @@ def compare(
 
 def describe(method: Method) -> dict[str, Any]:
     """Return what a reader of the result wants to know of a method."""
-    parameters = None if method.assistant is None else sum(part.numel() for part in method.assistant.parameters())
-    policy = type(method.policy).__name__ if method.policy is not None else None
-    return {"parameters": parameters, "policy": policy, "options": dict(method.options), "native": method.is_native}
+    facts: dict[str, Any] = {"options": dict(method.options), "native": method.is_native}
+    if method.assistant is not None:
+        drafts = is_draft(method.assistant)
+        facts |= describe_draft(method.assistant) if drafts else {"weights": fingerprint(method.assistant)}
+        facts["parameters"] = sum(part.numel() for part in method.assistant.parameters())
+    return facts | {"policy": None if method.policy is None else describe_policy(method.policy)}
 
 
 def main() -> None:

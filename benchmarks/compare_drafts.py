@@ -9,7 +9,8 @@ for the same steps of 8 rows with 64 anchors. Two models are trained for the com
 fill-in layout, which is exported to transformers' own DFlash, and an autoregressive assistant, a small Qwen3 with the
 target's tokenizer and as many parameters as DSpark's draft. Both counts are of what a model owns: the draft borrows
 the target's embedding and head, so they do not count; the assistant's embedding, which is its head as well, counts
-once. For the shipped target and the prompts that it has not seen:
+once. The first 300 answers are kept from training, to evaluate on. For the shipped target and the prompts that it has
+not seen:
 
 python examples/domains.py --gsm8k train.jsonl --output_dir out/gsm8k --max_rows 7473 --num_test_rows 73
 rm out/gsm8k/code_*.jsonl
@@ -166,6 +167,7 @@ def trained_models(work_dir: Path, recipe: Recipe, rivals: Collection[str] = RIV
         facts={
             "rows": len(rows), "greedy_rows": len(rows) // 2, "steps": recipe.steps, "rows_per_step": 8,
             "num_anchors": recipe.num_anchors, "max_length": MAX_LENGTH, "block_size": recipe.block_size,
+            "trained_at": domains.trained_at(recipe.folder(work_dir, "dspark_2")),
         },
     )  # fmt: skip
 
@@ -278,6 +280,7 @@ def train_assistant(
     num_parameters: int,
 ) -> None:
     """Train the assistant to its end with transformers' Trainer: rows, steps, schedule and optimiser of the drafts."""
+    domains.note_recipe(folder, {"steps": steps, "parameters": num_parameters} | domains.learnt_from(target, rows))
     if (folder / "curve.json").exists():
         return
     torch.manual_seed(0)

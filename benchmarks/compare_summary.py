@@ -32,7 +32,8 @@ def method_summary(calls: Sequence[Call], method: str) -> dict[str, Any]:
 
     Returns:
         `dict`: `seconds_per_token` and `paired_speedup` (of each call against plain decoding of the same) as median
-        and quartiles, `speedup` (ratio of the medians), `tokens_per_pass` (of a row, prefill pass included),
+        and quartiles, so `first_token_seconds` (since the call), `speedup` (ratio of the medians),
+        `tokens_per_pass` (of a row, prefill pass included),
         `identical_rows` (greedy) of `rows`, and the raw numbers of every call; or `refused`.
     """
     if method not in calls[0]["runs"]:
@@ -47,6 +48,7 @@ def method_summary(calls: Sequence[Call], method: str) -> dict[str, Any]:
         "seconds_per_token": times,
         "speedup": quartiles(plain)["median"] / times["median"],
         "paired_speedup": quartiles([p / o for p, o in zip(plain, own, strict=True)]),
+        "first_token_seconds": quartiles([run["prefill_seconds"] for run in runs]),
         "tokens_per_pass": sum(run["tokens"] for run in runs) / row_passes,
         "identical_rows": sum(run["identical"] for run in runs) if greedy else None,
         "rows": sum(rows),
@@ -74,7 +76,6 @@ def summarise(
             dict(cell)
             | {"prompt_tokens": quartiles(lengths), "num_calls": len(calls)}
             | leaders(found, methods)
-            | {"paired_over_best_native": ahead_call_by_call(found, methods)}
             | {"methods": found}
         )
     return {"cells": cells, "scheduled_minimum": minimum(cells, SCHEDULED)}

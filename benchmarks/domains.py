@@ -11,7 +11,9 @@ Every stage resumes where it stopped. The training curves go into the result.
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pair import GREEDY, SAMPLING, write_result
@@ -28,6 +30,9 @@ from hf_dspark import (
     measure_acceptance,
     regenerate,
 )
+from hf_dspark.fingerprint import fingerprint
+from hf_dspark.journal import differences, digest
+from hf_dspark.prompts import read_json_lines
 from hf_dspark.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -56,10 +61,19 @@ DRAFTS = {
 # Their anchor's slot predicts nothing: the layout of transformers' own DFlash. For `compare.py`; here only if named.
 FILL_IN = {"dflash_fill_in_2"}
 NUM_EVAL_ROWS = 300
+RECIPE = "recipe.json"  # in the folder of each trained model
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().strip().split("\n")]
+    """Return the rows of a file that a script has written.
+
+    Raises:
+        ValueError: If a line is not JSON, naming the first one.
+    """
+    rows, faults = read_json_lines(str(path))
+    if faults:
+        raise ValueError(f"{faults[0]}: delete the line, or make the file anew")
+    return [row for _, row in rows]
 
 
 def domains_in(work_dir: Path) -> list[str]:
@@ -155,14 +169,16 @@ def train(
     block_size: int = GAMMA,
 ) -> list[dict]:
     """Train one draft to its end, and return its curve."""
+    weights = {"position_decay": POSITION_DECAYS[block_size]} | DRAFTS[name][2]
+    recipe = {"steps": steps, "num_anchors": num_anchors, "block_size": block_size, **weights}
+    note_recipe(folder, recipe | learnt_from(target, rows))
     if not (folder / "curve.json").exists():
         draft = make_draft(name, target, tokenizer, block_size)
         arguments = DSparkTrainingArguments(
             output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, per_device_eval_batch_size=16,
             num_anchors=num_anchors, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
             save_steps=100, save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none",
-            seed=0, max_length=384, feature_cache_dir=feature_cache_dir,
-            **{"position_decay": POSITION_DECAYS[block_size]} | DRAFTS[name][2],
+            seed=0, max_length=384, feature_cache_dir=feature_cache_dir, **weights,
         )  # fmt: skip
         optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
         trainer = DSparkTrainer(
@@ -180,17 +196,53 @@ def train(
     return json.loads((folder / "curve.json").read_text())
 
 
+def learnt_from(target: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what identifies the answers that something learns from, and who gave them."""
+    return {"target": fingerprint(target), "num_rows": len(rows), "rows": digest(rows)}
+
+
+def note_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Write down how the model of a folder is trained, with the revision that begins to train it.
+
+    Raises:
+        ValueError: If the folder holds a model that was trained in another way: scripts share folders, and would take
+            it for theirs.
+    """
+    path = folder / RECIPE
+    if path.exists():
+        different = differences(json.loads(path.read_text())["recipe"], recipe)
+        if different:
+            raise ValueError(
+                f"{folder} holds a model that was trained in another way, which differs in {different}: give another "
+                "--work_dir, or delete the folder"
+            )
+    elif folder.exists():
+        raise ValueError(f"{folder} does not say how its model was trained: give another --work_dir, or delete it")
+    else:
+        folder.mkdir(parents=True)
+        path.write_text(json.dumps({"revision": provenance().get("revision"), "recipe": recipe}, indent=1) + "\n")
+
+
+def trained_at(folder: Path) -> str | None:
+    """Return the revision that trained the model of a folder."""
+    return json.loads((folder / RECIPE).read_text())["revision"]
+
+
 def measured_acceptance(
-    target, draft, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int
+    target, draft, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int, num_samples: int = 1
 ) -> dict[str, dict[str, dict]]:
-    """Return the acceptance of whole blocks on held-out prompts, by domain and regime."""
+    """Return the acceptance of whole blocks on held-out prompts, by domain and regime.
+
+    At temperature 1 each prompt is answered `num_samples` times.
+    """
     measured = {}
     for domain in domains_in(work_dir):
         prompts = read_rows(work_dir / f"{domain}_test.jsonl")[:num_prompts]
         for regime, sampling in REGIMES.items():
             torch.manual_seed(0)
+            times = num_samples if sampling["do_sample"] else 1
             report = measure_acceptance(
-                target, draft, prompts, tokenizer, batch_size=32, max_new_tokens=max_new_tokens, **sampling
+                target, draft, times * prompts, tokenizer, batch_size=32, max_new_tokens=max_new_tokens, **sampling
             )
             measured.setdefault(domain, {})[regime] = report.to_dict()
     return measured
@@ -220,13 +272,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")
     parser.add_argument("--max_new_tokens", type=int, default=160)
-    parser.add_argument("--output", help="name of a result file")
+    parser.add_argument("--output", help="result file")
     parser.add_argument("--table", help="only print the tables of this result file")
     options = parser.parse_args()
     if options.table:
         print(markdown(json.loads(Path(options.table).read_text())))
         return
 
+    origin = provenance()  # of what runs from here on
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
     answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
@@ -234,7 +287,7 @@ def main() -> None:
     if lacking:
         raise ValueError(f"{work_dir} lacks the rows of {', '.join(lacking)}: make them with examples/domains.py")
     rows = training_rows(answers)
-    result = {"provenance": provenance(), "steps": options.steps, "rows": len(rows), "drafts": {}}
+    result = {"provenance": origin, "steps": options.steps, "rows": len(rows), "drafts": {}}
     for name in options.drafts:
         folder = work_dir / f"{name}_{options.steps}"
         curve = train(name, target, tokenizer, rows, folder, options.steps)
@@ -251,7 +304,7 @@ def main() -> None:
             "parameters": draft.num_parameters(), "layers": DRAFTS[name][0], "curve": curve, "measured": measured,
         }  # fmt: skip
     if options.output:
-        write_result(Path(options.output).name, result)
+        write_result(Path(options.output), result)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def calibration_prompts(test_file: str, count: int) -> list[str]:
     return prompts[:: max(1, len(prompts) // count)][:count]
 
 
-def write_result(name: str, content: dict) -> None:
+def write_result(path: Path, content: dict) -> None:
     """Write one result file, keys in order, and say where."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / name).write_text(json.dumps(content, indent=1) + "\n")
-    print(f"wrote benchmarks/results/{name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"wrote {path}")

@@ -333,6 +333,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
+    origin = provenance()  # of what runs from here on
     rng = numpy.random.default_rng(0)
     decisions = time_decisions(256, options.repetitions, rng)
     curves = synthetic_curves(rng) | (load_curves(options.curves) if options.curves else {})
@@ -352,7 +353,7 @@ def main() -> None:
                 for requests in tqdm(RECORDED_REQUESTS, desc="recorded")
             ]
     result = {
-        "provenance": provenance(),
+        "provenance": origin,
         "decision": {name: asdict(each) for name, each in decisions.items()},
         "jagged": {
             kind: {name: relative_throughput(each, cost) for name, cost in tqdm(curves.items(), desc=kind)}

@@ -494,6 +494,7 @@ def main() -> None:
     parser.add_argument("--mean_output", type=float, default=MeanLengths.output_tokens, help="if the trace has none")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
+    origin = provenance()  # of what runs from here on
 
     cost = load_cost(options.cost) if options.cost else LINE
     recording, limit = load_rounds(options.rounds), options.tpot_ms / 1e3
@@ -509,7 +510,7 @@ def main() -> None:
         requests_per_second = (len(arrivals) - 1) / span if span else None
         results.append({"rate": rate, "requests_per_second": requests_per_second, "policies": summaries})
     result = {
-        "provenance": provenance(),
+        "provenance": origin,
         "trace": Path(options.trace).name,
         "num_requests": len(arrivals),
         "max_requests": options.max_requests,

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--draft_top_k", type=int, default=None)
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
+    origin = provenance()  # of what runs from here on
 
     target, draft, tokenizer = load_pair(getattr(torch, options.dtype))
     draft.config.draft_top_k = options.draft_top_k
@@ -124,7 +125,7 @@ def main() -> None:
         for temperature in options.temperatures
         for cell in measure(target, draft, tokenizer, prompts, policies, temperature, options.max_new_tokens)
     ]
-    result = {"provenance": provenance(), "dtype": options.dtype, "num_prompts": len(prompts), "cells": cells}
+    result = {"provenance": origin, "dtype": options.dtype, "num_prompts": len(prompts), "cells": cells}
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

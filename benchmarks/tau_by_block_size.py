@@ -6,8 +6,9 @@ python benchmarks/tau_by_block_size.py --work_dir out/gsm8k --num_answers 3675 -
 Data, target and recipe are those of `compare_drafts.py`, which says how to make the folder; what is missing in it is
 made, draft by draft, in half an hour to an hour each. The DFlash drafts have the fill-in layout of transformers' own.
 Every block size has a draft of its own, as long blocks take training that short ones do not need. Decoded are the
-held-out prompts of each domain; the report's Figure 4 shows the result. Knows nothing of times: `drafting.py
-block_sizes` measures those of rounds, and `compare.py --block_size` those of calls.
+held-out prompts of each domain, four times each at temperature 1, with whole blocks; the report's Figures 2 and 4 show
+the result. Knows nothing of times: `drafting.py block_sizes` measures those of rounds, and `compare.py --block_size`
+those of calls.
 """
 
 import argparse
@@ -21,9 +22,11 @@ from pair import write_result
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dspark.draft_model import DraftModel
+from hf_dspark.fingerprint import weight_hash
 from hf_dspark.provenance import provenance
 
 DRAFTS = {"dspark": "dspark_2", "dflash": "dflash_fill_in_2"}
+NUM_SAMPLES = 4  # of each prompt at temperature 1: tau of a few hundred rounds is known to some per cent only
 
 
 def rows_of(
@@ -44,12 +47,15 @@ def rows_of(
         work_dir (`Path`): Has the prompts, by domain.
         num_prompts, max_new_tokens (`int`): Per domain and regime, and per prompt, at most.
     """
-    measured = domains.measured_acceptance(target, draft, tokenizer, work_dir, num_prompts, max_new_tokens)
+    measured = domains.measured_acceptance(
+        target, draft, tokenizer, work_dir, num_prompts, max_new_tokens, NUM_SAMPLES
+    )
     config = draft.config
     return [
         {
             "kind": kind, "layers": config.num_hidden_layers, "block_size": config.block_size, "regime": regime,
             "head": config.markov_head_type if config.markov_rank else None, "parameters": draft.num_parameters(),
+            "weights": weight_hash(draft), "sample_from_anchor": config.sample_from_anchor,
             "tau": {domain: regimes[regime]["tau"] for domain, regimes in measured.items()},
             "acceptance": {domain: regimes[regime]["acceptance"] for domain, regimes in measured.items()},
             "rounds": {domain: regimes[regime]["rounds"] for domain, regimes in measured.items()},
@@ -58,7 +64,7 @@ def rows_of(
     ]  # fmt: skip
 
 
-def over_dflash(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+def ratio_to_dflash(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
     """Return DSpark's tau over DFlash's, by regime, domain and block size, where both were measured."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     taus = {(row["kind"], row["regime"], row["block_size"]): row["tau"] for row in rows}
@@ -71,7 +77,7 @@ def over_dflash(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, flo
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return tau of each kind by block size, as a table, and how much more DSpark's is."""
+    """Return tau of each kind by block size, how much more DSpark's is, and the acceptance by position, as tables."""
     sizes = sorted({row["block_size"] for row in result["block_sizes"]})
     lines = ["| tau | " + " | ".join(f"γ = {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
     cells = {(row["kind"], row["regime"], row["block_size"]): row["tau"] for row in result["block_sizes"]}
@@ -81,10 +87,15 @@ def markdown(result: dict[str, Any]) -> str:
                 taus = [cells.get((kind, regime, size), {}).get(domain) for size in sizes]
                 shown = " | ".join("–" if tau is None else f"{tau:.2f}" for tau in taus)
                 lines.append(f"| {domain}, {regime}, {kind} | {shown} |")
-            ratios = result["over_dflash"].get(regime, {}).get(domain, {})
+            ratios = result["ratio_to_dflash"].get(regime, {}).get(domain, {})
             by_size = {int(size): ratio for size, ratio in ratios.items()}  # JSON has made the sizes strings
             shown = " | ".join(f"{by_size[size]:.2f}x" if size in by_size else "–" for size in sizes)
             lines.append(f"| {domain}, {regime}, dspark over dflash | {shown} |")
+    lines += ["", "| | acceptance by position |", "|---|---|"]
+    for row in result["block_sizes"]:
+        for domain, rates in row["acceptance"].items():
+            shown = " ".join("–" if rate is None else f"{rate:.2f}".removeprefix("0") for rate in rates)
+            lines.append(f"| {domain}, {row['regime']}, {row['kind']}, γ = {row['block_size']} | {shown} |")
     return "\n".join(lines)
 
 
@@ -96,28 +107,33 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of each training")
     parser.add_argument("--num_prompts", type=int, default=50, help="decoded per domain and regime")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--output", help="name of a result file")
+    parser.add_argument("--output", help="result file")
     parser.add_argument("--table", help="only print the table of this result file")
     options = parser.parse_args()
     if options.table:
         print(markdown(json.loads(Path(options.table).read_text())))
         return
+    origin = provenance()  # of what runs from here on
     work_dir = Path(options.work_dir)
     target, tokenizer = domains.load_target(work_dir)
     rows: list[dict[str, Any]] = []
+    trained_at: dict[str, str | None] = {}
     for size in options.block_sizes:
         recipe = Recipe(options.num_answers, steps=options.steps, block_size=size)
         answers = answered(target, tokenizer, work_dir, recipe)
         for kind, name in DRAFTS.items():
             draft = trained_draft(name, target, tokenizer, answers, work_dir, recipe)
+            folder = recipe.folder(work_dir, name)
+            trained_at[folder.name] = domains.trained_at(folder)
             rows += rows_of(kind, draft, target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
     result = {
-        "provenance": provenance(), "target": f"target of {work_dir.name}", "steps": options.steps,
-        "answers": len(answers), "block_sizes": rows, "over_dflash": over_dflash(rows),
+        "provenance": origin, "target": f"target of {work_dir.name}", "steps": options.steps,
+        "answers": len(answers), "num_prompts": options.num_prompts, "max_new_tokens": options.max_new_tokens,
+        "trained_at": trained_at, "block_sizes": rows, "ratio_to_dflash": ratio_to_dflash(rows),
     }  # fmt: skip
     print(markdown(result))
     if options.output:
-        write_result(Path(options.output).name, result)
+        write_result(Path(options.output), result)
 
 
 if __name__ == "__main__":

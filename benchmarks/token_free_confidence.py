@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 import torch
-from pair import SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
+from pair import RESULTS, SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
 
 from hf_dspark import GlobalScheduler, Policy, PrefixScheduler, ThroughputTable, load_cost
 from hf_dspark.calibration import (
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--draws", type=int, default=400, help="steps per concurrency")
     options = parser.parse_args()
+    origin = provenance()  # of what runs from here on
 
     target, draft, tokenizer = load_pair()
     fitted_on = calibration_prompts(options.test_file, options.num_prompts)
@@ -127,12 +128,12 @@ def main() -> None:
         for name, (policy, table) in schedules.items()
     }
     content = {
-        "provenance": provenance(),
+        "provenance": origin,
         "num_fitted_on": len(fitted_on),
         "heads": heads,
         "tokens_per_second": throughput,
     }
-    write_result("token_free_confidence.json", content)
+    write_result(RESULTS / "token_free_confidence.json", content)
     for name, head in heads.items():
         print(f"{name}: AUC {head['conditional_auc']:.3f}, mean ECE {head['mean_ece_calibrated']:.4f}")
     for name, rates in throughput.items():

@@ -124,8 +124,9 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, default=7)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", choices=("bounded", "dense"), help="one step, and print its memory")
-    parser.add_argument("--output", help="name of a result file")
+    parser.add_argument("--output", help="result file")
     options = parser.parse_args()
+    origin = provenance()  # of what runs from here on
     setting = Setting(options)
     if options.only:
         before = resident("VmRSS")
@@ -148,7 +149,7 @@ def main() -> None:
     growth = {variant: memory_growth(variant, arguments) for variant in seconds}
     medians = {variant: statistics.median(times) for variant, times in seconds.items()}
     result = {
-        "provenance": provenance(),
+        "provenance": origin,
         "setting": {name: value for name, value in vars(options).items() if name not in ("only", "output")},
         "seconds": {variant: [round(value, 3) for value in times] for variant, times in seconds.items()},
         "time_ratio": round(medians["bounded"] / medians["dense"], 3),
@@ -158,7 +159,7 @@ def main() -> None:
     }
     print(json.dumps({name: value for name, value in result.items() if name != "provenance"}))
     if options.output:
-        write_result(options.output.rsplit("/", 1)[-1], result)
+        write_result(Path(options.output), result)
 
 
 if __name__ == "__main__":

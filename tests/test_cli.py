@@ -209,6 +209,14 @@ def test_eval_writes_a_result_that_a_later_one_is_compared_with(folders, capsys)
     otherwise = words.replace("--temperature 1", "--temperature 0")
     assert run(f"{otherwise} --result_file second.json --baseline first.json") == 2
     assert "temperature 1; this run is of target, greedy: decode the same way" in capsys.readouterr().err
+    for changed, told in (
+        (f"{words} --policy 0.5", "another policy, FullBlock(), than this run, ConfidenceThreshold("),
+        (words.replace("_tokens 8", "_tokens 9"), "another max_new_tokens, 8, than this run, 9"),
+        (f"{words} --dtype bfloat16", "another dtype of the target, torch.float32, than this run, torch.bfloat16"),
+        (f"{words} --num_prompts 1", "another number of prompts of chat, 2, than this run, 1"),
+    ):
+        assert run(f"{changed} --result_file second.json --baseline first.json") == 2
+        assert told in capsys.readouterr().err
     assert run(f"{words} --result_file second.json --baseline first.json") == 0
     assert "+0%" in capsys.readouterr().out  # the same seed, the same tokens
 

@@ -214,19 +214,20 @@ def test_models_are_not_trained_again_when_they_are_in_the_folder(trained, work_
 @pytest.fixture(scope="module")
 def short_blocks(trained, work_dir):
     """DSpark and DFlash drafts of four tokens, by kind."""
-    models, recipe = trained[0], replace(trained[1], block_size=4)
+    return {kind: draft_of(trained, work_dir, name, block_size=4) for kind, name in tau_by_block_size.DRAFTS.items()}
+
+
+def draft_of(trained, work_dir, name, **changes):
+    models, recipe = trained[0], replace(trained[1], **changes)
     rows = compare_drafts.answered(models.target, models.tokenizer, work_dir, recipe)
-    return {
-        kind: compare_drafts.trained_draft(name, models.target, models.tokenizer, rows, work_dir, recipe)
-        for kind, name in tau_by_block_size.DRAFTS.items()
-    }
+    return compare_drafts.trained_draft(name, models.target, models.tokenizer, rows, work_dir, recipe)
 
 
 def test_drafts_of_another_block_size_are_kept_beside_the_others(trained, work_dir, short_blocks):
     assert [draft.config.block_size for draft in short_blocks.values()] == [4, 4]
-    again = compare_drafts.trained_draft("dspark_2", None, None, [], work_dir, replace(trained[1], block_size=4))
+    again = draft_of(trained, work_dir, "dspark_2", block_size=4)
     assert compare.fingerprint(again) == compare.fingerprint(short_blocks["dspark"])
-    assert compare_drafts.trained_models(work_dir, trained[1], ()).dspark.config.block_size == 7
+    assert draft_of(trained, work_dir, "dspark_2").config.block_size == 7
 
 
 def test_later_tokens_of_longer_blocks_weigh_more(trained, work_dir, short_blocks):
@@ -242,7 +243,7 @@ def test_tokens_by_block_size_have_the_form_that_figure_4_reads(trained, work_di
     for drafts in ({"dspark": models.dspark, "dflash": models.dflash}, short_blocks):
         for kind, draft in drafts.items():
             rows += tau_by_block_size.rows_of(kind, draft, models.target, models.tokenizer, work_dir, 2, 8)
-    result = {"target": "tiny", "block_sizes": rows, "over_dflash": tau_by_block_size.over_dflash(rows)}
+    result = {"target": "tiny", "block_sizes": rows, "ratio_to_dflash": tau_by_block_size.ratio_to_dflash(rows)}
     found = measurements([result])
     assert len(found) == 2 * 2 * 2 * len(domains.DOMAINS)
     assert {(each.draft.kind, each.draft.block_size, each.setting.regime) for each in found} == {
@@ -258,7 +259,31 @@ def test_ratio_to_dflash_is_taken_where_both_were_measured():
         {"kind": kind, "regime": "greedy", "block_size": size, "tau": {"math": tau}}
         for kind, size, tau in (("dspark", 4, 3.0), ("dspark", 7, 4.0), ("dflash", 7, 3.2), ("dflash", 15, 3.0))
     ]
-    assert tau_by_block_size.over_dflash(rows) == {"greedy": {"math": {7: 1.25}}}
+    assert tau_by_block_size.ratio_to_dflash(rows) == {"greedy": {"math": {7: 1.25}}}
+
+
+# Folders that scripts share
+
+
+def test_drafts_trained_in_another_way_are_not_taken_for_ones_own(trained, work_dir):
+    with pytest.raises(ValueError, match=r"dspark_2_1 holds a model .* differs in num_anchors \(64 there, 32 now\)"):
+        draft_of(trained, work_dir, "dspark_2", num_anchors=32)
+    models = trained[0]
+    with pytest.raises(ValueError, match=r"assistant_1 holds a model .* differs in num_rows"):
+        compare_drafts.train_assistant(models.target, models.tokenizer, [], work_dir / "assistant_1", 1, 1)
+
+
+def test_folder_that_does_not_say_how_its_model_was_trained_is_refused(trained, work_dir):
+    (work_dir / "eagle3_3").mkdir()
+    with pytest.raises(ValueError, match="eagle3_3 does not say how its model was trained"):
+        draft_of(trained, work_dir, "eagle3", steps=3)
+    (work_dir / "eagle3_3").rmdir()
+
+
+def test_malformed_rows_are_named_by_file_and_line(tmp_path):
+    (tmp_path / "math_train.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    with pytest.raises(ValueError, match="math_train.jsonl line 2 is not JSON"):
+        domains.read_rows(tmp_path / "math_train.jsonl")
 
 
 # Interruptions

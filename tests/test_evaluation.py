@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
 
 from hf_dspark import (
     AcceptanceReport,
@@ -197,6 +197,7 @@ def test_turns_decoded_together_have_the_rounds_that_they_have_alone(pair, text_
     assert seconds[0] == seconds[1] == seconds[2]
     assert together.metrics["all"].rounds == alone.metrics["all"].rounds
     assert len({record.seconds / record.num_tokens for record in first}) == 1
+    assert {record.rows_together for record in first} == {3} and {part.rows_together for part in alone.records} == {1}
 
 
 @pytest.mark.parametrize("templated", [True, False])
@@ -307,9 +308,11 @@ def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs
     assert set(result["failed"][0]) == {"task", "line", "error"}
 
 
+@pytest.mark.parametrize("place", [0, 1])  # the first prompt warms up, too
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, monkeypatch):
-    rows = ["up", "up what is", "much", "what"]
+def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place, monkeypatch):
+    rows = ["up", "much", "what"]
+    rows.insert(place, "up what is")
     real = timed_call
 
     def failing(target, prompts, *args, **options):
@@ -321,10 +324,18 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, monke
     told = pytest.warns(UserWarning, match="each is decoded alone") if batch_size > 1 else contextlib.nullcontext()
     with told:
         found = evaluate(*pair, {"t": rows}, text_tokenizer, batch_size=batch_size, **GREEDY)
-    assert [(part.line, part.error) for part in found.failed] == [(2, "no 'is' please")]
-    assert [record.prompt for record in found.records] == [0, 2, 3]
+    assert [(part.line, part.error) for part in found.failed] == [(1 + place, "no 'is' please")]
+    assert [record.prompt for record in found.records] == [each for each in range(4) if each != place]
     with pytest.raises(ValueError, match="no prompt could be answered; the first: t line 1: .*no room"):
         evaluate(*pair, {"t": ["up " * 400]}, text_tokenizer, **GREEDY)
+
+
+def test_a_length_in_a_generation_config_holds(pair, text_tokenizer):
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=None)
+    found = evaluate(*pair, {"t": ["up"]}, text_tokenizer, generation_config=config)
+    assert [record.num_tokens for record in found.records] == [3] and found.facts["max_new_tokens"] == 3
+    report = measure_acceptance(*pair, ["up"], text_tokenizer, progress=False, generation_config=config)
+    assert report.tokens == 3
 
 
 def wrong_calls(tmp_path):
@@ -438,7 +449,7 @@ def test_a_killed_process_loses_nothing_that_was_finished(whole, fixtures, tmp_p
     try:
         while not unfinished.exists() and process.poll() is None:
             time.sleep(0.002)
-        time.sleep(random.uniform(0, 0.15))
+        time.sleep(0.05)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -23,6 +23,7 @@ def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **fact
         [num_requests] * count,
     )
     known = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "prefill_seconds": 1.0, "seconds": 4.0,
+             "rows_together": num_requests,
              "num_tokens": 1 + count + sum(accepted), "peak_memory_mib": 100.0}  # fmt: skip
     return TurnRecord(**(known | facts), rounds=rounds, plain=plain)
 

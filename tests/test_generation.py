@@ -794,6 +794,9 @@ def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch)
         output = target.generate(ids, assistant_model=draft, **(GREEDY | {"max_new_tokens": 70, "eos_token_id": None}))
         late, longest_wait = next(block for was, block in drafted if was), max(waiting)
         draft.policy, drafted = FullBlock(), []
+        times = draft.last_stats.seconds_of_entries()
+        idle = [time.draft for time, proposed in zip(times, draft.last_stats.proposed, strict=True) if not proposed]
+        assert 0 in idle and any(idle)  # reading on is the draft's time, too
         draft.observer = lambda outcome: drafted.append(outcome.block)
         target.generate(output[:, : 41 - 1], assistant_model=draft, **(GREEDY | {"max_new_tokens": 3}))
     finally:

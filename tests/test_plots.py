@@ -63,7 +63,8 @@ def evaluation(
         "proposed": proposed, "accepted": accepted, "confidence": confidence, "draft_seconds": [0.002] * 4,
         "verify_seconds": [0.006] * 4, "total_seconds": [0.01] * 4, "num_requests": [batch_size] * 4,
     }  # fmt: skip
-    record = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "num_tokens": 11, "rounds": rounds}
+    record = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "num_tokens": 11,
+              "rows_together": batch_size, "rounds": rounds}  # fmt: skip
     return {
         "kind": "evaluation",
         "provenance": {"command": "hf-dspark eval <tiny>", "revision": "abc", "torch": "2", "device": "a machine"},
@@ -290,10 +291,13 @@ def test_evaluations_of_other_tasks_or_weights_are_not_dropped():
 
 def test_load_is_how_many_rows_were_decoded_together_and_not_how_many_were_asked_for():
     drafted = [evaluation(batch_size=size) for size in (1, 4, 64)]
-    for record in drafted[2]["records"]:
-        record["rounds"]["num_requests"] = [16, 16, 15, 1]
-    (curves,) = load_curves(drafted)
+    plain = evaluation(batch_size=64, draft={}, policy=None)
+    for result in (drafted[2], plain):
+        for record in result["records"]:
+            record["rows_together"] = 16
+    (curves,) = load_curves([*drafted, plain])
     assert [point.load for point in curves.policies["whole block"]] == [1, 4, 16]
+    assert [point.load for point in curves.policies["autoregressive"]] == [16]
 
 
 def test_throughputs_of_other_work_are_no_curve():
@@ -317,6 +321,32 @@ def test_every_figure_that_the_documents_show_regenerates_from_the_results_in_th
     for name in shown:
         assert drawn[name].draw(results).axes
         assert (ROOT / "benchmarks" / "report" / f"{name}.png").exists()
+
+
+def test_report_in_the_repository_is_that_of_the_results_beside_it(tmp_path, monkeypatch):
+    def unrendered(figure, path):
+        path.with_suffix(".svg").write_text("<svg/>")
+        return path.with_suffix(".png"), path.with_suffix(".svg")
+
+    monkeypatch.setattr("hf_dspark.report.save_figure", unrendered)
+    report(ROOT / "benchmarks" / "results", tmp_path)
+    kept = ROOT / "benchmarks" / "report" / "report.md"
+    assert (tmp_path / "report.md").read_text() == kept.read_text(), "make figures has to run again"
+
+
+def test_readme_compares_as_the_result_file_says():
+    result = json.loads((ROOT / "benchmarks" / "results" / "compare_7350.json").read_text())
+    cells = {(cell["batch_size"], cell["temperature"]): cell["methods"] for cell in result["cells"]}
+    readme = (ROOT / "README.md").read_text()
+
+    def pair(batch_size, name, form):
+        both = [cells[batch_size, temperature][method].get(name) for temperature in (0.0, 1.0)]
+        return "–" if None in both else " \\| ".join(form.format(value) for value in both)
+
+    for method in result["methods"]:
+        speedups = [pair(size, "speedup", "{:.2f}x") for size in (1, 4, 16)]
+        row = " | ".join([method, pair(1, "tokens_per_pass", "{:.2f}"), *speedups])
+        assert f"| {row} |" in readme.replace("**", "")
 
 
 # ---- the report

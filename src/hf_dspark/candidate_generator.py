@@ -368,11 +368,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Let the draft read its context without drafting, now and then: features are larger than what it keeps."""
         num_features = [sum(map(len, request.features)) for request in requests]
         if max(num_features) >= WAITING_AT_MOST:
+            started = time.perf_counter()
             anchors = torch.cat([request.anchor for request in requests])
             committed_ids = self._committed_ids(requests, num_features)
             self.draft.read_block(anchors, self._waiting_features(requests), self.cache, num_features, committed_ids)
             for request in requests:
                 request.features.clear()
+            self._draft_seconds = time.perf_counter() - started
 
     def _waiting_features(self, requests: Sequence[Request]) -> torch.Tensor:
         width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size

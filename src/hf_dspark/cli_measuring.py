@@ -42,10 +42,10 @@ from .draft_model import DraftModel
 from .evaluation import ALL, AcceptanceReport, compare_domains, evaluate
 from .generate_many import Completion, generate_many
 from .hub import RESULTS_FOLDER
-from .measurements import regime_of
+from .measurements import WHOLE_BLOCK, regime_of
 from .profiling import cache_folder, profile_throughput
 from .prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file, token_ids
-from .results import describe_draft, describe_sampling, describe_target, read_results, write_result
+from .results import describe_draft, describe_policy, describe_sampling, describe_target, read_results, write_result
 from .throughput import save_cost
 
 
@@ -78,8 +78,9 @@ def run_eval(
     kwargs = generate_kwargs(sampling, target.model)
     if baseline is not None:
         _require_same_way(
-            baseline, describe_target(target.model), describe_sampling(kwargs, target.model, sampling.seed)
-        )
+            baseline, files, describe_target(target.model), describe_sampling(kwargs, target.model, sampling.seed),
+            None if policy is None else describe_policy(policy),
+        )  # fmt: skip
     evaluation = evaluate(
         target.model, draft, files, target.tokenizer, result_file, policy, options.batch_size, options.compare,
         seed=sampling.seed, chat_template=not chat.no_chat_template, enable_thinking=chat.thinking, **kwargs,
@@ -122,7 +123,13 @@ def _read_baseline(path: str) -> tuple[dict[str, Any], dict[str, AcceptanceRepor
     return result, _reports(found)
 
 
-def _require_same_way(baseline: Mapping[str, Any], target: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+def _require_same_way(
+    baseline: Mapping[str, Any],
+    files: Mapping[str, PromptFile],
+    target: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    policy: str | None,
+) -> None:
     """Refuse a comparison in which not only the draft differs."""
     there = str(baseline["target"]["name"]), regime_of(baseline["sampling"])
     here = str(target["name"]), regime_of(sampling)
@@ -131,6 +138,22 @@ def _require_same_way(baseline: Mapping[str, Any], target: Mapping[str, Any], sa
             f"--baseline is of {there[0]}, {there[1]}; this run is of {here[0]}, {here[1]}: decode the same way, or "
             "leave it out"
         )
+    lost = {part["task"] for part in baseline.get("failed", ())}  # their counts say nothing of the file
+    compared = [
+        ("policy", baseline.get("policy") or WHOLE_BLOCK, policy),
+        ("max_new_tokens", baseline["sampling"].get("max_new_tokens"), sampling["max_new_tokens"]),
+        ("dtype of the target", baseline["target"].get("dtype"), target["dtype"]),
+        *(
+            (f"number of prompts of {name}", part["prompts"], len(files[name].prompts))
+            for name, part in (baseline.get("tasks") or baseline["domains"]).items()
+            if name in files and name not in lost and not files[name].faults
+        ),
+    ]
+    for what, before, now in compared:
+        if before not in (None, now):
+            raise ValueError(
+                f"--baseline has another {what}, {before}, than this run, {now}: decode the same way, or leave it out"
+            )
 
 
 def _reports(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, AcceptanceReport]:

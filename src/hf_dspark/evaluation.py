@@ -118,8 +118,8 @@ def evaluate(
         seed (`int`): Of all draws.
         chat_template (`bool`): Whether the tokenizer's chat template is used, if it has one.
         enable_thinking (`bool`, *optional*): For the chat template, if given.
-        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, and never more than the target's context
-            has room for.
+        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config` among
+            them, and never more than the target's context has room for.
 
     Returns:
         [`Evaluation`]
@@ -131,7 +131,7 @@ def evaluate(
     if draft is not None:
         require_pair(target, draft)
     _check_arguments(draft, tasks, policy, batch_size, compare_plain, generate_kwargs)
-    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
+    options = _with_length(generate_kwargs)
     if draft is not None:
         draft.bind(target)
         policy = policy or FullBlock()
@@ -186,6 +186,13 @@ def _check_arguments(
     for name in CUT_OFFS:
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")
+
+
+def _with_length(generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with a length: a `generation_config` among them would lose to a default beside it."""
+    given = generate_kwargs.get("generation_config")
+    length = None if given is None else given.max_new_tokens
+    return {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
 
 
 def _read_task(name: str, task: Task) -> PromptFile:
@@ -317,7 +324,7 @@ def measure_acceptance(
         policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
         batch_size (`int`): Prompts decoded together.
         progress (`bool`): Show a progress bar.
-        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given.
+        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config`.
 
     Returns:
         [`AcceptanceReport`]
@@ -331,7 +338,7 @@ def measure_acceptance(
     if not texts:
         raise ValueError("there is no prompt to measure on: pass at least one")
     before, draft.policy = draft.policy, policy or FullBlock()
-    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
+    options = _with_length(generate_kwargs)
     try:
         tokens = 0
         for done in generate_many(target, draft, texts, tokenizer, batch_size, progress, **options):

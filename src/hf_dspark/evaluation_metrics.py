@@ -91,6 +91,7 @@ class TurnRecord:
         prefill_seconds (`float`): From the call until its first new token, the preparation of `generate()` included.
         seconds (`float`): Its share of the duration of its call, in proportion to its tokens; all of it if it was
             decoded alone.
+        rows_together (`int`): Turns that its call decoded.
         peak_memory_mib (`float`, *optional*): Peak of what the call had allocated on an accelerator; on a CPU, of the
             memory of the process since its start.
         rounds ([`TurnRounds`]): Its rounds; empty without a draft.
@@ -104,6 +105,7 @@ class TurnRecord:
     num_tokens: int
     prefill_seconds: float
     seconds: float
+    rows_together: int
     peak_memory_mib: float | None
     rounds: TurnRounds
     plain: PlainTurn | None = None

@@ -159,8 +159,8 @@ class EvaluationRun:
         """Decode turns in one call, and note them; if it fails, each alone."""
         if not rows:
             return
-        self._warm_up(rows[0])
         try:
+            self._warm_up(rows[0])
             answered = self._answered(rows)
         except Exception as error:  # whatever is wrong with a prompt, the others go on
             if len(rows) == 1:
@@ -181,7 +181,7 @@ class EvaluationRun:
             self._note(record, ids)
 
     def _warm_up(self, row: _Row) -> None:
-        """Let what is slow only the first time be in nobody's time, and what is wrong with the options be found."""
+        """Let what is slow only the first time be in nobody's time."""
         if self._is_warm:
             return
         options = self.options | {"max_new_tokens": min(NEW_TOKENS_TO_WARM_UP, row.new_tokens)}
@@ -231,6 +231,7 @@ def _record(row: _Row, place: int, call: TimedCall, plain: PlainTurn | None) -> 
         num_tokens=len(call.token_ids[place]),
         prefill_seconds=call.prefill_seconds,
         seconds=_share_of_seconds(call, place),
+        rows_together=len(call.token_ids),
         peak_memory_mib=call.peak_memory_mib,
         rounds=TurnRounds.of(statistics, place),
         plain=plain,

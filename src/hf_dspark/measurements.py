@@ -280,8 +280,9 @@ def measurements(results: Sequence[Result]) -> list[DraftMeasurement]:
         results (`Sequence[Mapping]`): Of the kinds evaluation and acceptance, of `benchmarks/domains.py`, and
             measurements by block size: `{"target": str | None, "regime": str, "block_sizes": [{"kind": "dspark",
             "layers": int, "head": str | None, "block_size": int, "batch_size": int, "tau": {task: float},
-            "draft_ms": float, "verify_ms": float, "total_ms": float}]}`, in which `tau` or the times may be absent,
-            and rows may have a `regime` of their own. Others are passed over.
+            "acceptance": {task: [float]}, "rounds": {task: int}, "draft_ms": float, "verify_ms": float, "total_ms":
+            float}]}`, in which `tau`, the acceptance by position with its rounds, or the times may be absent, and
+            rows may have a `regime` of their own. Others are passed over.
     """
     readers = {
         "evaluation": _of_evaluation,
@@ -364,18 +365,26 @@ def _of_block_sizes(result: Result) -> list[DraftMeasurement]:
         setting = Setting(result.get("target"), regime, batch_size=row.get("batch_size"), device=device)
         seconds = [row.get(f"{part}_ms") for part in ("draft", "verify", "total")]
         time = None if None in seconds else RoundTime(*(part / 1e3 for part in seconds))
-        by_task = row.get("tau") or {"": None}
-        found += [DraftMeasurement(facts, setting, task, tau, time=time) for task, tau in by_task.items()]
+        for task, tau in (row.get("tau") or {"": None}).items():
+            rates = row.get("acceptance", {}).get(task, ())
+            reached = _reached(row["rounds"][task], rates) if rates else ()
+            found.append(DraftMeasurement(facts, setting, task, tau, tuple(rates), reached, time))
     return found
 
 
 def _whole_blocks(draft: DraftFacts, setting: Setting, task: str, part: Mapping[str, Any]) -> DraftMeasurement:
-    """Return a measurement whose counts by position were not kept, but follow from the rates."""
-    reached, expected = [], float(part["rounds"])
-    for rate in part["acceptance"]:
+    """Return a measurement whose counts by position were not kept."""
+    rates = tuple(part["acceptance"])
+    return DraftMeasurement(draft, setting, task, part["tau"], rates, _reached(part["rounds"], rates))
+
+
+def _reached(num_rounds: int, rates: Sequence[float | None]) -> tuple[int, ...]:
+    """Return how many rounds came to each position: it follows from the rates before it."""
+    reached, expected = [], float(num_rounds)
+    for rate in rates:
         reached.append(round(expected))
         expected *= rate or 0.0
-    return DraftMeasurement(draft, setting, task, part["tau"], tuple(part["acceptance"]), tuple(reached))
+    return tuple(reached)
 
 
 def _facts(draft: Mapping[str, Any]) -> DraftFacts:
@@ -528,6 +537,7 @@ class ComparedMethod:
         milliseconds (`tuple[float, float, float]`, *optional*): Per token: lower quartile, median, upper quartile.
         tokens_per_pass (`float`, *optional*): Of a row, in one pass through the target, prefill included.
         identical (`tuple[int, int]`, *optional*): Greedy rows equal to plain decoding's, of all.
+        first_token (`float`, *optional*): Milliseconds until it, median; earlier results do not have it.
         refused (`str`, *optional*): Why it cannot.
     """
 
@@ -537,6 +547,7 @@ class ComparedMethod:
     milliseconds: tuple[float, float, float] | None = None
     tokens_per_pass: float | None = None
     identical: tuple[int, int] | None = None
+    first_token: float | None = None
     refused: str | None = None
 
 
@@ -555,19 +566,24 @@ def compared_methods(results: Sequence[Result]) -> list[ComparedMethod]:
 
 def _trained_on(result: Mapping[str, Any]) -> str:
     models = result["models"]
-    return f"drafts of {models['rows']} answers, {models['steps']} steps" if "rows" in models else "shipped draft"
+    if "rows" not in models:
+        return "shipped draft"
+    blocks = f", blocks of {models['block_size']}" if "block_size" in models else ""
+    return f"drafts of {models['rows']} answers, {models['steps']} steps{blocks}"
 
 
 def _compared(cell: Mapping[str, Any], circumstances: str, method: str, part: Mapping[str, Any]) -> ComparedMethod:
     drawn = f"temperature {cell['temperature']:g}" if cell["temperature"] else "greedy"
     tokens = f"{cell['prompt_tokens']['median']:.0f} prompt tokens"
-    name = f"{cell['task']}, {drawn}, {tokens}, {cell['batch_size']} at a time; {circumstances}"
+    calls = f"{cell['num_calls']} calls of {cell['batch_size']}"
+    name = f"{cell['task']}, {drawn}, {tokens}, {calls}; {circumstances}"
     if "refused" in part:
         return ComparedMethod(name, method, refused=part["refused"])
     times = part["seconds_per_token"]
+    first = 1e3 * part["first_token_seconds"]["median"] if "first_token_seconds" in part else None
     identical = None if part["identical_rows"] is None else (part["identical_rows"], part["rows"])
     milliseconds = tuple(1e3 * times[key] for key in ("lower_quartile", "median", "upper_quartile"))
-    return ComparedMethod(name, method, part["speedup"], milliseconds, part["tokens_per_pass"], identical)
+    return ComparedMethod(name, method, part["speedup"], milliseconds, part["tokens_per_pass"], identical, first)
 
 
 # ---- load
@@ -661,8 +677,9 @@ def _bench_of(result: Result) -> _Bench:
 
 def _rows_together(result: Result) -> int:
     """Return how many rows were decoded together: fewer than asked for where prompts were few, or failed together."""
-    rows = [count for record in result["records"] for count in record["rounds"]["num_requests"][:1]]  # first rounds
-    return round(sum(rows) / len(rows)) if rows else result["batch_size"]
+    rows = [record.get("rows_together", result["batch_size"]) for record in result["records"]]
+    rows = rows or [result["batch_size"]]  # somebody has dropped the records, which are long
+    return round(sum(rows) / len(rows))
 
 
 def _of_batches(results: Sequence[Result]) -> list[LoadCurves]:

@@ -226,6 +226,7 @@ def _comparison_table(results: Sequence[Result]) -> Table:
                 _number(each.speedup, 2),
                 "–" if median is None else f"{median:.2f} ({lower:.2f} to {upper:.2f})",
                 _number(each.tokens_per_pass, 2),
+                _number(each.first_token, 0),
                 "–" if each.identical is None else f"{each.identical[0]} of {each.identical[1]}",
             )
         )
@@ -236,7 +237,7 @@ def _comparison_table(results: Sequence[Result]) -> Table:
     text += "".join(f" Not in batches: {', '.join(methods)} ({reason})." for reason, methods in refused.items())
     head = (
         "on", "method", "times plain decoding", "ms per token, median (quartiles)", "tokens a row and pass",
-        "identical",
+        "first token, ms", "identical",
     )  # fmt: skip
     return Table("Against the alternatives", head, rows, text)
 
