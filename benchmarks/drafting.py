@@ -3,6 +3,7 @@
 python benchmarks/drafting.py top_k --output benchmarks/results/top_k.json
 python benchmarks/drafting.py candidates --output benchmarks/results/candidates.json
 python benchmarks/drafting.py block_sizes --output benchmarks/results/block_sizes.json
+python benchmarks/drafting.py compiled --output benchmarks/results/compiled.json
 
 `top_k` times the drafting of a block at the Qwen3-0.6B geometry, random weights and a vocabulary of 152 thousand, with
 `draft_top_k` and without: behind tokens that were drafted before, whose likely successors are known (here: anybody),
@@ -20,6 +21,10 @@ take beyond those of DFlash, which has none, with blocks as long: the paper's me
 the report's Figure 4 reads. With random weights next to nothing is accepted, so that all rounds commit one token. Five
 minutes in bfloat16, half an hour in float32; CPUs without bfloat16 units need three hours in bfloat16.
 
+`compiled` times the drafting of a block at the same geometry with torch.compile and without, behind one to eight new
+tokens by turns, as rounds have them. On an accelerator (`--device cuda --modes default reduce-overhead`) the second
+mode records CUDA graphs; there it has not been run. Compiling takes minutes, and is timed, too.
+
 No part resumes.
 """
 
@@ -28,7 +33,8 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +83,11 @@ class Drafting:
         self.cache.lengths[0] = self.context_length
 
     @torch.inference_mode()
-    def seconds(self, sampler) -> float:
-        """Return the time of one block."""
+    def seconds(self, sampler, num_new: int = NEW_CONTEXT) -> float:
+        """Return the time of one block behind so many new tokens."""
         _synchronize(self.draft.device)
         started = time.perf_counter()
-        self._draft_block(NEW_CONTEXT, sampler)
+        self._draft_block(num_new, sampler)
         _synchronize(self.draft.device)
         return time.perf_counter() - started
 
@@ -224,6 +230,71 @@ def candidates(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# ---- torch.compile
+
+
+@contextmanager
+def compiling(draft: DSparkDraftModel, mode: str) -> Iterator[None]:
+    """While entered, a draft's parallel and sequential stage are compiled in this mode of torch.compile."""
+    stages = ("backbone", "sample_block")
+    try:
+        for stage in stages:
+            setattr(draft, stage, torch.compile(getattr(draft, stage), mode=mode))
+        yield
+    finally:
+        for stage in stages:
+            vars(draft).pop(stage, None)
+
+
+def compiled_costs(
+    draft: DSparkDraftModel, modes: Sequence[str], context_length: int = 256, repetitions: int = 20
+) -> dict[str, dict[str, float]]:
+    """Time blocks as they are and compiled. Each mode is timed between two runs without one: they cannot take turns.
+
+    Args:
+        draft ([`DSparkDraftModel`]): Bound to its target.
+        modes (`Sequence[str]`): Of torch.compile.
+        context_length (`int`): Tokens in front of the block.
+        repetitions (`int`): Blocks behind each number of new tokens, after those that warm up.
+
+    Returns:
+        `dict`: By mode, the median `ms` of a block, that without compiling, `eager_ms`, their `ratio`, and
+        `seconds_to_compile`: what the first blocks took.
+    """
+    counts = range(1, 2 + draft.config.block_size)  # as a round may commit
+
+    def blocks(drawing: Drafting, times: int) -> list[float]:
+        return [drawing.seconds(greedy_sampler, count) for _ in range(times) for count in counts]
+
+    found = {}
+    for mode in modes:
+        eager = Drafting(draft, context_length)
+        blocks(eager, WARM_UP)
+        before = blocks(eager, repetitions)
+        with compiling(draft, mode):
+            started = time.perf_counter()
+            drawing = Drafting(draft, context_length)
+            blocks(drawing, WARM_UP)
+            seconds = time.perf_counter() - started
+            inside = statistics.median(blocks(drawing, repetitions))
+        outside = statistics.median(before + blocks(eager, repetitions))
+        found[mode] = {
+            "ms": 1e3 * inside, "eager_ms": 1e3 * outside, "ratio": inside / outside, "seconds_to_compile": seconds,
+        }  # fmt: skip
+    return found
+
+
+def compiled(options: argparse.Namespace) -> dict[str, Any]:
+    """What torch.compile saves of drafting."""
+    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
+    target.to(options.device), draft.to(options.device)
+    draft.config.draft_top_k = options.draft_top_k
+    know_any_successors(draft.bind(target), options.draft_top_k)
+    with using_copies(packed_weights_of(target, draft)):
+        costs = compiled_costs(draft, options.modes, repetitions=options.repetitions)
+    return {"geometry": GEOMETRY, "dtype": options.dtype, "draft_top_k": options.draft_top_k, "modes": costs}
+
+
 # ---- block sizes
 
 
@@ -353,7 +424,7 @@ def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-PARTS = {"top_k": top_k, "candidates": candidates, "block_sizes": block_sizes}
+PARTS = {"top_k": top_k, "candidates": candidates, "block_sizes": block_sizes, "compiled": compiled}
 
 
 def main() -> None:
@@ -362,7 +433,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--candidates", type=int, nargs="+", default=[64, 128, 256], help="values of draft_top_k")
-    parser.add_argument("--draft_top_k", type=int, default=64, help="of `block_sizes`")
+    parser.add_argument("--draft_top_k", type=int, default=64, help="of `block_sizes` and `compiled`")
+    parser.add_argument("--modes", nargs="+", default=["default"], help="of torch.compile, for `compiled`")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--num_prompts", type=int, default=50, help="of `candidates`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")

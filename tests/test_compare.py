@@ -450,6 +450,21 @@ def test_loss_of_tau_is_zero_when_all_tokens_are_candidates_and_not_when_one_is(
     assert draft.config.draft_top_k is None and "rough_logits" not in vars(draft)
 
 
+def test_compiled_drafting_is_timed_beside_drafting_as_it_is(own_pair, monkeypatch):
+    compiled, plain = [], torch.compile
+
+    def traced(function, mode):
+        compiled.append((function.__name__, mode))
+        return plain(function, backend="eager")  # without a C++ compiler
+
+    monkeypatch.setattr(torch, "compile", traced)
+    target, draft = own_pair
+    found = drafting.compiled_costs(draft.bind(target), ["default"], context_length=8, repetitions=1)["default"]
+    assert compiled == [("backbone", "default"), ("sample_block", "default")]
+    assert found["ratio"] == pytest.approx(found["ms"] / found["eager_ms"]) and found["seconds_to_compile"] > 0
+    assert not {"backbone", "sample_block"} & vars(draft).keys()
+
+
 def test_round_times_of_whole_blocks_have_the_form_that_figure_4_reads(make_target):
     target = make_target(eos_token_id=None)
     drafts = [
