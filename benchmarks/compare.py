@@ -13,9 +13,10 @@ measured first in the same run. `--pair` takes the shipped target and draft, and
 A cell is a task, a batch size, a temperature and a context. For each call of a cell all methods decode the same
 prompts one after the other, in an order that rotates from call to call, after a short warm-up. Times are of whole
 `generate()` calls, prefill included, divided by the tokens that came out; a speed-up is the median of plain decoding
-over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled outputs end where
-their own draws end them, so their lengths differ; their limit and their seed do not. transformers' assisted generation
-takes one sequence: in batches its methods have no times, and the result says why.
+over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled outputs may not end
+before the limit: each method draws its own, and else their lengths would differ. (In results of revision 2180234 and
+before they could.) transformers' assisted generation takes one sequence: in batches its methods have no times, and the
+result says why.
 
 Long contexts are the prompt behind other text of its task, up to as many tokens as asked for, or as the target's
 `max_position_embeddings` leaves beside the answer: the result has both numbers. The targets here have 1024 positions
@@ -169,6 +170,16 @@ def compared_call(
     return runs
 
 
+def options_for(cell: Cell, num_new_tokens: int) -> dict[str, Any]:
+    """Return options for `generate()` with which all methods write equally many tokens.
+
+    Greedy answers are the same. Each method's sampled ones would end where its own draws end them, and a prefill is
+    dearer by the token in a shorter one: they go on until the limit.
+    """
+    least = {"min_new_tokens": num_new_tokens} if cell.temperature else {}
+    return {"max_new_tokens": num_new_tokens, **least, **cell.sampling}
+
+
 # ---- the run
 
 
@@ -238,13 +249,12 @@ def compare(
     for cell in tqdm(cells, desc="cells"):
         taking_part = [method for method in methods if can_decode(method, cell)]
         missing = [call for call in range(num_calls(num_prompts, cell.batch_size)) if (cell.key, call) not in done]
-        options = {"max_new_tokens": max_new_tokens, **cell.sampling}
         if missing:
             warm_up = prompts_of(models, cell, missing[0], room)
-            compared_call(models.target, taking_part, warm_up, 0, **options | {"max_new_tokens": PACKING_PAYS_FROM})
+            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, PACKING_PAYS_FROM))
         for call in tqdm(missing, desc=cell.key, leave=False):
             prompts = prompts_of(models, cell, call, room)
-            runs = compared_call(models.target, taking_part, prompts, call, **options)
+            runs = compared_call(models.target, taking_part, prompts, call, **options_for(cell, max_new_tokens))
             entry = {"cell": cell.key, "call": call, "prompt_tokens": [len(ids) for ids in prompts], "runs": runs}
             journal.append(entry)
             done[cell.key, call] = entry

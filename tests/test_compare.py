@@ -109,6 +109,14 @@ def test_half_of_what_drafts_learn_from_is_what_the_target_says_greedily(trained
         assert output[0, prompt.shape[1] :].tolist() == row["completion_ids"]
 
 
+def test_all_methods_write_equally_many_tokens(result):
+    for cell in result[1]["cells"]:
+        tokens = {name: tuple(part["calls"]["tokens"]) for name, part in cell["methods"].items() if "calls" in part}
+        assert len(set(tokens.values())) == 1
+        if cell["temperature"]:
+            assert set(tokens["plain"]) == {MAX_NEW_TOKENS * cell["batch_size"]}
+
+
 def test_comparison_has_every_method_in_every_cell_when_drafts_are_trained(result):
     for cell in result[1]["cells"]:
         assert list(cell["methods"]) == ["plain", *NATIVE, *OURS]
