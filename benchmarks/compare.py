@@ -13,10 +13,10 @@ measured first in the same run. `--pair` takes the shipped target and draft, and
 A cell is a task, a batch size, a temperature and a context. For each call of a cell all methods decode the same
 prompts one after the other, in an order that rotates from call to call, after a short warm-up. Times are of whole
 `generate()` calls, prefill included, divided by the tokens that came out; a speed-up is the median of plain decoding
-over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled outputs may not end
-before the limit: each method draws its own, and else their lengths would differ. (In results of revision 2180234 and
-before they could.) transformers' assisted generation takes one sequence: in batches its methods have no times, and the
-result says why.
+over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled outputs may not
+end before the limit: each method draws its own, and else their lengths would differ. (In results of revision 2180234
+and before they could.) transformers' assisted generation takes one sequence: in batches its methods have no times, and
+the result says why.
 
 Long contexts are the prompt behind other text of its task, up to as many tokens as asked for, or as the target's
 `max_position_embeddings` leaves beside the answer: the result has both numbers. The targets here have 1024 positions

@@ -192,6 +192,23 @@ def test_position_wise_figure_shows_each_draft_and_leaves_out_positions_never_re
     assert "hf-dspark eval <tiny>" in texts(figure) and "a machine" in texts(figure)
 
 
+def test_position_wise_figure_has_no_empty_panels_where_a_target_has_fewer_tasks():
+    rows = [
+        {"kind": "dspark", "layers": 2, "block_size": size, "regime": "greedy", "tau": {"math": 2.0},
+         "acceptance": {"math": size * [0.5]}, "rounds": {"math": 90}}
+        for size in (4, 7)
+    ]  # fmt: skip
+    figure = figure_2_position_wise([evaluation(), {"target": "other", "block_sizes": rows}])
+    shown = [axis for axis in figure.axes if axis.get_visible()]
+    assert all(axis.has_data() for axis in shown) and len(shown) == 4
+    titles = {axis.get_title().replace("\N{NO-BREAK SPACE}", " "): axis for axis in shown}
+    assert titles.keys() == {
+        "tiny: math, greedy, γ = 3", "tiny: code, greedy, γ = 3", "other: math, greedy, γ = 4",
+        "other: math, greedy, γ = 7",
+    }  # fmt: skip
+    assert list(lines(titles["other: math, greedy, γ = 4"]).values()) == [4 * [0.5]]
+
+
 def test_position_wise_figure_names_only_the_results_that_it_shows():
     other = evaluation(policy="PrefixScheduler", provenance={"command": "another run", "device": "elsewhere"})
     assert "another run" not in texts(figure_2_position_wise([evaluation(), other]))

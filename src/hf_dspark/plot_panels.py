@@ -107,14 +107,40 @@ class PanelGrid:
     def place(self, each: DraftMeasurement) -> tuple[int, int]:
         return self.rows.index(self.row_of(each)), self.tasks.index(each.task)
 
+    def title(self, row: int, column: int) -> str:
+        """Return what is drawn in a panel: task, regime, and the block size if there are several."""
+        (_, regime, size), several_sizes = self.rows[row], len({size for *_, size in self.rows}) > 1
+        return ", ".join(
+            [self.tasks[column], regime, *([size.replace(" ", "\N{NO-BREAK SPACE}")] if several_sizes else [])]
+        )
+
     def name(self, axes: Any, quantity: str) -> None:
         """Name the panels, one column per task, and the quantity at the left."""
-        several_sizes = len({size for *_, size in self.rows}) > 1
-        for row, (target, regime, size) in zip(axes, self.rows, strict=True):
-            known = f"{regime}, {size}" if several_sizes else regime
-            for axis, task in zip(row, self.tasks, strict=True):
-                axis.set_title(fill(f"{task}, {known}", 40), fontsize=9, fontweight="bold")
+        for index, (row, (target, *_)) in enumerate(zip(axes, self.rows, strict=True)):
+            for column, axis in enumerate(row):
+                axis.set_title(fill(self.title(index, column), 40), fontsize=9, fontweight="bold")
             row[0].set_ylabel("\n".join([*([fill(target, 30)] if target else []), quantity]), fontsize=SMALL)
+
+
+def flowing_panels(grid: PanelGrid, found: Sequence[DraftMeasurement]) -> tuple[Figure, Any, dict]:
+    """Return a figure, its panels, and which of them is for which place of a grid: none for places without lines.
+
+    Args:
+        grid ([`PanelGrid`]): Where the measurements belong. As many panels stand side by side as it has columns.
+        found (`Sequence[DraftMeasurement]`): What is drawn.
+    """
+    places, columns = sorted({grid.place(each) for each in found}), len(grid.tasks)
+    figure, axes = make_panels(math.ceil(len(places) / columns), columns, 2.9, 2.5, sharex=True, sharey=True)
+    panels = dict(zip(places, axes.flat, strict=False))
+    several_targets = len({target for target, *_ in grid.rows}) > 1
+    for (row, column), axis in panels.items():
+        target = f"{grid.rows[row][0]}: " if several_targets and grid.rows[row][0] else ""
+        axis.set_title(fill(target + grid.title(row, column), 40), fontsize=9, fontweight="bold")
+    for index, axis in enumerate(axes.flat):
+        axis.set_visible(index < len(places))
+        is_lowest = index < len(places) <= index + columns
+        axis.tick_params(labelbottom=is_lowest)
+    return figure, axes, panels
 
 
 def by_setting(each: DraftMeasurement) -> tuple[str, str, str]:

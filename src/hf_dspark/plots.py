@@ -49,6 +49,7 @@ from .plot_panels import (
     draw_round_times,
     draw_sweep,
     finish,
+    flowing_panels,
     kind_parts,
     left_out_note,
     legend_of,
@@ -101,7 +102,8 @@ def figure_2_position_wise(results: Sequence[Result]) -> Figure:
         results (`Sequence[Mapping]`): Evaluations (or acceptance results) of drafts, `benchmarks/domains.py`'s.
 
     Returns:
-        `matplotlib.figure.Figure`: Tasks side by side, targets and temperatures below each other.
+        `matplotlib.figure.Figure`: Tasks side by side, targets, block sizes and temperatures below each other; where
+        tasks were not measured, the next panels take their places.
 
     Raises:
         MissingResults: If no result holds acceptance by position.
@@ -113,11 +115,11 @@ def figure_2_position_wise(results: Sequence[Result]) -> Figure:
     grid = PanelGrid.of(found, by_block_size)
     parts = parts_within_rows(found, grid)
     labels = draft_labels(found, parts)
-    figure, axes = make_panels(len(grid.rows), len(grid.tasks), 2.9, 2.5, sharex=True, sharey=True)
+    figure, axes, panels = flowing_panels(grid, found)
     for each in found:
         style, label = labels[parts(each)]
         points = [(k, rate) for k, rate in enumerate(each.acceptance, 1) if rate is not None]
-        axis = axes[grid.place(each)]
+        axis = panels[grid.place(each)]
         axis.plot(*zip(*points, strict=True), label=label, linewidth=1.6, markersize=4, **style)
         few = [(k, rate) for k, rate in points if each.reached[k - 1] < FEW_ROUNDS]
         if few:
@@ -128,11 +130,12 @@ def figure_2_position_wise(results: Sequence[Result]) -> Figure:
             *zip(*(wilson_interval(rate, each.reached[k - 1]) for k, rate in points), strict=True),
             color=style["color"], linewidth=0.8, alpha=0.45,
         )  # fmt: skip
-    grid.name(axes, "accepted, given that\nall before it were")
-    for axis in axes[-1]:
+    for axis in axes[:, 0]:
+        axis.set_ylabel("accepted, given that\nall before it were", fontsize=SMALL)
+    for axis in list(panels.values())[-len(grid.tasks) :]:
         axis.set_xlabel("draft position", fontsize=SMALL)
-        axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in axes.flat:
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.set_ylim(0, 1.03)
     notes = f"Thin bars: 95 % intervals, as if rounds were independent. Hollow: fewer than {FEW_ROUNDS} rounds. "
     return finish(figure, axes, POSITION_WISE, results, legend_of(axes), notes + policies_note(found))
