@@ -210,7 +210,7 @@ def test_eval_writes_a_result_that_a_later_one_is_compared_with(folders, capsys)
     assert run(f"{otherwise} --result_file second.json --baseline first.json") == 2
     assert "temperature 1; this run is of target, greedy: decode the same way" in capsys.readouterr().err
     for changed, told in (
-        (f"{words} --policy 0.5", "another policy, FullBlock(), than this run, ConfidenceThreshold("),
+        (f"{words} --policy threshold=0.5", "another policy, FullBlock(), than this run, ConfidenceThreshold("),
         (words.replace("_tokens 8", "_tokens 9"), "another max_new_tokens, 8, than this run, 9"),
         (f"{words} --dtype bfloat16", "another dtype of the target, torch.float32, than this run, torch.bfloat16"),
         (f"{words} --num_prompts 1", "another number of prompts of chat, 2, than this run, 1"),
