@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds_folder", default="out/calibration", help="recorded rounds, to resume")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), help="record these only")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = {"provenance": provenance()}  # of what runs from here on
 
     target, draft, tokenizer = load_pair()
     draft.config.sts_temperatures = None
@@ -95,12 +95,11 @@ def main() -> None:
         )
     if options.regimes != list(REGIMES):
         return
-    shared = {"provenance": origin}
     prompts = {"num_fitted_on": len(fitted_on), "num_held_out": len(measured_on)}
-    write_result(RESULTS / "calibration.json", shared | prompts | {"regimes": regimes})
+    write_result(RESULTS / "calibration.json", origin | prompts | {"regimes": regimes})
     requests = replay_requests(held_out[:NUM_REPLAYED], draft.config.sts_temperatures["sampled"])
     pair_rounds = {"block_size": draft.config.block_size, "regime": "sampled", "requests": requests}
-    write_result(RESULTS / "pair_rounds.json", shared | pair_rounds)
+    write_result(RESULTS / "pair_rounds.json", origin | pair_rounds)
     config = DSparkConfig.from_pretrained(PAIR / "draft")
     config.sts_temperatures = draft.config.sts_temperatures
     config.save_pretrained(PAIR / "draft")

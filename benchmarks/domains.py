@@ -248,6 +248,11 @@ def measured_acceptance(
     return measured
 
 
+def shown_rates(rates: Sequence[float | None]) -> str:
+    """Return the acceptance by position, as in tables."""
+    return " ".join("–" if rate is None else f"{rate:.2f}".removeprefix("0") for rate in rates)
+
+
 def markdown(result: dict) -> str:
     """Return tau of each draft by domain, and the acceptance by position at temperature 1, as tables."""
     lines = ["| tau, temperature 1 \\| greedy | parameters | " + " | ".join(DOMAINS) + " |", "|---" * 5 + "|"]
@@ -257,8 +262,7 @@ def markdown(result: dict) -> str:
     lines += ["", "| acceptance, positions 1 to 7 | " + " | ".join(DOMAINS) + " |", "|---" * 4 + "|"]
     for name, draft in result["drafts"].items():
         rates = [draft["measured"][domain]["temperature 1"]["acceptance"] for domain in DOMAINS]
-        cells = [" ".join("–" if rate is None else f"{rate:.2f}".lstrip("0") for rate in part) for part in rates]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | " + " | ".join(map(shown_rates, rates)) + " |")
     return "\n".join(lines)
 
 

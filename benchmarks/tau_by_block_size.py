@@ -81,21 +81,21 @@ def markdown(result: dict[str, Any]) -> str:
     sizes = sorted({row["block_size"] for row in result["block_sizes"]})
     lines = ["| tau | " + " | ".join(f"γ = {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
     cells = {(row["kind"], row["regime"], row["block_size"]): row["tau"] for row in result["block_sizes"]}
+    ratios = ratio_to_dflash(result["block_sizes"])
     for regime in domains.REGIMES:
         for domain in next(iter(cells.values())):
             for kind in DRAFTS:
                 taus = [cells.get((kind, regime, size), {}).get(domain) for size in sizes]
                 shown = " | ".join("–" if tau is None else f"{tau:.2f}" for tau in taus)
                 lines.append(f"| {domain}, {regime}, {kind} | {shown} |")
-            ratios = result["ratio_to_dflash"].get(regime, {}).get(domain, {})
-            by_size = {int(size): ratio for size, ratio in ratios.items()}  # JSON has made the sizes strings
+            by_size = ratios.get(regime, {}).get(domain, {})
             shown = " | ".join(f"{by_size[size]:.2f}x" if size in by_size else "–" for size in sizes)
             lines.append(f"| {domain}, {regime}, dspark over dflash | {shown} |")
     lines += ["", "| | acceptance by position |", "|---|---|"]
     for row in result["block_sizes"]:
         for domain, rates in row["acceptance"].items():
-            shown = " ".join("–" if rate is None else f"{rate:.2f}".removeprefix("0") for rate in rates)
-            lines.append(f"| {domain}, {row['regime']}, {row['kind']}, γ = {row['block_size']} | {shown} |")
+            name = f"{domain}, {row['regime']}, {row['kind']}, γ = {row['block_size']}"
+            lines.append(f"| {name} | {domains.shown_rates(rates)} |")
     return "\n".join(lines)
 
 
@@ -118,9 +118,9 @@ def main() -> None:
     target, tokenizer = domains.load_target(work_dir)
     rows: list[dict[str, Any]] = []
     trained_at: dict[str, str | None] = {}
-    for size in options.block_sizes:
-        recipe = Recipe(options.num_answers, steps=options.steps, block_size=size)
-        answers = answered(target, tokenizer, work_dir, recipe)
+    recipes = [Recipe(options.num_answers, steps=options.steps, block_size=size) for size in options.block_sizes]
+    answers = answered(target, tokenizer, work_dir, recipes[0])  # all learn from the same
+    for recipe in recipes:
         for kind, name in DRAFTS.items():
             draft = trained_draft(name, target, tokenizer, answers, work_dir, recipe)
             folder = recipe.folder(work_dir, name)
