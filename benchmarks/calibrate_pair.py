@@ -15,8 +15,8 @@ from pair import PAIR, REGIMES, RESULTS, calibration_prompts, held_out_prompts, 
 from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, calibrate
-from hf_dspark.calibration import CalibrationRounds, calibrated_confidence, conditional_auc, measure_calibration
-from hf_dspark.collection import collect_rounds
+from hf_dspark.evaluation.calibrate import collect_rounds
+from hf_dspark.maths.calibration import CalibrationRounds, calibrated_confidence, conditional_auc, measure_calibration
 from hf_dspark.provenance import provenance
 
 NUM_REPLAYED = 100  # requests in pair_rounds.json

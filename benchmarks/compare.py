@@ -51,14 +51,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
-from hf_dspark.decoding import PACKING_PAYS_FROM
-from hf_dspark.draft_kinds import is_draft
-from hf_dspark.fingerprint import fingerprint
-from hf_dspark.journal import Journal, digest
-from hf_dspark.policies import AdaptiveDrafting
+from hf_dspark.decoding.loop import PACKING_PAYS_FROM
+from hf_dspark.evaluation.results import describe_draft, describe_policy, describe_target
+from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
+from hf_dspark.files import Journal, digest
+from hf_dspark.maths.policies import AdaptiveDrafting
+from hf_dspark.models.auto import is_draft
 from hf_dspark.provenance import provenance
-from hf_dspark.results import describe_draft, describe_policy, describe_target
-from hf_dspark.timed_decoding import TimedCall, timed_call
+from hf_dspark.targets.fingerprint import fingerprint
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
 LEAST_CALLS = 5  # of a cell, however large the batch

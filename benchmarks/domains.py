@@ -30,10 +30,10 @@ from hf_dspark import (
     measure_acceptance,
     regenerate,
 )
-from hf_dspark.fingerprint import fingerprint
-from hf_dspark.journal import differences, digest
-from hf_dspark.prompts import read_json_lines
+from hf_dspark.data.prompts import read_json_lines
+from hf_dspark.files import differences, digest
 from hf_dspark.provenance import provenance
+from hf_dspark.targets.fingerprint import fingerprint
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from muon import MuonWithAdamW  # noqa: E402

@@ -45,15 +45,15 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
-from hf_dspark.configuration_dspark import WITHOUT_HEADS
-from hf_dspark.decoding import PACKING_PAYS_FROM
-from hf_dspark.few_rows import using_copies
-from hf_dspark.int8_copy import Int8Copy
-from hf_dspark.packed_weights import packed_weights_of
-from hf_dspark.profiling import _plain_sampler, _synchronize
+from hf_dspark.cpu.copies import packed_weights_of
+from hf_dspark.cpu.few_rows import using_copies
+from hf_dspark.cpu.int8_copy import Int8Copy
+from hf_dspark.decoding.loop import PACKING_PAYS_FROM
+from hf_dspark.decoding.step_costs import _plain_sampler, _synchronize
+from hf_dspark.maths.sampling import greedy_sampler
+from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
+from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.provenance import provenance
-from hf_dspark.sampling import greedy_sampler
-from hf_dspark.slot_cache import SlotCache
 
 GEOMETRY = "qwen3-0.6b"
 SAMPLERS = {"greedy": greedy_sampler, "temperature 1": _plain_sampler}
@@ -342,7 +342,7 @@ def block_size_rows(
         repetitions (`int`): Calls with each draft, after one that warms up.
 
     Returns:
-        `list[dict]`: A row per draft, as `hf_dspark.measurements` reads it, and the number of rounds behind it.
+        `list[dict]`: A row per draft, as `evaluation.measurements` reads it, and the number of rounds.
 
     Raises:
         ValueError: If no round verified a whole block.

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.few_rows import MAX_ROWS, onednn_linear, transposed_linear
-from hf_dspark.int8_copy import Int8Copy
-from hf_dspark.packed_weights import packed_weight, row_sums
+from hf_dspark.cpu.copies import packed_weight, row_sums
+from hf_dspark.cpu.few_rows import MAX_ROWS, onednn_linear, transposed_linear
+from hf_dspark.cpu.int8_copy import Int8Copy
 from hf_dspark.provenance import provenance
 
 SHAPES = [

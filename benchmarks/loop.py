@@ -32,14 +32,14 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_dspark import FullBlock, RoundStatistics
-from hf_dspark.decoding import PACKING_PAYS_FROM, DecodingLoop
-from hf_dspark.few_rows import using_copies
-from hf_dspark.generate_hook import default_policy
-from hf_dspark.packed_weights import packed_weights_of
-from hf_dspark.profiling import _passes_by_columns, _passes_by_slots
+from hf_dspark.cpu.copies import packed_weights_of
+from hf_dspark.cpu.few_rows import using_copies
+from hf_dspark.decoding.hook import default_policy
+from hf_dspark.decoding.loop import PACKING_PAYS_FROM, DecodingLoop
+from hf_dspark.decoding.step_costs import _passes_by_columns, _passes_by_slots
+from hf_dspark.maths.sampling import VerifiedBlock, greedy_sampler
+from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.provenance import provenance
-from hf_dspark.sampling import VerifiedBlock, greedy_sampler
-from hf_dspark.slot_cache import SlotCache
 
 SAMPLINGS = {
     "greedy": {"do_sample": False},

@@ -22,7 +22,8 @@ from simulator import LINE, Recording, load_rounds
 from tqdm import tqdm
 
 from hf_dspark import load_cost
-from hf_dspark.policies import (
+from hf_dspark.maths.costs import Load, StepCost, ThroughputTable
+from hf_dspark.maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
     EarlyStopScheduler,
@@ -37,7 +38,6 @@ from hf_dspark.policies import (
     survival,
 )
 from hf_dspark.provenance import provenance
-from hf_dspark.throughput import Load, StepCost, ThroughputTable
 
 LAG = 2
 JAGGED_REQUESTS, JAGGED_BLOCK_SIZE = 128, 7

@@ -23,7 +23,8 @@ import torch
 from tqdm import tqdm
 
 from hf_dspark import load_cost
-from hf_dspark.policies import (
+from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, StepCost
+from hf_dspark.maths.policies import (
     SLO_MODES,
     AdaptiveDrafting,
     ConfidenceThreshold,
@@ -38,7 +39,6 @@ from hf_dspark.policies import (
     SLOLimit,
 )
 from hf_dspark.provenance import provenance
-from hf_dspark.throughput import ForwardCost, LinearCost, Load, StepCost
 
 WINDOW_SECONDS = 5.0
 FIXED_LENGTHS = (1, 3, 5, 7)

@@ -17,7 +17,7 @@ from pair import GREEDY, held_out_prompts, load_pair
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, RoundStatistics
-from hf_dspark.generate_hook import default_policy
+from hf_dspark.decoding.hook import default_policy
 from hf_dspark.provenance import provenance
 
 

@@ -21,9 +21,9 @@ from compare_drafts import Recipe, answered, trained_draft
 from pair import write_result
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_dspark.draft_model import DraftModel
-from hf_dspark.fingerprint import weight_hash
+from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.provenance import provenance
+from hf_dspark.targets.fingerprint import weight_hash
 
 DRAFTS = {"dspark": "dspark_2", "dflash": "dflash_fill_in_2"}
 NUM_SAMPLES = 4  # of each prompt at temperature 1: tau of a few hundred rounds is known to some per cent only

@@ -14,16 +14,16 @@ import torch
 from pair import RESULTS, SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
 
 from hf_dspark import GlobalScheduler, Policy, PrefixScheduler, ThroughputTable, load_cost
-from hf_dspark.calibration import (
+from hf_dspark.evaluation.calibrate import collect_rounds
+from hf_dspark.maths.calibration import (
     CalibrationRounds,
     calibrated_confidence,
     conditional_auc,
     fit_temperatures,
     measure_calibration,
 )
-from hf_dspark.collection import collect_rounds
+from hf_dspark.maths.costs import Load
 from hf_dspark.provenance import provenance
-from hf_dspark.throughput import Load
 
 CONCURRENCY = (1, 4, 16, 64)
 

@@ -22,10 +22,10 @@ from pair import write_result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.block_attention import BlockLayout, visible_to_blocks
-from hf_dspark.data import cut_blocks, label_hidden, sample_anchors
-from hf_dspark.losses import DENOMINATOR_EPSILON, LossWeights, position_weights
+from hf_dspark.maths.losses import DENOMINATOR_EPSILON, LossWeights, position_weights
+from hf_dspark.models.block_attention import BlockLayout, visible_to_blocks
 from hf_dspark.provenance import provenance
+from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
 
 
 def attend_densely(query, key, value, layout, window, scaling, dropout=0.0):
@@ -85,7 +85,7 @@ class Setting:
         blocks = self.blocks
         self.draft.zero_grad()
         if variant == "dense":
-            with mock.patch("hf_dspark.modeling_dspark.attend_blocks", attend_densely):
+            with mock.patch("hf_dspark.models.modeling_dspark.attend_blocks", attend_densely):
                 loss = dense_loss(
                     self.draft, self.input_ids, self.features, self.hidden_of_labels, blocks, LossWeights()
                 )

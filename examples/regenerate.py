@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dspark import regeneration
-from hf_dspark.draft_model import DraftModel
+from hf_dspark.decoding import regenerate as regeneration
+from hf_dspark.models.modeling_draft import DraftModel
 
 
 def regenerate(

@@ -14,7 +14,7 @@ import sys
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dspark.cli import main
+from hf_dspark.cli.main import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

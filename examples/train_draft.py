@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
-from hf_dspark.conversations import prepare_rows
+from hf_dspark.data.conversations import prepare_rows
 
 
 def main() -> None:

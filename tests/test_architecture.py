@@ -13,60 +13,30 @@ import hf_dspark
 
 PACKAGE = Path(hf_dspark.__file__).parent
 ROOT = Path(__file__).parent.parent
-MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 
-MATHS = {"sampling", "noise", "throughput", "policies", "calibration", "losses"}
-MODELS = {
-    "adapters",
-    "block_attention",
-    "borrowed_weights",
-    "checkpoint_engines",
-    "checkpoint_files",
-    "checkpoint_formats",
-    "checkpoint_rows",
-    "configuration_dspark",
-    "configuration_eagle3",
-    "draft_config",
-    "draft_heads",
-    "draft_kinds",
-    "draft_model",
-    "few_rows",
-    "fingerprint",
-    "int8_copy",
-    "int8_outliers",
-    "modeling_dspark",
-    "modeling_eagle3",
-    "packed_weights",
-    "range_attention",
-    "rope_parameters",
-    "slot_attention",
-    "slot_cache",
-    "successors",
-}
-FILES = {"journal"}
-SHARED = {"feature_capture", "profiling", "collection", "target_check"}
-DECODING = {
-    "candidate_generator",
-    "decoding",
-    "generate_hook",
-    "generate_many",
-    "generation",
-    "processing",
-    "request",
-}
-TRAINING = {"conversations", "data", "feature_cache", "shards", "target_source", "trainer", "training_metrics"}
-GROUPS = {
-    "maths": MATHS, "models": MODELS, "files": FILES, "shared": SHARED, "decoding": DECODING, "training": TRAINING,
+# The house. A folder may import itself and the folders named beside it, and nothing else. "" is the root of the package.
+FLOORS = {
+    "": set(),
+    "maths": set(),
+    "cpu": set(),
+    "formats": set(),
+    "data": set(),
+    "models": {"", "maths", "formats", "cpu", "data"},
+    "targets": {"", "maths", "cpu", "models"},
+    "training": {"", "maths", "formats", "data", "models", "targets"},
+    "decoding": {"", "maths", "cpu", "data", "models", "targets"},
+    "evaluation": {"", "maths", "formats", "cpu", "data", "models", "targets", "decoding"},
+    "sharing": {"", "maths", "formats", "data", "models", "targets", "decoding", "evaluation"},
+    "cli": {
+        "", "maths", "formats", "data", "models", "targets", "training", "decoding", "evaluation", "sharing",
+    },
 }  # fmt: skip
-MAY_IMPORT = {
-    "maths": MATHS,
-    "models": MATHS | MODELS,
-    "files": set(),
-    "shared": MATHS | MODELS | FILES,
-    "decoding": MATHS | MODELS | SHARED | DECODING,
-    "training": MATHS | MODELS | SHARED | TRAINING,
+FRONT = {"__init__", "__main__"}  # they may import everything
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
 }
-RULED = sorted(name for name in MODULES if any(name in group for group in GROUPS.values()))
+RULED = sorted(MODULES.keys() - FRONT)
 IMPORTED_WHERE_USED = {"matplotlib", "datasets", "bitsandbytes", "peft"}
 
 PRIVATE_GENERATION_NAMES = {
@@ -76,23 +46,29 @@ PRIVATE_GENERATION_NAMES = {
 }
 
 
-def group_of(module: str) -> str:
-    return next(group for group, members in GROUPS.items() if module in members)
+def folder_of(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
-def imports(nodes) -> tuple[set[str], set[str]]:
-    """Return imported modules of this package, and imported top-level packages."""
+def imports(nodes, module: str) -> tuple[set[str], set[str]]:
+    """Return imported modules of this package, by their dotted names, and imported top-level packages."""
     own, foreign = set(), set()
     for node in nodes:
         if isinstance(node, ast.Import):
             foreign |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level > 0:
-            own |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+            parts = module.split(".")[: -node.level]
+            base = [*parts, *(node.module.split(".") if node.module else [])]
+            own |= {".".join([*base, alias.name]) for alias in node.names} if is_folder(base) else {".".join(base)}
         elif isinstance(node, ast.ImportFrom):
             foreign.add(node.module.split(".")[0])
             if node.module.startswith("hf_dspark."):
-                own.add(node.module.split(".")[1])
+                own.add(node.module.removeprefix("hf_dspark."))
     return own, foreign
+
+
+def is_folder(parts: list[str]) -> bool:
+    return not parts or ".".join([*parts, "__init__"]) in MODULES
 
 
 def at_import_time(tree: ast.AST):
@@ -118,34 +94,42 @@ def names_in(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_every_group_has_the_modules_the_rules_are_about():
-    assert {"sampling", "policies", "losses", "configuration_dspark", "modeling_dspark"} <= set(RULED)
-    assert {"feature_capture", "candidate_generator", "generate_hook", "data", "trainer"} <= set(RULED)
+def test_every_module_stands_on_a_floor():
+    assert {folder_of(module) for module in RULED} == FLOORS.keys()
 
 
 @pytest.mark.parametrize("module", RULED)
-def test_module_imports_downward_only(module):
-    own, _ = imports(ast.walk(MODULES[module]))
-    assert own <= MAY_IMPORT[group_of(module)], f"{module} imports {own - MAY_IMPORT[group_of(module)]}"
+def test_module_imports_the_floors_below_only(module):
+    own, _ = imports(ast.walk(MODULES[module]), module)
+    folder = folder_of(module)
+    wrong = {name for name in own if folder_of(name) not in FLOORS[folder] | {folder}}
+    assert not wrong, f"{module} imports {sorted(wrong)}"
 
 
-@pytest.mark.parametrize("module", sorted(MATHS & MODULES.keys()))
-def test_maths_needs_torch_and_the_standard_library_only(module):
-    _, foreign = imports(ast.walk(MODULES[module]))
-    standard = set(sys.stdlib_module_names)
-    assert foreign <= standard | {"torch", "numpy"}, f"{module} imports {foreign - standard}"
+def test_no_modules_import_each_other_in_a_circle():
+    arrows = {module: imports(ast.walk(MODULES[module]), module)[0] & MODULES.keys() for module in RULED}
+    while arrows:
+        leaves = {module for module, targets in arrows.items() if not targets & arrows.keys()}
+        assert leaves, f"a circle among {sorted(arrows)}"
+        arrows = {module: targets for module, targets in arrows.items() if module not in leaves}
+
+
+@pytest.mark.parametrize("module", [module for module in RULED if folder_of(module) == "maths"])
+def test_maths_needs_torch_numpy_and_the_standard_library_only(module):
+    _, foreign = imports(ast.walk(MODULES[module]), module)
+    assert foreign <= set(sys.stdlib_module_names) | {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("module", RULED)
+def test_file_is_short_enough_to_be_read(module):
+    assert len((PACKAGE / f"{module.replace('.', '/')}.py").read_text().splitlines()) <= 600
 
 
 def test_decoding_and_training_never_import_each_other():
-    for module in MODULES:
-        own, _ = imports(ast.walk(MODULES[module]))
-        if module in DECODING | SHARED:
-            assert not own & TRAINING, module
-        if module in TRAINING | SHARED:
-            assert not own & DECODING, module
+    assert "training" not in FLOORS["decoding"] and "decoding" not in FLOORS["training"]
 
 
-@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"generate_hook"}))
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"decoding.hook"}))
 def test_private_generation_api_is_named_in_the_hook_only(module):
     assert not names_in(MODULES[module]) & PRIVATE_GENERATION_NAMES
 
@@ -158,19 +142,19 @@ def test_the_hook_names_private_generation_api():
         "_prepare_generation_config",
     }
     assert wrapped <= PRIVATE_GENERATION_NAMES, f"transformers {transformers.__version__} renamed them"
-    assert wrapped <= names_in(MODULES["generate_hook"])
+    assert wrapped <= names_in(MODULES["decoding.hook"])
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_heavy_packages_are_imported_where_they_are_used(module):
-    _, foreign = imports(at_import_time(MODULES[module]))
+    _, foreign = imports(at_import_time(MODULES[module]), module)
     assert not foreign & IMPORTED_WHERE_USED
 
 
 def test_trainer_is_not_imported_with_the_package():
-    own, _ = imports(at_import_time(MODULES["__init__"]))
-    assert not own & TRAINING
-    assert hf_dspark.DSparkTrainer.__module__ == "hf_dspark.trainer"
+    own, _ = imports(at_import_time(MODULES["__init__"]), "__init__")
+    assert "training" not in {folder_of(name) for name in own}
+    assert hf_dspark.DSparkTrainer.__module__ == "hf_dspark.training.trainer"
 
 
 def test_public_names_exist_and_are_sorted():
@@ -196,5 +180,5 @@ def test_import_reader_tells_own_from_foreign_and_early_from_late():
         "import torch.nn\nfrom .losses import x\nfrom . import data\nclass A:\n    import datasets\n"
         "def f():\n    import matplotlib\n"
     )
-    assert imports(ast.walk(tree)) == ({"losses", "data"}, {"torch", "datasets", "matplotlib"})
-    assert imports(at_import_time(tree)) == ({"losses", "data"}, {"torch", "datasets"})
+    assert imports(ast.walk(tree), "maths.x") == ({"maths.losses", "maths.data"}, {"torch", "datasets", "matplotlib"})
+    assert imports(at_import_time(tree), "maths.x")[1] == {"torch", "datasets"}

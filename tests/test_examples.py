@@ -66,7 +66,7 @@ def test_the_quickstart_notebook_gives_the_same_tokens(in_examples, capsys):
 def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, tmp_path, capsys, monkeypatch):
     import matplotlib
 
-    from hf_dspark.profiling import known_profiles
+    from hf_dspark.decoding.step_costs import known_profiles
 
     matplotlib.use("Agg")
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))

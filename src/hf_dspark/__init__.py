@@ -5,15 +5,13 @@ from importlib import import_module
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from . import hub as _hub
-from .calibration import TemperatureScaling, measure_calibration
-from .candidate_generator import DSparkCandidateGenerator, RoundStatistics
-from .collection import calibrate, collect_rounds
-from .configuration_dspark import DSparkConfig
-from .configuration_eagle3 import Eagle3Config
-from .draft_kinds import DRAFTS as _DRAFTS
-from .draft_model import DraftModel as _DraftModel
-from .evaluation import (
+from .decoding.drafter import DSparkCandidateGenerator, RoundStatistics
+from .decoding.hook import decode_with
+from .decoding.hook import install as _install_generate_hook
+from .decoding.many import Completion, generate_many
+from .decoding.step_costs import find_cost, profile_throughput
+from .evaluation.calibrate import calibrate, collect_rounds
+from .evaluation.evaluate import (
     AcceptanceReport,
     Evaluation,
     compare_domains,
@@ -22,13 +20,9 @@ from .evaluation import (
     measure_domains,
     tokens_per_pass,
 )
-from .generate_hook import decode_with
-from .generate_hook import install as _install_generate_hook
-from .generate_many import Completion, generate_many
-from .hub import push_draft, save_repository, write_card, write_remote_code
-from .modeling_dspark import DSparkDraftModel
-from .modeling_eagle3 import Eagle3DraftModel
-from .policies import (
+from .maths.calibration import TemperatureScaling, measure_calibration
+from .maths.costs import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
+from .maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
     EarlyStopScheduler,
@@ -41,10 +35,16 @@ from .policies import (
     RoundOutcome,
     SLOLimit,
 )
-from .profiling import find_cost, profile_throughput
-from .slot_cache import SlotCache
-from .target_check import check_target
-from .throughput import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
+from .models.auto import DRAFTS as _DRAFTS
+from .models.configuration_dspark import DSparkConfig
+from .models.configuration_eagle3 import Eagle3Config
+from .models.modeling_draft import DraftModel as _DraftModel
+from .models.modeling_dspark import DSparkDraftModel
+from .models.modeling_eagle3 import Eagle3DraftModel
+from .models.slot_cache import SlotCache
+from .sharing import hub as _hub
+from .sharing.hub import push_draft, save_repository, write_card, write_remote_code
+from .targets.check import check_target
 
 __version__ = "0.1.0.dev0"
 
@@ -115,14 +115,14 @@ __all__ = [
 
 # Who only decodes does not pay for what others need.
 _IMPORTED_WHEN_USED = {
-    "DSparkTrainer": "trainer",
-    "DSparkTrainingArguments": "trainer",
-    "FeatureCache": "feature_cache",
-    "cache_features": "feature_cache",
-    "convert_checkpoint": "checkpoints",
-    "export_checkpoint": "checkpoints",
-    "regenerate": "regeneration",
-    "regenerate_with_endpoint": "regeneration",
+    "DSparkTrainer": "training.trainer",
+    "DSparkTrainingArguments": "training.trainer",
+    "FeatureCache": "training.feature_cache",
+    "cache_features": "training.feature_cache",
+    "convert_checkpoint": "sharing.convert",
+    "export_checkpoint": "sharing.convert",
+    "regenerate": "decoding.regenerate",
+    "regenerate_with_endpoint": "decoding.regenerate",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli import PROGRAM, main
+from .cli.main import PROGRAM, main
 
 if __name__ == "__main__":
     sys.argv[0] = PROGRAM  # what provenance notes

@@ -4,6 +4,7 @@ Knows nothing of what was measured.
 """
 
 import functools
+import os
 import platform
 import re
 import subprocess
@@ -13,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from .profiling import device_name
 
 HIDDEN = "***"
 # Options whose last word names a secret; `--tokenizer`, `--max_new_tokens` and `--api_key_env` do not.
@@ -37,15 +36,13 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
         sources differ from it; absent for an installed package), `hf_dspark`, `python`, `torch`, `transformers`,
         `device`, `threads`.
     """
-    from . import __version__
-
     started = Path(sys.argv[0])
     program = ["python", _shown_path(str(started))] if started.suffix == ".py" else [started.name]
     revision = _revision()
     return {
         "command": " ".join([*program, *_shown_words(sys.argv[1:])]),
         **({"revision": revision} if revision else {}),
-        "hf_dspark": __version__,
+        "hf_dspark": version("hf_dspark"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -90,3 +87,21 @@ def _revision() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return revision.strip() + ("+changes" if changed.strip() else "")
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """Return the name of an accelerator, or of the CPU with the instruction sets that matter here."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if unit in flags]
+    name = names[0] if names else platform.machine()
+    return f"{name}, {os.cpu_count()} cores, {' '.join(units)}".removesuffix(", ")

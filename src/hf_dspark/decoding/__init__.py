@@ -1,0 +1,1 @@
+"""`generate(assistant_model=draft)`: hook, checks, call, loop, drafter."""

@@ -1,0 +1,283 @@
+"""More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
+
+A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue with what they
+have. Knows nothing of rounds.
+"""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..models.auto import require_pair
+from ..models.modeling_draft import DraftModel, input_device
+from ..models.slot_cache import SlotCache
+from .call import Call, make_loop, make_request, num_layers, own_criteria, read_prompt
+from .hook import prepare_with
+from .loop import DecodingLoop
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+        index (`int`): Of the prompt.
+        prompt (`str` or `Sequence[int]`): The prompt.
+        token_ids (`torch.LongTensor` of shape `[n]`): What was generated, up to and including its end. If the prompt
+            failed, what it had got so far.
+        text (`str`, *optional*): The same decoded without special tokens; with a tokenizer.
+        error (`Exception`, *optional*): Why it failed.
+    """
+
+    index: int
+    prompt: str | Sequence[int]
+    token_ids: torch.Tensor
+    text: str | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class _Job:
+    """A prompt on its way; its request once it is prepared."""
+
+    index: int
+    prompt: str | Sequence[int]
+    request: Request | None = None
+    prompt_length: int = 0
+    error: Exception | None = None
+    call: Call | None = field(default=None, repr=False)
+
+
+def generate_many(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[str | Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+    **generate_kwargs: Any,
+) -> Iterator[Completion]:
+    """Decode any number of prompts, `batch_size` at a time, and yield each as it finishes.
+
+    A row that ends is filled from the queue at once. Each prompt is prepared by `target.generate()` itself, so all its
+    options hold, and decodes as if it were alone.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DraftModel`]): Its draft.
+        prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for strings and stop strings.
+        batch_size (`int`): Sequences decoded together at most.
+        progress (`bool`): Whether to show a progress bar.
+        generate_kwargs: Options of `generate()`.
+
+    Returns:
+        An iterator over [`Completion`], in the order of finishing.
+
+    Raises:
+        ValueError: If `batch_size` is not positive, or an option does not fit many prompts.
+        TypeError: If these are no target and no draft, or `prompts` is a single one.
+    """
+    require_pair(target, draft)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if isinstance(prompts, str):
+        raise TypeError("prompts must be several: pass [prompt] for a single one")
+    for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer"):
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
+    queue = _Queue(target, draft, prompts, tokenizer, batch_size, generate_kwargs)
+    config = queue.prepare([0]).generation_config  # what is wrong with the options is wrong with every prompt
+    if config.return_dict_in_generate or config.num_return_sequences != 1:
+        raise ValueError(
+            "generate_many yields one sequence per prompt: drop num_return_sequences and return_dict_in_generate"
+        )
+    return _run(queue, batch_size, progress)
+
+
+class _Queue:
+    """Prepares prompts one by one; what could not go on comes first."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DraftModel,
+        prompts: Iterable[str | Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase | None,
+        batch_size: int,
+        generate_kwargs: dict[str, Any],
+    ) -> None:
+        self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.total = len(prompts) if isinstance(prompts, Sized) else None
+        self._prompts = enumerate(prompts)
+        self._returned: deque[_Job] = deque()
+        self._options = dict(generate_kwargs)
+        self._options["custom_generate"] = prepare_with(draft, together=batch_size)
+        self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
+        stop_strings = self._options.pop("stop_strings", None)
+        if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
+            if tokenizer is None:
+                raise ValueError("stop_strings need a tokenizer")
+            self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
+
+    def prepare(self, token_ids: Sequence[int]) -> Call:
+        """Let `generate()` prepare a prompt."""
+        ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
+        return self.target.generate(
+            ids[None], attention_mask=torch.ones_like(ids[None]), stopping_criteria=own_criteria(self._criteria),
+            **self._options,
+        )  # fmt: skip
+
+    def put_back(self, jobs: Sequence[_Job]) -> None:
+        self._returned.extendleft(reversed(jobs))
+
+    def take(self) -> _Job | None:
+        """Return the next prompt, prepared or with its error; `None` when there is none."""
+        if self._returned:
+            return self._returned.popleft()
+        index, prompt = next(self._prompts, (None, None))
+        if index is None:
+            return None
+        job = _Job(index, prompt)
+        try:
+            self._prepare(job)
+        except Exception as error:  # whatever is wrong with a prompt, the others go on
+            job.error = error
+        return job
+
+    def _prepare(self, job: _Job) -> None:
+        job.call = call = self.prepare(self._token_ids(job.prompt))
+        prompt = read_prompt(call, 0, SlotCache())
+        job.prompt_length = len(prompt.token_ids)
+        job.request = make_request(call, 0, job.index, prompt, self.draft.config.block_size)
+        job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
+        job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            ids = torch.as_tensor(prompt) if isinstance(prompt, torch.Tensor | Sequence) else None
+            if ids is None or ids.dim() != 1 or (len(ids) > 0 and ids.dtype.is_floating_point):
+                raise TypeError(f"a prompt must be a string or a list of token ids, got {prompt!r}")
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("a prompt is a string: pass a tokenizer, or token ids")
+        return self.tokenizer(prompt)["input_ids"]
+
+
+class _Guarded:
+    """Calls a user's processor or criterion, and notes whose it was when it fails."""
+
+    def __init__(self, inner: Callable, job: _Job) -> None:
+        self._inner = inner
+        self._job = job
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._inner(*args, **kwargs)
+        except (MemoryError, torch.OutOfMemoryError):  # a shortage is nobody's fault
+            raise
+        except Exception as error:
+            self._job.error = error
+            raise
+
+
+def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]:
+    running: list[_Job] = []
+    loop: DecodingLoop | None = None
+    with tqdm(total=queue.total, disable=not progress, unit="prompt") as bar:
+        while True:
+            new: list[_Job] = []
+            while len(running) + len(new) < batch_size and (job := queue.take()) is not None:
+                if job.error is not None:
+                    bar.update()
+                    yield _completion(job, queue.tokenizer)
+                    continue
+                new.append(job)
+            if not running and not new:
+                return
+            if loop is None:
+                cache = SlotCache(batch_size, num_layers=num_layers(queue.target))
+                cache.draft = SlotCache(batch_size, num_layers=num_layers(queue.draft))
+                loop = make_loop(queue.target, queue.draft, new[0].call, cache)
+            running += new
+            shortage = None
+            try:
+                if new:
+                    chunk_size = new[0].call.generation_config.prefill_chunk_size
+                    fed = [job.request.token_ids[: job.request.length] for job in new]
+                    loop.admit([job.request for job in new], fed, chunk_size)
+                else:
+                    loop.run_round()
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                shortage = str(error)  # the error itself would keep the failed pass in memory
+            except Exception:
+                if not any(job.error for job in running):
+                    raise
+                for job in running:
+                    job.request.ended = job.request.ended or job.error is not None
+                _return_unadmitted(queue, loop, running)
+                loop.release_ended()
+            if shortage is not None:
+                batch_size = _make_room(queue, loop, running, shortage)
+            for job in [job for job in running if job.request.ended]:
+                running.remove(job)
+                bar.update()
+                yield _completion(job, queue.tokenizer)
+
+
+def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> list[_Job]:
+    """Put jobs back to the queue that failed to be admitted only because of others; return them."""
+    inside = {request.id for request in loop.requests}
+    waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
+    _put_back(queue, running, waiting)
+    return waiting
+
+
+def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
+    for job in leaving:
+        running.remove(job)
+        job.request.ended = False
+        job.request.features.clear()  # the tokens will be prefilled again
+    queue.put_back(leaving)
+
+
+def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage: str) -> int:
+    """Send sequences back to the queue, the youngest first; return how many run together from now on."""
+    waiting = _return_unadmitted(queue, loop, running)
+    together = len(running) if waiting and running else (len(running) + len(waiting)) // 2
+    if together == 0:
+        hopeless = running[0] if running else queue.take()
+        if hopeless not in running:
+            running.append(hopeless)
+        hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {shortage}")
+        hopeless.request.ended = True
+    leaving = running[max(1, together) :]
+    for job in leaving:
+        job.request.ended = True
+    loop.release_ended()
+    _put_back(queue, running, leaving)
+    together = max(1, together)
+    loop.shrink(together)
+    warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
+    return together
+
+
+def _completion(job: _Job, tokenizer: PreTrainedTokenizerBase | None) -> Completion:
+    if job.request is None:
+        return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long), error=job.error)
+    token_ids = job.request.token_ids[job.prompt_length : job.request.length].clone()
+    text = None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Completion(job.index, job.prompt, token_ids, text, job.error)

@@ -1,0 +1,1 @@
+"""Evaluate, calibrate, profile: rounds that were recorded, to numbers."""

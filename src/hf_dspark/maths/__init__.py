@@ -1,0 +1,1 @@
+"""Sampling, noise, policies, costs, calibration and losses: torch and numpy only."""

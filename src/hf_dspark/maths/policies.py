@@ -1,0 +1,625 @@
+"""Whether to draft, and how many tokens of the drafted blocks to verify.
+
+A policy sees confidences, never drafted tokens. It is *causal*, hence lossless, when admitting draft token k depends
+only on what was known before x_k was drawn; c_k is, c_{k+1} is not if the confidence head reads x_k. Policies that
+are not causal say so in `is_causal` and are refused when drafts are sampled. Knows nothing of models.
+"""
+
+import copy
+import dataclasses
+import math
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .costs import Load, StepCost
+from .sampling import DraftBlock
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round turned out to be; rows as in the round's [`Load`].
+
+    Args:
+        request_ids (`Sequence[int]`): The requests.
+        confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): Calibrated c_k; `None` when nothing was
+            drafted or the draft has no confidence head.
+        lengths (`torch.LongTensor` of shape `[R]`): Draft tokens verified.
+        num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, without the bonus token.
+        seconds (`float`): Duration of the round.
+        drafted (`bool`): Whether anything was drafted.
+        block ([`DraftBlock`], *optional*): What was drafted.
+        target_logits (`torch.Tensor` of shape `[R, 1+l, V]`, *optional*): The target's processed scores after the
+            anchor and after each verified token.
+    """
+
+    request_ids: Sequence[int]
+    confidence: torch.Tensor | None
+    lengths: torch.Tensor
+    num_accepted: torch.Tensor
+    seconds: float
+    drafted: bool = True
+    block: DraftBlock | None = None
+    target_logits: torch.Tensor | None = None
+
+
+class Policy(Protocol):
+    """Decides, round by round, whether to draft and how much to verify. Subclass it: all but `plan_verify` has a
+    default.
+
+    A policy belongs to one `generate()` call at a time: `fresh` gives each call its own state.
+    """
+
+    @property
+    def requires_confidence(self) -> bool:
+        """Whether `plan_verify` needs a draft with a confidence head."""
+        return False
+
+    @property
+    def accept_bias(self) -> bool:
+        """Whether the user lets a policy that is not causal run on sampled drafts, as an experiment."""
+        return False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        """Tell whether sampled drafts keep the target's law.
+
+        Args:
+            confidence_reads_tokens (`bool`): Whether c_k depends on x_{k-1} (`config.confidence_head_with_markov`).
+        """
+        return True
+
+    def fresh(self) -> "Policy":
+        """Return the same policy without memory of earlier rounds.
+
+        A dataclass is made anew from its fields; any other class is copied as it is.
+        """
+        return dataclasses.replace(self) if dataclasses.is_dataclass(self) else copy.deepcopy(self)
+
+    def plan_draft(self, load: Load) -> bool:
+        """Tell whether to draft at all this round; known before anything is drawn."""
+        return True
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        """Return the verification lengths l, `[R]`, 0 <= l <= max_lengths.
+
+        Args:
+            confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): c_k, the calibrated conditional
+                acceptances.
+            max_lengths (`torch.LongTensor` of shape `[R]`): Draft tokens that exist or may be sent, at most γ.
+            load ([`Load`]): The rows, and what shares their forward pass.
+        """
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a finished round."""
+
+
+@dataclass(frozen=True)
+class FullBlock(Policy):
+    """Verify every drafted token."""
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return max_lengths.clone()
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold(Policy):
+    """Stop before the first slot whose confidence is below a threshold.
+
+    Args:
+        threshold (`float`): In [0, 1]. 0 verifies every token.
+        cumulative (`bool`): Compare the survival (the product of the confidences so far) instead of c_k.
+
+    Raises:
+        ValueError: If the threshold is outside [0, 1], or the draft has no confidence head.
+
+    DSpark Section 4.3.3.
+    """
+
+    threshold: float
+    cumulative: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.threshold) and 0.0 <= self.threshold <= 1.0):
+            raise ValueError(f"assistant_confidence_threshold must lie in [0, 1], got {self.threshold}")
+
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        confidence = _checked(confidence)
+        score = survival(confidence) if self.cumulative else confidence
+        run = (score >= self.threshold).long().cumprod(dim=-1).sum(dim=-1)
+        return torch.minimum(run.cpu(), max_lengths)
+
+
+@dataclass(frozen=True)
+class CostPolicy(Policy):
+    """Weighs confidences against the cost of a round; what all schedulers share."""
+
+    cost: StepCost
+
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class EarlyStopScheduler(CostPolicy):
+    """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
+
+    Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+
+    DSpark Algorithm 1.
+    """
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(first_drop(ranking.throughput(self.cost, load)))
+
+
+# Tokens behind the stop survive less than the first one left out. Without a decay, filling goes too far where the
+# curve is a noisy straight line; what it is exactly matters little (benchmarks/scheduler.py shows the throughput).
+FILL_DECAY = 0.7
+
+
+@dataclass(frozen=True)
+class PrefixScheduler(CostPolicy):
+    """Algorithm 1 on the lower convex hull of the step time, then the hardware's bucket filled up by rank.
+
+    On the hull the early stop finds the maximum. The measured time at the stop may lie far above the hull: then
+    admission goes on towards the next vertex, where the measured curve touches the hull again, as far as it pays if
+    the tokens there survive like the first one left out, less a fixed decay. Both decisions read nothing behind that
+    one, which makes them causal.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+
+    DSpark Algorithm 1, with a causal repair for jagged curves.
+    """
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        count, all_tokens = ranking.num_candidates, int(max_lengths.sum())
+        # The window ends where the tokens end that could be sent: where those end that can survive is not causal.
+        window = self.cost.curve.window(load.base_tokens, load.base_tokens + all_tokens)
+        fixed, kept = self.cost.request_seconds(load), ranking.kept_tokens(load)
+        stop = first_drop(kept / (window.hull[: count + 1] + fixed))
+        if stop < count:
+            bucket_end = window.next_vertex(stop)
+            left_out = float(ranking.survivals[stop])
+            predicted = kept[stop] + np.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
+            stop += int((predicted / (window.measured[stop : bucket_end + 1] + fixed)).argmax())
+        return ranking.lengths(stop)
+
+
+@dataclass(frozen=True)
+class GlobalScheduler(CostPolicy):
+    """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
+
+    Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
+
+    DSpark Section 5.2 and Appendix A.
+    """
+
+    accept_bias: bool = False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return not confidence_reads_tokens
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(int(ranking.throughput(self.cost, load).argmax()))
+
+
+@dataclass(frozen=True)
+class EliminationScheduler(CostPolicy):
+    """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
+
+    Whether x_k stays depends on confidences behind it: lossless only when the head reads h_k alone. A baseline.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
+
+    AdaSpec Algorithm 2.
+    """
+
+    accept_bias: bool = False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return not confidence_reads_tokens
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        backwards = ranking.throughput(self.cost, load)[::-1]
+        return ranking.lengths(ranking.num_candidates - first_drop(backwards))
+
+
+@dataclass(frozen=True)
+class LaggedScheduler(CostPolicy):
+    """Capacity by unconstrained search over the confidences of an older round, filled with this round's best tokens.
+
+    The capacity knows nothing of this round's tokens, so the search may be global. Until there is an old enough
+    round, [`PrefixScheduler`] decides.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        lag (`int`): Age of the confidences in rounds, at least 1.
+
+    DSpark Section 5.2.
+    """
+
+    lag: int = 2
+    _history: deque = field(default_factory=deque, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.lag < 1:
+            raise ValueError(f"lag must be at least 1 round, got {self.lag}: this round's confidences are not causal")
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        if len(self._history) < self.lag:
+            return PrefixScheduler(self.cost).plan_verify(confidence, max_lengths, load)
+        old = self._history[0]
+        then = dataclasses.replace(load, request_ids=range(old.num_requests))
+        searched = int(old.throughput(self.cost, then).argmax())
+        capacity = round(searched * load.num_requests / old.num_requests)  # requests may have come or gone
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(min(capacity, ranking.num_candidates))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.confidence is None:
+            return
+        if len(self._history) == self.lag:
+            self._history.popleft()
+        full = torch.full((outcome.confidence.shape[0],), outcome.confidence.shape[1], device="cpu")
+        self._history.append(Ranking.of(outcome.confidence, full))
+
+
+LOOK_AGAIN_AFTER = 16
+# What a slot of an unknown request is expected to be worth, how many rounds that expectation counts for, and after how
+# many rounds older ones fade.
+PRIOR_ACCEPTANCE, PRIOR_ROUNDS, RECENT_ROUNDS = 0.8, 3, 10
+
+
+@dataclass
+class Patience:
+    """Rounds in a row that taught nothing, being skipped or cut short: after some it is time to look again.
+
+    Attributes:
+        rounds (`int`): How many.
+        looking (`bool`): Whether the present round is drafted, and not cut short, only to look again.
+    """
+
+    rounds: int = 0
+    looking: bool = False
+
+    def look_again(self) -> bool:
+        """Count a round, and tell whether it is time."""
+        self.looking = self.rounds >= LOOK_AGAIN_AFTER
+        self.rounds = 0 if self.looking else self.rounds + 1
+        return self.looking
+
+    def reset(self) -> None:
+        """Note a round that taught something."""
+        self.rounds = 0
+
+
+@dataclass(frozen=True)
+class PolicyOverPolicy(Policy):
+    """Leaves part of the decision to another policy, and is as causal as that one."""
+
+    policy: Policy
+    cost: StepCost
+
+    @property
+    def accept_bias(self) -> bool:
+        return self.policy.accept_bias
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return self.policy.is_causal(confidence_reads_tokens)
+
+    def fresh(self) -> "PolicyOverPolicy":
+        return dataclasses.replace(self, policy=self.policy.fresh())
+
+
+SLO_MODES = ("step", "expected", "running")
+_limits_warned_of: set[tuple[float, str]] = set()
+
+
+@dataclass(frozen=True)
+class SLOLimit(PolicyOverPolicy):
+    """Keep the time per output token (TPOT) of every request under a limit, whatever another policy would verify.
+
+    The limit becomes a cap on the verified tokens before anything is drafted, so a causal policy stays causal. When
+    even a round that verifies one draft token breaks it, the round is not drafted; when a plain step does, too, the
+    limit cannot be met: that is warned of once. The seconds of the coming round are those that `cost` predicts.
+
+    Args:
+        policy ([`Policy`]): Decides under the cap.
+        cost ([`StepCost`]): What a round costs on this machine.
+        tpot_seconds (`float`): The limit, seconds per token.
+        mode (`str`): What has to stay under it. `step`: every round, as if each request got one token of it; the
+            strictest, it forgoes drafting where a step alone is too slow although drafting would make up for it.
+            `expected`: the round over the tokens that whole blocks lately brought a request; now and then a round is
+            not capped, to learn that. `running`: each request's time so far over its tokens so far, this round and
+            one token of it included; time saved earlier may be spent. Requests that a plain step cannot bring back
+            under the limit do not hold up the others; when all are behind, nothing is capped: they catch up fastest at
+            the best throughput.
+
+    Raises:
+        ValueError: If the limit is not positive, or the mode unknown.
+
+    AdaSpec Algorithm 3.
+    """
+
+    tpot_seconds: float
+    mode: str = "step"
+    _spent: dict[int, tuple[float, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
+    _lately: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tpot_seconds) and self.tpot_seconds > 0):
+            raise ValueError(f"tpot_seconds must be a positive number, got {self.tpot_seconds}")
+        if self.mode not in SLO_MODES:
+            raise ValueError(f"mode must be one of {SLO_MODES}, got {self.mode!r}")
+
+    @property
+    def requires_confidence(self) -> bool:
+        return self.policy.requires_confidence
+
+    def allowed_seconds(self, load: Load) -> float:
+        """Return how long the coming round may take."""
+        if self.mode == "step":
+            return self.tpot_seconds
+        if self.mode == "expected":
+            return self.tpot_seconds * self._lately.get("tokens", math.inf)
+        spent = (self._spent.get(request, (0.0, 0)) for request in load.request_ids)
+        budgets = [self.tpot_seconds * (tokens + 1) - seconds for seconds, tokens in spent]
+        return min((budget for budget in budgets if budget >= self.cost.plain_seconds(load)), default=math.inf)
+
+    def plan_draft(self, load: Load) -> bool:
+        _forget(self._spent, load)
+        allowed = self.allowed_seconds(load)
+        if allowed == math.inf and self.mode == "running":
+            self._warn_if_out_of_reach(load, "Decoding for throughput.")
+        fits = float(self.cost.round_seconds(load, 1)[1]) <= allowed  # drafting is of no use for less than one token
+        looking = self.mode == "expected" and self._patience.look_again()
+        if fits or looking:
+            return self.policy.plan_draft(load)
+        self._warn_if_out_of_reach(load, "Decoding without drafting.")
+        return False
+
+    def _warn_if_out_of_reach(self, load: Load, consequence: str) -> None:
+        limit = (self.tpot_seconds, self.mode)
+        if self.cost.plain_seconds(load) > self.tpot_seconds and limit not in _limits_warned_of:
+            _limits_warned_of.add(limit)
+            warnings.warn(
+                f"the limit of {self.tpot_seconds:g} s per token cannot be met (mode {self.mode!r}): a step of "
+                f"{load.base_tokens} tokens without drafting takes {self.cost.plain_seconds(load):.3g} s. "
+                f"{consequence}",
+                stacklevel=4,
+            )
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        lengths = self.policy.plan_verify(confidence, max_lengths, load)
+        all_tokens = int(max_lengths.sum())
+        # Up to the first B that is too slow: a larger B that is fast enough again could only be used by looking at
+        # what comes behind the slow ones.
+        allowed = math.inf if self._patience.looking else self.allowed_seconds(load)
+        fitting = self.cost.round_seconds(load, all_tokens) <= allowed
+        capacity = max(0, int(fitting.cumprod().sum()) - 1)
+        if capacity >= all_tokens:
+            self._patience.reset()
+            return lengths
+        # What the policy chose among what the cap leaves: as causal as the policy. Asking how much it chose in all,
+        # to give its tokens more of the cap, would not be.
+        score = torch.ones(len(lengths), int(max_lengths.max()), device="cpu") if confidence is None else confidence
+        return torch.minimum(lengths, Ranking.of(score, max_lengths).lengths(capacity))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.policy.observe(outcome)
+        tokens = outcome.num_accepted + 1
+        for request, new in zip(outcome.request_ids, tokens.tolist(), strict=True):
+            seconds, before = self._spent.get(request, (0.0, 0))
+            self._spent[request] = (seconds + outcome.seconds, before + new)
+        if outcome.drafted and self._patience.rounds == 0:  # a round cut short does not tell what a block brings
+            self._lately["tokens"] = _smoothed(self._lately.get("tokens"), float(tokens.double().mean()))
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """How far the blocks of one request survive, by its rounds so far.
+
+    Attributes:
+        survival (`np.ndarray` of shape `[γ]`): Mean of a_k. Of the products themselves: good slots come together, and
+            a product of means would promise too little.
+        rounds (`int`): How many it rests on, beside the prior.
+    """
+
+    survival: np.ndarray
+    rounds: int = 0
+
+    def after(self, survival: np.ndarray) -> "Prospect":
+        """Return what is expected after one more round: its mean with all others, the older ones fading."""
+        weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
+        return Prospect((1 - weight) * self.survival + weight * survival, self.rounds + 1)
+
+    @classmethod
+    def unknown(cls, block_size: int) -> "Prospect":
+        """Return what is expected of a request before its first round."""
+        return cls(np.cumprod(np.full(block_size, PRIOR_ACCEPTANCE)))
+
+
+@dataclass(frozen=True)
+class AdaptiveDrafting(PolicyOverPolicy):
+    """Draft only when it is predicted to pay; another policy decides how much of a drafted block is verified.
+
+    Predicts the survivals of each request's coming block by the mean of its past ones, and drafts if the best
+    throughput with drafting beats that of a plain step, or if the round before, drafted, would have: good blocks come
+    in runs. A request starts with the benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no
+    confidences, so now and then one is drafted to look again.
+
+    Args:
+        policy ([`Policy`]): Decides how much to verify.
+        cost ([`StepCost`]): What a round costs on this machine.
+
+    AdaSpec Section 5.1 for a one-pass drafter; the difficulty-aware skip that DSpark Section 7 leaves open.
+    """
+
+    _prospects: dict[int, Prospect] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # Survivals of the round before; empty if that was skipped.
+    _latest: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
+
+    @property
+    def requires_confidence(self) -> bool:
+        return True
+
+    def plan_draft(self, load: Load) -> bool:
+        _forget(self._prospects, load)
+        _forget(self._latest, load)
+        expected = [prospect.survival for prospect in self._prospects.values()]
+        if not expected or self._pays(load, expected) or self._pays(load, list(self._latest.values())):
+            self._patience.reset()
+            return self.policy.plan_draft(load)
+        return self._patience.look_again() and self.policy.plan_draft(load)
+
+    def _pays(self, load: Load, known: list[np.ndarray]) -> bool:
+        if not known:
+            return False
+        # Requests that are new are expected to be like the others. All verify the same length, as in AdaSpec: a lower
+        # bound of what a scheduler gets out of the same tokens.
+        survivals = np.mean(known, axis=0) * load.num_requests
+        kept = load.base_tokens + np.concatenate([[0.0], np.cumsum(survivals)])
+        seconds = self.cost.round_seconds(load, load.num_requests * len(survivals))[:: load.num_requests]
+        return float((kept / seconds).max()) > load.base_tokens / self.cost.plain_seconds(load)
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return self.policy.plan_verify(confidence, max_lengths, load)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.policy.observe(outcome)
+        self._latest.clear()
+        if outcome.confidence is None:
+            return
+        for request, alive in zip(outcome.request_ids, survival(outcome.confidence).numpy(), strict=True):
+            before = self._prospects.get(request, Prospect.unknown(len(alive)))
+            self._prospects[request] = before.after(alive)
+            self._latest[request] = alive
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All draft tokens of a round in the order of admission.
+
+    Descending survival, ties by position, then by request: a tie rule that looked at later slots would not be causal.
+
+    Args:
+        survivals (`np.ndarray` of shape `[n]`): a_{r,j}, descending; only positive ones.
+        slots (`np.ndarray` of shape `[n]`): Where each lies: (j - 1) * R + r.
+        num_requests (`int`): R.
+    """
+
+    survivals: np.ndarray
+    slots: np.ndarray
+    num_requests: int
+
+    @classmethod
+    def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
+        """Rank the tokens of some rows.
+
+        Args:
+            confidence (`torch.FloatTensor` of shape `[R, γ]`): c_k.
+            max_lengths (`torch.LongTensor` of shape `[R]`): Tokens that may be sent in each row.
+        """
+        alive = survival(_checked(confidence).float()).cpu().numpy()
+        alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
+        if len(alive) == 1:
+            count = int(np.count_nonzero(alive))
+            return cls(alive[0, :count], np.arange(count), 1)
+        # One integer per token, survival above slot: the bits of non-negative floats sort like the floats, and slots
+        # count down so that position-major order breaks ties. Integers sort several times faster than floats do
+        # stably.
+        last = alive.size - 1
+        keys = alive.T.ravel().view(np.int32).astype(np.int64) << 32
+        keys |= np.arange(last, -1, -1)
+        keys.sort()
+        keys = keys[::-1]
+        survivals = (keys >> 32).astype(np.int32).view(np.float32)
+        count = int(np.count_nonzero(survivals))
+        return cls(survivals[:count], last - (keys[:count] & 0xFFFFFFFF), len(alive))
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens that could be admitted, n."""
+        return len(self.survivals)
+
+    def kept_tokens(self, load: Load) -> np.ndarray:
+        """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
+        kept = np.empty(self.num_candidates + 1)
+        kept[0] = load.base_tokens
+        np.cumsum(self.survivals, dtype=float, out=kept[1:])
+        kept[1:] += load.base_tokens
+        return kept
+
+    def throughput(self, cost: StepCost, load: Load) -> np.ndarray:
+        """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
+        return self.kept_tokens(load) / cost.round_seconds(load, self.num_candidates)
+
+    def lengths(self, count: int) -> torch.Tensor:
+        """Return the verification lengths that admit the first `count` candidates, `[R]`."""
+        requests = self.slots[:count] % self.num_requests
+        return torch.from_numpy(np.bincount(requests, minlength=self.num_requests))
+
+
+def survival(confidence: torch.Tensor) -> torch.Tensor:
+    """Return a_k, the probability that the first k draft tokens are all accepted, `[R, γ]`.
+
+    Never rises with k, also where a product is computed in parallel and rounds differently at each length.
+
+    DSpark Algorithm 1, line 2.
+    """
+    return confidence.cumprod(dim=-1).cummin(dim=-1).values
+
+
+def first_drop(throughput: np.ndarray) -> int:
+    """Return the index before the first one that does not exceed its predecessor: Algorithm 1's early stop."""
+    rises = throughput[1:] > throughput[:-1]
+    return len(rises) if rises.all() else int(rises.argmin())
+
+
+def _checked(confidence: torch.Tensor | None) -> torch.Tensor:
+    if confidence is None:
+        raise ValueError(
+            "this policy needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
+            "False). Use FullBlock, or leave assistant_confidence_threshold unset."
+        )
+    least, most = confidence.aminmax() if confidence.numel() else (0.0, 0.0)
+    if not (least >= 0.0 and most <= 1.0):  # NaN fails both
+        raise ValueError(f"confidences must lie in [0, 1], got {confidence.tolist()}")
+    return confidence
+
+
+def _forget(memory: dict[int, Any], load: Load) -> None:
+    """Drop what is remembered of requests that have left."""
+    for request in memory.keys() - set(load.request_ids):
+        del memory[request]
+
+
+def _smoothed(before, new, weight: float = 0.1):
+    """Return the exponential mean after a new value; the first value stands for itself."""
+    return new if before is None else (1 - weight) * before + weight * new

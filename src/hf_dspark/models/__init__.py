@@ -1,0 +1,1 @@
+"""What a draft is: configurations, backbone, heads, block attention, slot cache."""

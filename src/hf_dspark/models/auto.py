@@ -1,0 +1,72 @@
+"""Which kinds of drafts there are, loading one of whatever kind, and telling drafts from other things.
+
+Knows nothing of who loads it, or what for.
+"""
+
+import os
+from typing import Any
+
+from ..formats.files import HUB_ARGUMENTS, read_config
+from ..formats.tables import draft_model_type
+from .modeling_draft import DraftModel
+from .modeling_dspark import DSparkDraftModel
+from .modeling_eagle3 import Eagle3DraftModel
+
+DRAFTS: dict[str, type[DraftModel]] = {
+    model.config_class.model_type: model for model in (DSparkDraftModel, Eagle3DraftModel)
+}
+
+
+def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
+    """Load a draft of whatever kind, of any format that `from_pretrained` reads.
+
+    Args:
+        name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
+        kwargs: For [`DraftModel.from_pretrained`].
+
+    Raises:
+        ValueError: If there is another kind of model, or as there.
+    """
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    kind = draft_model_type(read_config(name_or_path, **hub))
+    if kind not in DRAFTS:
+        raise ValueError(
+            f"{name_or_path} holds a {kind!r} model, which is no draft: pass one of the kinds {sorted(DRAFTS)}"
+        )
+    return DRAFTS[kind].from_pretrained(name_or_path, **kwargs)
+
+
+def is_draft(model: Any) -> bool:
+    """Tell one of our drafts by its config, never by its class: remote-code classes live elsewhere."""
+    return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS
+
+
+def require_pair(target: Any, draft: Any) -> None:
+    """Refuse what are not a target and a draft, in this order.
+
+    Raises:
+        TypeError: It says which is not, and what it is.
+    """
+    if is_draft(target):
+        raise TypeError(f"the target comes first and its draft second, got the draft {type(target).__name__} first")
+    if not callable(getattr(target, "generate", None)):  # PEFT's wrappers are no PreTrainedModel, and can
+        raise _not_loaded("a target", target, "AutoModelForCausalLM")
+    require_draft(draft)
+
+
+def require_draft(draft: Any) -> None:
+    """Refuse what is no draft.
+
+    Raises:
+        TypeError: It says what it is.
+    """
+    if not is_draft(draft):
+        raise _not_loaded(" or ".join(f"a {kind.__name__}" for kind in DRAFTS.values()), draft, "DSparkDraftModel")
+
+
+def _not_loaded(wanted: str, given: Any, loader: str) -> TypeError:
+    if isinstance(given, (str, os.PathLike)):
+        return TypeError(
+            f"{wanted} is needed, got the name {os.fspath(given)!r}: load it, {loader}.from_pretrained(...)"
+        )
+    return TypeError(f"{wanted} is needed, got {type(given).__name__}")

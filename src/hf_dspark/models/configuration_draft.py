@@ -1,0 +1,423 @@
+"""What the configurations of all drafts have in common, and the one place that knows how target layers are numbered.
+
+Model facts only. Knows nothing of how a draft computes its hidden states, of losses, machines or policies.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from ..formats.files import HUB_ARGUMENTS, read_config, read_temperatures, shortened
+from ..formats.rope import ROPE_TYPES, full_attention_rope
+from ..formats.tables import config_from_format, recognise
+from ..maths.calibration import check_temperatures
+
+# What each type needs besides rope_theta.
+ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+# Sizes far above any model there is: no product of two of them overflows, and a config cannot ask for more.
+MAX_SIZES = {
+    "vocab_size": 2**24, "hidden_size": 2**17, "intermediate_size": 2**20, "num_hidden_layers": 512,
+    "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**13, "block_size": 256,
+    "num_target_layers": 2**12, "max_position_embeddings": 2**31, "markov_rank": 2**16,
+}  # fmt: skip
+MAX_TARGET_LAYER_IDS = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Keys of a config.json that say how weights are found, patched or quantised; for a draft, the loader alone decides.
+REFUSED_KEYS = (
+    "configuration_files", "fusion_config", "kernel_config", "quantization_config", "transformers_weights",
+)  # fmt: skip
+# Keys that transformers, or its earlier versions, may write, and that say nothing about a draft.
+IGNORED_KEYS = (
+    "attn_implementation", "experts_implementation", "id2label", "label2id", "name_or_path", "num_labels",
+    "output_attentions", "use_return_dict",
+)  # fmt: skip
+
+
+@strict
+class DraftConfig(PreTrainedConfig):
+    """Base of the configurations of all drafts.
+
+    A draft has no embedding and no LM head of its own: `vocab_size`, `hidden_size`, `embedding_scale`, `logit_scale`
+    and `final_logit_softcapping` describe the target's, which it borrows.
+
+    Args:
+        vocab_size (`int`): V of the target.
+        hidden_size (`int`): d, of draft and target alike.
+        intermediate_size (`int`): Width of the draft's MLPs.
+        num_hidden_layers (`int`): Layers of the draft.
+        num_attention_heads, num_key_value_heads, head_dim (`int`): Attention geometry; heads * head_dim may differ
+            from d.
+        hidden_act (`str`): Activation of the gated MLPs.
+        max_position_embeddings (`int`): Longest context, in tokens.
+        initializer_range (`float`): Standard deviation of initial weights.
+        rms_norm_eps (`float`): Epsilon of all norms.
+        rope_parameters (`dict`): Rotary parameters as in transformers, one set for all layers.
+        attention_bias, attention_output_bias, mlp_bias (`bool`): Biases of q/k/v, o and MLP projections.
+        attention_dropout (`float`): Dropout of attention weights in training.
+        embedding_scale (`float`): Factor on the embedding rows (Gemma: sqrt(d)).
+        logit_scale (`float`): Factor on the LM head's output (Cohere; 1 / logits_scaling of Granite).
+        final_logit_softcapping (`float`, *optional*): cap * tanh(logits / cap) on the LM head's output.
+        block_size (`int`): γ, the number of draft tokens.
+        num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
+        target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
+            layer i. The last layer must not be tapped, because transformers reports it after the final norm.
+        draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated law is then the draft
+            law, so the output stays exact. On CPUs where that is faster, a rough int8 copy of a large LM head names
+            the candidates, which then get the head's own logits.
+        target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
+
+    Raises:
+        ValueError: For each inconsistent value, naming it.
+    """
+
+    # What a draft has unless its own configuration says otherwise.
+    markov_rank: ClassVar[int] = 0
+    enable_confidence_head: ClassVar[bool] = False
+    confidence_head_with_markov: ClassVar[bool] = False
+    sts_temperatures: ClassVar[dict[str, list[float]] | None] = None
+    embedding_norm: ClassVar[bool] = True
+    # Whether a block takes one pass per token; if so, each context slot reads the committed token behind it, too.
+    is_autoregressive: ClassVar[bool] = False
+
+    vocab_size: int = 151936
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float | int = 0.0
+    embedding_scale: float | int = 1.0
+    logit_scale: float | int = 1.0
+    final_logit_softcapping: float | None = None
+    block_size: int = 7
+    num_target_layers: int | None = 36
+    target_layer_ids: list[int] | None = None
+    draft_top_k: int | None = None
+    target_model_type: str | None = None
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
+        if self.target_layer_ids is None:
+            self._require(self.num_target_layers is not None, "num_target_layers", "be known to choose tapped layers")
+            self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
+        super().__post_init__(**kwargs)
+        self._check_values()
+
+    def _require(self, condition: bool, name: str, need: str) -> None:
+        if not condition:
+            raise ValueError(f"{type(self).__name__}.{name} must {need}, got {shortened(getattr(self, name))}")
+
+    def _check_values(self) -> None:
+        for name, largest in MAX_SIZES.items():
+            smallest = 0 if name == "markov_rank" else 1
+            if getattr(self, name) is not None or name != "num_target_layers":
+                self._require(smallest <= getattr(self, name) <= largest, name, f"lie in [{smallest}, {largest}]")
+        self._check_numbers()
+        self._require(self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)")
+        self._require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads", f"divide num_attention_heads={self.num_attention_heads}",
+        )  # fmt: skip
+        ids = self.target_layer_ids
+        last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
+        self._require(len(ids) >= 1 and len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty")
+        self._require(len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}")
+        self._require(
+            all(-1 <= i < last for i in ids),
+            "target_layer_ids", f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final "
+            f"norm",
+        )  # fmt: skip
+        if self.draft_top_k is not None:
+            self._require(1 <= self.draft_top_k <= self.vocab_size, "draft_top_k", f"lie in [1, {self.vocab_size}]")
+        self._require(self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows")
+        self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}")
+        self._check_rope()
+
+    def _check_numbers(self) -> None:
+        """Require that what enters the computation is finite in float32, and of a sign that makes sense."""
+        largest = torch.finfo(torch.float32).max
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is float:
+                self._require(abs(value) <= largest, field.name, "be finite in float32")  # NaN compares false
+        for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
+            self._require(getattr(self, name) is None or getattr(self, name) > 0, name, "be positive")
+        self._require(self.initializer_range >= 0, "initializer_range", "not be negative")
+        self._require(0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)")
+
+    def _check_rope(self) -> None:
+        rope_type = self.rope_parameters.get("rope_type", "default")
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(
+                f"{type(self).__name__}.rope_parameters: rope_type must be one of {ROPE_TYPES}, got "
+                f"{shortened(rope_type)}. Types whose frequencies change with the length would invalidate the draft's "
+                "cached keys."
+            )
+        numbers = {name: value for name, value in self.rope_parameters.items() if _is_number(value)}
+        for name in ("rope_theta", *ROPE_NUMBERS.get(rope_type, ())):
+            self._require(name in numbers, "rope_parameters", f"have a number {name} for the type {rope_type}")
+        self._require(
+            all(0 < value <= torch.finfo(torch.float32).max for value in numbers.values()),
+            "rope_parameters", "have positive numbers, finite in float32",
+        )  # fmt: skip
+        self._require(
+            len(numbers) == sum(not isinstance(value, (str, bool)) for value in self.rope_parameters.values()),
+            "rope_parameters", "have numbers, names and flags for values",
+        )  # fmt: skip
+        self._require(numbers["rope_theta"] > 1, "rope_parameters", "have a rope_theta above 1")
+        factor = numbers.get("partial_rotary_factor", 1.0)
+        self._require(
+            2 <= self.head_dim * factor <= self.head_dim,
+            "rope_parameters", f"turn between 2 and all of the {self.head_dim} entries of a head",
+        )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block, γ unless one of them predicts nothing."""
+        return self.block_size
+
+    def temperatures_for(self, domain: str | None, do_sample: bool) -> list[float] | None:
+        """Return the temperatures of a domain, else of the sampling regime, else the default; `None` if uncalibrated.
+
+        A domain's entry for one regime, such as `math/greedy`, comes before its common one.
+
+        Raises:
+            ValueError: If a domain is asked for that has no temperatures, or they are not γ positive numbers.
+        """
+        known = self.sts_temperatures or {}
+        regime = "sampled" if do_sample else "greedy"
+        wanted = [regime, "default"] if domain is None else [f"{domain}/{regime}", domain]
+        for name in wanted:
+            if name in known:
+                check_temperatures(known[name], self.block_size)
+                return known[name]
+        if domain is None:
+            return None
+        raise ValueError(
+            f"the draft has no temperatures for the domain {domain!r}, only for {sorted(known)}: calibrate it there, "
+            "or set draft.domain to one of these or to None"
+        )
+
+    @classmethod
+    def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DraftConfig":
+        """Return the configuration of an untrained draft for a target.
+
+        Args:
+            target_config (`PreTrainedConfig`): The target's configuration; its text part is used.
+            overrides: Any field of the configuration.
+
+        Returns:
+            [`DraftConfig`]: Of this class, with five evenly spaced tapped layers without the last, attention geometry,
+            rotary parameters, embedding scale and logit transforms of the target.
+
+        Raises:
+            ValueError: If the target is an encoder-decoder.
+        """
+        require_decoder_only(target_config)
+        text = target_config.get_text_config(decoder=True)
+        num_heads = text.num_attention_heads
+        facts = {
+            "vocab_size": text.vocab_size,
+            "hidden_size": text.hidden_size,
+            "intermediate_size": _first_int(getattr(text, "intermediate_size", None)) or 4 * text.hidden_size,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or num_heads,
+            "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+            "hidden_act": _gated_activation(text),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
+            "initializer_range": getattr(text, "initializer_range", 0.02),
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rope_parameters": full_attention_rope(getattr(text, "rope_parameters", None)),
+            "embedding_scale": embedding_scale(text),
+            "logit_scale": _logit_scale(text),
+            "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+            "num_target_layers": text.num_hidden_layers,
+            "target_model_type": text.model_type,
+            "pad_token_id": text.pad_token_id,
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+        }
+        return cls(**(facts | overrides))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """Read a checkpoint's `config.json`. Nothing that it names is followed or run.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `PathLike`): A folder, a JSON file, or a repository on the Hub.
+            kwargs: As in transformers; fields of the configuration override what is read.
+
+        Raises:
+            ValueError: If it is no sound configuration of such a draft; names file and field.
+        """
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except ValueError as error:
+            message, name = shortened(error, quote=False, size=1200), str(pretrained_model_name_or_path)
+            raise ValueError(message if name in message else f"{name}: {message}") from None
+        except _MISREADINGS as error:
+            raise ValueError(f"{pretrained_model_name_or_path} has no sound config.json: {_reason(error)}") from None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build a configuration from what a `config.json` holds; unlike the constructor, distrusts it.
+
+        Args:
+            config_dict, kwargs: As in transformers.
+
+        Raises:
+            ValueError: If a key would reach beyond the model's own facts, or a value is unsound.
+        """
+        known = {key: value for key, value in config_dict.items() if key not in IGNORED_KEYS and key[:1] != "_"}
+        fields = {field.name for field in dataclasses.fields(cls)}
+        for key, value in known.items():
+            if key in REFUSED_KEYS or (key not in fields and key not in _OTHER_KEYS and hasattr(cls, key)):
+                raise ValueError(
+                    f"config.json has the key {key!r}, which is no fact about a draft: delete it if you trust the rest"
+                )
+            if key in ("dtype", "torch_dtype") and isinstance(value, str) and f"torch.{value}" not in map(str, DTYPES):
+                raise ValueError(f"{cls.__name__}.{key} must be one of {DTYPES}, got {shortened(value)}")
+            # Before anything is built that is as long as it says.
+            if type(value) is int and value > MAX_SIZES.get(key, value):
+                raise ValueError(f"{cls.__name__}.{key} must be at most {MAX_SIZES[key]}, got {value}")
+        try:
+            return super().from_dict(known, **kwargs)
+        except _MISREADINGS as error:
+            raise ValueError(f"{cls.__name__}: {_reason(error)}") from None
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
+        """Read our own `config.json`, or one of another project's formats; see [`config_from_format`]."""
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        config_dict = read_config(pretrained_model_name_or_path, **hub)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _LOADER_ARGUMENTS}
+        foreign = recognise(config_dict)
+        kind = config_dict.get("model_type", cls.model_type) if foreign is None else foreign.model_type
+        if kind != cls.model_type:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds a {config_dict.get('model_type')!r} model (architectures "
+                f"{config_dict.get('architectures')}), which is no {cls._kind()} draft: pass a checkpoint whose "
+                f"model_type is {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge wrote"
+            )
+        if foreign is not None:
+            layout = kwargs.get("sample_from_anchor")
+            config_dict = config_from_format(config_dict, foreign, sample_from_anchor=layout)
+            temperatures = read_temperatures(pretrained_model_name_or_path, **hub)
+            if temperatures is not None:
+                config_dict["sts_temperatures"] = temperatures
+        return config_dict, kwargs
+
+    @classmethod
+    def _kind(cls) -> str:
+        return cls.__name__.removesuffix("Config")
+
+
+# What code that expects sound values raises on others.
+_MISREADINGS = (StrictDataclassError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError)
+# Keys that are properties of the base class and are turned into fields by it.
+_OTHER_KEYS = ("model_type", "torch_dtype", "rope_scaling")
+# Passed on by transformers' loaders; they say nothing about a configuration.
+_LOADER_ARGUMENTS = ("trust_remote_code", "_from_pipeline", "_from_auto", "gguf_file")
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a value, in one line."""
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    return shortened(" ".join(str(error).split()), quote=False, size=400)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def require_decoder_only(target_config: PreTrainedConfig) -> None:
+    """Raise a `ValueError` if the target is an encoder-decoder."""
+    if getattr(target_config, "is_encoder_decoder", False):
+        raise ValueError(
+            "the target of a draft must be a decoder-only causal LM, got the encoder-decoder "
+            f"{target_config.model_type!r}"
+        )
+
+
+def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:
+    """Return evenly spaced tapped layers: from the second to the third-last one, in shallow targets all but the last.
+
+    Args:
+        num_target_layers (`int`): Layers of the target.
+        count (`int`): Layers to tap at most.
+    """
+    if num_target_layers == 1:
+        return [-1]  # the only layer is the last one
+    first, last = (1, num_target_layers - 3) if num_target_layers >= 8 else (0, num_target_layers - 2)
+    count = min(count, last - first + 1)
+    if count == 1:
+        return [first]
+    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+def select_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
+    """Concatenate the tapped layers of a full `hidden_states` tuple.
+
+    The only place that knows the offset: `hidden_states[0]` is the embedding output (id -1), `hidden_states[i + 1]`
+    the raw output of layer i.
+
+    Args:
+        hidden_states (`tuple` of `torch.Tensor` of shape `[B, S, d]`): As transformers returns it.
+        target_layer_ids (`list[int]`): The m tapped layers.
+
+    Returns:
+        `torch.Tensor` of shape `[B, S, m*d]`.
+
+    DSpark Eq. 2, inside the brackets.
+    """
+    return torch.cat([hidden_states[i + 1] for i in target_layer_ids], dim=-1)
+
+
+def _first_int(value: int | list[int] | None) -> int | None:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+def _gated_activation(text: PreTrainedConfig) -> str:
+    return getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu"
+
+
+def embedding_scale(text: PreTrainedConfig) -> float:
+    """Return the factor that a target puts on its embedding rows."""
+    if text.model_type.startswith("gemma"):
+        return float(text.hidden_size) ** 0.5
+    return float(getattr(text, "embedding_multiplier", None) or 1.0)
+
+
+def _logit_scale(text: PreTrainedConfig) -> float:
+    if (scaling := getattr(text, "logits_scaling", None)) is not None:
+        # Granite divides by it, HyperCLOVA X multiplies.
+        return float(scaling) if text.model_type.startswith("hyperclovax") else 1.0 / float(scaling)
+    return float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0)

@@ -1,0 +1,143 @@
+"""The configuration of a DSpark draft: model facts only.
+
+Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
+"""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from ..maths.calibration import check_temperatures
+from .configuration_draft import DraftConfig, require_decoder_only
+
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+# What makes a draft DFlash.
+WITHOUT_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+
+
+@strict
+class DSparkConfig(DraftConfig):
+    """Configuration of a [`DSparkDraftModel`].
+
+    Args:
+        attention_scaling (`float`, *optional*): Factor on the scores; `None` is head_dim ** -0.5, Gemma 4 has 1.0.
+        layer_types (`list[str]`, *optional*): `full_attention` or `sliding_attention` per layer.
+        sliding_window (`int`, *optional*): Tokens a sliding layer sees: 0 <= query - key < window.
+        qk_norm (`bool`): RMS norm on queries and keys per head (Qwen3, Gemma 3 and 4).
+        value_norm (`bool`): Scale-free RMS norm on values (Gemma 4).
+        attention_k_eq_v (`bool`): Values are the key projection; there is no v_proj (Gemma 4).
+        sandwich_norms (`bool`): Norms after attention and around the MLP (Gemma).
+        layer_scalar (`bool`): A learnt factor on each layer's output (Gemma 4).
+        mask_token_id (`int`): Token that fills the block behind the anchor.
+        markov_rank (`int`): r of the Markov head, whose bias is added after the soft-capping; 0 for none, which is
+            DFlash.
+        markov_head_type (`str`): `vanilla`, `gated` or `rnn`.
+        enable_confidence_head (`bool`): Whether there is a confidence head.
+        confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
+        sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
+            per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
+        sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token behind its
+            own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
+            other one the token in its own place. Always written, because serving engines guess when it is missing.
+        sliding_from_anchor (`bool`): The window of sliding layers ends at the anchor: all slots see the same last
+            `sliding_window` tokens of the context, and their block (speculators).
+        causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
+        draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
+            and never proposes any other token; `None` for the target's whole vocabulary.
+        embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
+            (Muse Glimmer); drafts of other projects read the bare table.
+        kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
+            three quarters are those with the best base logits, one quarter those that the Markov head favours most
+            behind the previous token.
+
+    Raises:
+        ValueError: For each inconsistent value, naming it.
+
+    DSpark Section 3.1.
+    """
+
+    model_type = "dspark"
+
+    num_hidden_layers: int = 5
+    attention_scaling: float | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    qk_norm: bool = True
+    value_norm: bool = False
+    attention_k_eq_v: bool = False
+    sandwich_norms: bool = False
+    layer_scalar: bool = False
+    mask_token_id: int | None = None
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    sts_temperatures: dict[str, list[float]] | None = None
+    sample_from_anchor: bool = True
+    sliding_from_anchor: bool = False
+    causal_sliding: bool = False
+    draft_vocab_size: int | None = None
+    embedding_norm: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.mask_token_id is None:
+            self.mask_token_id = self.vocab_size - 1
+        super().__post_init__(**kwargs)
+
+    def _check_values(self) -> None:
+        super()._check_values()
+        self._require(
+            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
+            "layer_types", f"name one of {LAYER_TYPES} for each of the {self.num_hidden_layers} layers",
+        )  # fmt: skip
+        if "sliding_attention" in self.layer_types:
+            self._require(
+                self.sliding_window is not None
+                and (self.sliding_window >= self.num_slots or self.sliding_from_anchor and self.sliding_window >= 1),
+                "sliding_window", f"be at least the {self.num_slots} slots of a block when a layer is sliding",
+            )  # fmt: skip
+        self._require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
+        self._require(self.markov_rank >= 0, "markov_rank", "be 0 (no Markov head) or positive")
+        self._require(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}")
+        if self.markov_rank == 0 and self.enable_confidence_head:
+            self._require(
+                not self.confidence_head_with_markov,
+                "confidence_head_with_markov", "be False when markov_rank is 0: there is no Markov embedding to read",
+            )  # fmt: skip
+        if self.sts_temperatures is not None:
+            self._require(self.enable_confidence_head, "sts_temperatures", "be None without a confidence head")
+            self._require("default" in self.sts_temperatures, "sts_temperatures", "have a 'default' entry")
+            for name, temperatures in self.sts_temperatures.items():
+                try:
+                    check_temperatures(temperatures, self.block_size)
+                except ValueError as error:
+                    raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
+        if self.draft_vocab_size is not None:
+            self._require(
+                1 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
+            )
+            if self.draft_top_k is not None:
+                self._require(
+                    self.draft_top_k <= self.draft_vocab_size,
+                    "draft_top_k", f"be at most draft_vocab_size={self.draft_vocab_size}",
+                )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block: γ, and in the fill-in layout the anchor's."""
+        return self.block_size + (not self.sample_from_anchor)
+
+    @classmethod
+    def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":
+        """Return the configuration of an untrained draft, as [`DraftConfig.from_target`] does.
+
+        Args:
+            target_config, overrides: As there. The layer count goes by the target's depth, and is at most 5.
+        """
+        require_decoder_only(target_config)
+        depth = target_config.get_text_config(decoder=True).num_hidden_layers
+        return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))

@@ -1,0 +1,26 @@
+"""The configuration of an Eagle3 draft: model facts only.
+
+Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
+"""
+
+from typing import ClassVar
+
+from huggingface_hub.dataclasses import strict
+
+from .configuration_draft import DraftConfig
+
+
+@strict
+class Eagle3Config(DraftConfig):
+    """Configuration of an [`Eagle3DraftModel`].
+
+    Args:
+        block_size (`int`): γ, the number of draft tokens, one pass each; DeepSpec calls it `ttt_length`.
+        kwargs: As for [`DraftConfig`]. Queries and keys have an RMS norm per head, as in Qwen3.
+
+    Raises:
+        ValueError: For each inconsistent value, naming it.
+    """
+
+    model_type = "dspark_eagle3"
+    is_autoregressive: ClassVar[bool] = True

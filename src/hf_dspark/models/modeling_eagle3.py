@@ -1,0 +1,325 @@
+"""The Eagle3 draft model, the autoregressive baseline: one light pass per draft token, fed with its own last output.
+
+Slot i reads what is known of position i and the token behind it, and predicts the token after that. In context slots
+what is known are the target's features; in a block it is the draft's own output of the slot before. Knows nothing of
+`generate()`, policies or losses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..cpu.few_rows import FewRowsLinear
+from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
+from .block_attention import BlockLayout
+from .configuration_eagle3 import Eagle3Config
+from .modeling_draft import DraftModel
+from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
+from .range_attention import KeyRanges, append_own
+from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SlotPass:
+    """One cached causal pass over new slots of each request, packed.
+
+    Args:
+        cache ([`SlotCache`]): Gets their keys and values.
+        layout ([`SlotLayout`]): The new slots of each request.
+        queries ([`SlotLayout`]): Those of them that attend.
+        device (`torch.device`): The draft's.
+    """
+
+    cache: SlotCache
+    layout: SlotLayout
+    queries: SlotLayout
+    device: torch.device
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: tuple[torch.Tensor, ...],
+        scaling: float,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Write keys and values `[1, kv_heads, T, size]` of a layer, and attend from `[1, heads, Q, size]`."""
+        key, value = self.cache.update(key, value, layer_idx)
+        mask = self._mask(query.shape[1] // key.shape[1], query.dtype)
+        attended = grouped_attention(self.queries.to_rows(query), key, value, mask, scaling)
+        return self.queries.to_packed(attended).transpose(1, 2)
+
+    def _mask(self, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if all(start == self.layout.end - 1 for start in self.queries.starts):
+            return None  # the last slot sees all
+        slots = torch.arange(self.layout.end, device=self.device)
+        visible = slots <= self.queries.row_positions(self.device)[:, None, :, None]
+        return fold_mask(visible, group, dtype)
+
+
+class Eagle3Attention(nn.Module):
+    """Causal attention whose rows are a hidden state and a token embedding side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.scaling = config.head_dim**-0.5
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = FewRowsLinear(2 * config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = FewRowsLinear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, states: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None, *context: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what some rows of `[B, T, 2d]` read, `[B, Q, d]`, and the keys and values of all rows."""
+        key = rotate(self.k_norm(self._heads(self.k_proj(states))), *rotary)
+        value = self._heads(self.v_proj(states))
+        states, rotary = take_rows(states, rows), tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
+        query = rotate(self.q_norm(self._heads(self.q_proj(states))), *rotary)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        attended = attend(query, key, value, context, self.scaling, dropout)
+        return self.o_proj(attended.transpose(1, 2).flatten(2)), key, value
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+
+class Eagle3Layer(GradientCheckpointingLayer):
+    """One decoder layer over hidden states; each layer reads the token embeddings anew."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = DSparkMLP(config)
+        self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embeds: torch.Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+        *context: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run slots through the layer.
+
+        Args:
+            hidden, embeds (`torch.Tensor` of shape `[B, T, d]`): What is known of each position, and the embedded
+                token behind it.
+            rotary (`tuple`): Cosines and sines of the slots' positions.
+            attend (`Callable`): Attends from queries to whatever they see.
+            rows (`torch.LongTensor` of shape `[B, Q]`, *optional*): The slots whose output is needed.
+            context (`torch.Tensor`): Keys and values of earlier passes, for `attend`.
+
+        Returns:
+            The output of those slots `[B, Q, d]`, and the keys and values of all, `[B, kv_heads, T, size]`.
+        """
+        states = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
+        attended, key, value = self.self_attn(states, rotary, attend, rows, *context)
+        hidden = take_rows(hidden, rows) + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
+
+
+def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Return rows `[B, Q]` of `[B, T, size]`; all of them without `rows`."""
+    return states if rows is None else states.gather(1, rows[:, :, None].expand(-1, -1, states.shape[-1]))
+
+
+class Eagle3DraftModel(DraftModel):
+    """An Eagle3 draft: γ passes of one layer, each behind the token drawn from the last one.
+
+    Train it with soft cross-entropy, as the reference does. There, a slot goes by the masks of the two tokens before
+    its label, which leaves out the first two tokens of each supervised stretch and takes in the one behind it; here it
+    goes by the mask of its label.
+    """
+
+    config_class = Eagle3Config
+    config: Eagle3Config
+    _supports_sdpa = True
+    _no_split_modules = ["Eagle3Layer"]
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        self.fc = FewRowsLinear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(Eagle3Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = DSparkRotaryEmbedding(config)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DSparkRMSNorm):
+            nn.init.ones_(module.weight)
+
+    @torch.no_grad()
+    def draft_block(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        sampler: Sampler,
+        num_features: Sequence[int] | None = None,
+        committed_ids: torch.Tensor | None = None,
+    ) -> DraftBlock:
+        """Draft one block per request: a pass over the new context, then γ-1 passes of one token each.
+
+        Args:
+            anchor_ids, features, cache, sampler, num_features, committed_ids: As in [`DraftModel.draft_block`].
+
+        Returns:
+            [`DraftBlock`]
+
+        Raises:
+            ValueError: If `committed_ids` are missing.
+        """
+        hidden, ends = self._read_context(anchor_ids, features, cache, num_features, committed_ids)
+        tokens = anchor_ids.new_empty(len(anchor_ids), self.config.block_size, device=self.device)
+        laws = []
+        for slot in range(self.config.block_size):
+            if slot > 0:
+                layout = SlotLayout(tuple(end + slot - 1 for end in ends), (1,) * len(ends))
+                hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
+            scores, candidate_ids = self._scores(self.norm(hidden))
+            tokens[:, slot], law = sampler(scores.float(), candidate_ids, tokens[:, :slot])
+            laws.append(law)
+        return DraftBlock(tokens, None if laws[0] is None else TokenLaw.stack(laws), None)
+
+    def _scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logits of all tokens and `None`, or those of candidates, `[B, n]`, and their ids."""
+        count, rough_logits = self.config.draft_top_k, self.rough_logits(hidden)
+        if count is None:
+            return self.base_logits(hidden), None
+        if rough_logits is None:
+            return largest(self.base_logits(hidden), count)
+        candidate_ids = largest(rough_logits, count)[1]
+        return self.candidate_logits(hidden, candidate_ids), candidate_ids
+
+    @torch.no_grad()
+    def read_block(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        num_features: Sequence[int] | None = None,
+        committed_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read the new context, and return the output of each request's last slot, which predicts x_1.
+
+        Args:
+            anchor_ids, features, cache, num_features, committed_ids: As in [`~Eagle3DraftModel.draft_block`].
+
+        Returns:
+            `torch.Tensor` of shape `[B, d]`: Before the final norm.
+
+        Raises:
+            ValueError: If `committed_ids` are missing.
+        """
+        return self._read_context(anchor_ids, features, cache, num_features, committed_ids)[0]
+
+    def _read_context(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        num_features: Sequence[int] | None,
+        committed_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the output of each request's last slot, `[B, d]`, and the slots behind them."""
+        if committed_ids is None:
+            raise ValueError(
+                "an Eagle3 draft reads each context token together with the one behind it: pass committed_ids, the "
+                "committed token behind each token of features"
+            )
+        if num_features is None:
+            num_features = (features.shape[1],) * len(anchor_ids)
+        features = features.reshape(-1, features.shape[-1])
+        if 0 in num_features:  # its last round failed: it reads a slot without features, which is not kept
+            parts = zip(
+                anchor_ids.split(1), features.split(list(num_features)), committed_ids.split(list(num_features)),
+                strict=True,
+            )  # fmt: skip
+            filled = [(f, ids) if len(f) else (f.new_zeros(1, f.shape[1]), anchor) for anchor, f, ids in parts]
+            features, committed_ids = (torch.cat(column) for column in zip(*filled, strict=True))
+        counts = tuple(max(1, count) for count in num_features)
+        layout = SlotLayout(tuple(cache.lengths[: len(counts)]), counts)
+        hidden = self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
+        for row, count in enumerate(num_features):
+            cache.lengths[row] += count
+        return hidden, [start + count for start, count in zip(layout.starts, counts, strict=True)]
+
+    def _read_slots(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, cache: SlotCache, layout: SlotLayout
+    ) -> torch.Tensor:
+        """Run packed slots `[1, T, d]` and the tokens behind them `[T]`; return each request's last one, `[B, d]`."""
+        embeds = self.embed(token_ids)[None]
+        rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
+        ends = [first + count for first, count in zip(layout.first_tokens, layout.counts, strict=True)]
+        last = torch.tensor(ends, device=self.device)[None] - 1
+        last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
+        inner = SlotPass(cache, layout, layout, self.device)
+        outer = SlotPass(cache, layout, SlotLayout(last_slots, (1,) * layout.num_rows), self.device)
+        with cache.writing(layout):
+            for index, layer in enumerate(self.layers[:-1]):
+                hidden, _, _ = layer(hidden, embeds, rotary, partial(inner.attend, index))
+            hidden, _, _ = self.layers[-1](hidden, embeds, rotary, partial(outer.attend, len(self.layers) - 1), last)
+        return hidden[0]
+
+    def block_hidden(
+        self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the normed outputs of γ steps at the slot before each anchor, along the labels.
+
+        The first step runs over all positions; each later one runs at those slots alone, and sees the first step's
+        keys up to there and its own slot's keys of the steps between.
+
+        Args:
+            input_ids, features, layout, labels: As in [`DraftModel.block_hidden`].
+
+        Returns:
+            `torch.Tensor` of shape `[B, N, γ, d]`: Finite, but void, for dummies and for anchors that no token of
+            their document precedes.
+        """
+        served = layout.anchor_mask & (layout.anchor_positions > layout.starts)
+        slots = (layout.anchor_positions - 1).clamp_min(0)
+        # Dummies see the first slot: rows that see nothing would be NaN.
+        ranges = KeyRanges(torch.where(served, layout.starts, 0), torch.where(served, layout.anchor_positions, 1))
+        index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        whole = KeyRanges(index - layout.position_ids, index + 1)
+        hidden = self.fc(features.to(self.fc.weight))
+        embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
+        rotary = self.rotary(layout.position_ids, embeds.dtype)
+        contexts: list[tuple[torch.Tensor, ...]] = []
+        for layer in self.layers[:-1]:
+            hidden, *context = layer(hidden, embeds, rotary, whole.attend)
+            contexts.append(tuple(context))
+        hidden, *context = self.layers[-1](hidden, embeds, rotary, ranges.attend, slots)
+        contexts.append(tuple(context))
+        outputs = [hidden]
+        positions = layout.position_ids.gather(1, slots)
+        for step in range(1, self.config.block_size):
+            embeds = self.embed(labels[:, :, step - 1])
+            rotary = self.rotary(positions + step, embeds.dtype)
+            for index, layer in enumerate(self.layers):
+                context = contexts[index]
+                hidden, key, value = layer(hidden, embeds, rotary, ranges.attend, None, *context)
+                contexts[index] = (*context[:2], *append_own(context[2:], key, value))
+            outputs.append(hidden)
+        return self.norm(torch.stack(outputs, dim=2))

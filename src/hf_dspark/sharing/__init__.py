@@ -1,0 +1,1 @@
+"""Hub repository, model card, conversion between formats."""

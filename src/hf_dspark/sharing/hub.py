@@ -1,0 +1,298 @@
+"""Sharing a draft: its repository, as a folder or on the Hub.
+
+A repository holds the weights without the target's embedding and head, the config with its temperatures, a model card
+made of result files, these files, and the code that lets transformers alone decode with the draft. There is no
+`generation_config.json`: a draft generates nothing by itself, and how to sample belongs to the target. Knows nothing
+of other projects' formats.
+"""
+
+import itertools
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from ..evaluation.results import describe_draft, describe_target, read_results, write_result
+from ..files import replace_text
+from ..models.auto import DRAFTS, load_draft
+from ..models.modeling_draft import DraftModel
+from .model_card import model_card
+
+CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
+RESULTS_FOLDER = "results"
+CARD_FILE = "README.md"
+# All that is published; a training's folder has more in it, pickled arguments among others.
+REPOSITORY_FILES = (
+    CARD_FILE, "config.json", "model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json",
+    f"{CODE_FOLDER}/*.py", f"{CODE_FOLDER}/LICENSE", f"{RESULTS_FOLDER}/*.json",
+)  # fmt: skip
+# What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
+STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
+
+
+def push_draft(
+    draft: DraftModel | str | Path,
+    repo_id: str,
+    results: Iterable[str | Path] = (),
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    max_shard_size: int | str = "5GB",
+    **card: Any,
+) -> str:
+    """Publish a draft on the Hub; what its repository held before is replaced in one commit.
+
+    Args:
+        draft ([`DraftModel`], `str` or `Path`): The draft, or the folder or repository to load it from.
+        repo_id (`str`): The repository, `user/name`; made if it does not exist.
+        results (`Iterable`): Result files, or folders of them, that the model card is made of; published, too.
+        private (`bool`, *optional*): Of a repository that is made now.
+        token (`str` or `bool`, *optional*): Of the user; the one that `hf auth login` has saved unless given.
+        revision (`str`, *optional*): Branch to commit to.
+        create_pr (`bool`): Open a pull request instead.
+        commit_message, commit_description (`str`, *optional*): Of the commit.
+        max_shard_size (`int` or `str`): Bytes of a weight file at most, such as `"500MB"`.
+        card: For [`~model_card.model_card`].
+
+    Returns:
+        `str`: URL of the commit.
+
+    Raises:
+        ValueError: If a result file is none, or belongs to another draft or target; nothing was uploaded.
+        OSError: If the upload failed.
+    """
+    draft = _loaded(draft)
+    with tempfile.TemporaryDirectory() as folder:
+        save_repository(draft, folder, results, max_shard_size=max_shard_size, **{"repo_id": repo_id} | card)
+        return upload_repository(
+            folder, repo_id, private=private, token=token, revision=revision, create_pr=create_pr,
+            commit_message=commit_message, commit_description=commit_description,
+        )  # fmt: skip
+
+
+def save_repository(
+    draft: DraftModel | str | Path,
+    folder: str | Path,
+    results: Iterable[str | Path] = (),
+    *,
+    max_shard_size: int | str = "5GB",
+    **card: Any,
+) -> Path:
+    """Write everything that [`push_draft`] publishes into a folder.
+
+    Args:
+        draft, results, max_shard_size, card: As there.
+        folder (`str` or `Path`): Where to; other files in it stay.
+
+    Returns:
+        `Path`: The folder.
+
+    Raises:
+        ValueError: As there; nothing was written.
+    """
+    draft, folder, files = _loaded(draft), Path(folder), result_files(results)
+    readme = str(model_card(draft, files, **card))
+    draft.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_remote_code(folder)
+    _copy_results(files, folder / RESULTS_FOLDER)
+    replace_text(folder / CARD_FILE, readme)
+    return folder
+
+
+def write_card(
+    draft: DraftModel | str | Path, results: Iterable[str | Path] = (), output: str | Path | None = None, **card: Any
+) -> Path:
+    """Write the model card of a draft.
+
+    Args:
+        draft ([`DraftModel`], `str` or `Path`): The draft, or the folder it is in.
+        results (`Iterable`): Result files, or folders of them; without any, the card says that nothing was measured.
+        output (`str` or `Path`, *optional*): The file to write; `README.md` in the draft's folder unless given.
+        card: For [`~model_card.model_card`].
+
+    Returns:
+        `Path`: The file.
+
+    Raises:
+        ValueError: If there is nowhere to write to, a result file is none, or it belongs to another draft or target;
+            nothing was written.
+    """
+    if output is None:
+        if isinstance(draft, DraftModel) or not Path(draft).is_dir():
+            raise ValueError("a draft that is in no folder here needs a file for its card: pass output")
+        output = Path(draft) / CARD_FILE
+    text = str(model_card(_loaded(draft), result_files(results), **card))
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    replace_text(Path(output), text)
+    return Path(output)
+
+
+def write_remote_code(folder: str | Path) -> list[Path]:
+    """Make a draft's folder work with `trust_remote_code=True` where this package is not installed.
+
+    Copies the modules that decoding needs into `custom_generate/`, and names them in `config.json`.
+
+    Args:
+        folder (`str` or `Path`): A folder that `draft.save_pretrained` has written.
+
+    Returns:
+        `list[Path]`: The files of code, the same bytes for the same version of this package.
+
+    Raises:
+        ValueError: If there is no draft in the folder.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    code = folder / CODE_FOLDER
+    code.mkdir(exist_ok=True)
+    for stale in code.glob("*.py"):
+        stale.unlink()
+    root = Path(__file__).with_name("remote_generate.py")
+    sources = {"generate.py": root} | {Path(file).name: Path(file) for file in get_relative_import_files(root)}
+    for name, source in sources.items():
+        (code / name).write_bytes(source.read_bytes())
+    (code / "LICENSE").write_text(_license(), encoding="utf-8")
+    model = DRAFTS[config["model_type"]]
+    module = f"{CODE_FOLDER}/generate"
+    config["auto_map"] = {
+        "AutoConfig": f"{module}.{model.config_class.__name__}",
+        "AutoModel": f"{module}.{model.__name__}",
+    }
+    replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return [code / name for name in sorted(sources)]
+
+
+def _license() -> str:
+    try:
+        return distribution("hf_dspark").read_text("licenses/LICENSE")
+    except PackageNotFoundError:  # run from its sources
+        return (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return what the config of one of our drafts says."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model_type = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder} holds no draft ({error!r}): pass a folder that draft.save_pretrained wrote"
+        ) from error
+    if model_type not in DRAFTS:
+        raise ValueError(
+            f"{folder} holds a {model_type!r} model, a draft is one of {sorted(DRAFTS)}: convert it with "
+            "hf_dspark.convert_checkpoint"
+        )
+    return config
+
+
+def write_training_card(
+    draft: DraftModel,
+    target: Any,
+    folder: str | Path,
+    training: dict[str, Any],
+    **card: Any,
+) -> None:
+    """Write the result file, the model card and the code of a draft that was just trained, next to its weights.
+
+    Args:
+        draft ([`DraftModel`]): What was trained.
+        target (`PreTrainedModel`, *optional*): For which target; unknown if its states came from disk.
+        folder (`str` or `Path`): Where the trainer has saved the draft.
+        training: `arguments`, `num_rows`, `steps` and `metrics` of the run.
+        card: For [`~model_card.model_card`].
+    """
+    results = Path(folder) / RESULTS_FOLDER
+    described = {} if target is None else describe_target(target)
+    written = write_result(results / "training.json", "training", described, describe_draft(draft), **training)
+    _set_aside_outdated(results, written["draft"]["weights"])
+    write_remote_code(folder)
+    write_card(draft, [results], Path(folder) / CARD_FILE, **card)
+
+
+def _set_aside_outdated(results: Path, weights: str) -> None:
+    """Rename result files that were measured with other weights, so that no card shows and no push publishes them."""
+    for path in sorted(results.glob("*.json")):
+        (result,) = read_results([path])
+        if result["draft"].get("weights") != weights:
+            endings = itertools.chain([""], itertools.count(2))
+            names = (path.with_suffix(f".json.outdated{ending}") for ending in endings)
+            outdated = next(name for name in names if not name.exists())
+            path.replace(outdated)
+            warnings.warn(
+                f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
+                stacklevel=3,
+            )
+
+
+def upload_repository(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+) -> str:
+    """Upload what [`save_repository`] wrote, in one commit that also removes what it replaces.
+
+    Args:
+        folder (`str` or `Path`): The folder; files that do not belong to a draft's repository stay here.
+        repo_id, private, token, revision, create_pr, commit_message, commit_description: As for [`push_draft`].
+
+    Returns:
+        `str`: URL of the commit.
+
+    Raises:
+        OSError: If the upload failed; the repository is as it was, or new and empty.
+    """
+    api = HfApi(token=token)
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=os.fspath(folder), revision=revision, create_pr=create_pr,
+            allow_patterns=list(REPOSITORY_FILES), delete_patterns=list(STALE_FILES),
+            commit_message=commit_message or "Upload draft", commit_description=commit_description,
+        )  # fmt: skip
+    except Exception as error:  # of the server, the network or the disk; their classes have no common base
+        raise OSError(
+            f"the draft could not be uploaded to {repo_id}, whose files are as they were: {error}. Check the name, "
+            "the network, and that the token may write (`hf auth login`), and push again."
+        ) from error
+    return commit.pr_url or commit.commit_url
+
+
+def _loaded(draft: DraftModel | str | Path) -> DraftModel:
+    """Return the draft of a folder or repository, in the dtype it was saved in; a draft is returned as it is."""
+    return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
+
+
+def result_files(results: Iterable[str | Path]) -> list[Path]:
+    """Return the files behind paths of files and folders."""
+    paths = [Path(path) for path in results]
+    return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+
+
+def _copy_results(files: list[Path], folder: Path) -> None:
+    """Copy result files under names of their own."""
+    contents = {file: file.read_bytes() for file in files}
+    for file, content in contents.items():
+        folder.mkdir(exist_ok=True)
+        same_name = [other for other in files if other.name == file.name]
+        name = file.name if len(same_name) == 1 else f"{file.stem}_{same_name.index(file) + 1}.json"
+        (folder / name).write_bytes(content)

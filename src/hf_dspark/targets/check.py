@@ -1,0 +1,89 @@
+"""A self-check for targets nobody has tried: packed rows in a slot cache against each row alone.
+
+Knows nothing of drafts or `generate()`.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cpu.copies import packed_weights_of
+from ..cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from ..models.modeling_draft import input_device
+from ..models.slot_cache import SlotCache, SlotLayout
+from .int8_outliers import has_outliers, outliers_of_each
+from .slot_attention import attending_by_slots, packed_pass, require_no_state, why_not_by_slots
+
+# Largest difference of logits, as a part of the largest logit.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+HALF_PRECISION_TOLERANCE = 0.05
+LONGEST_WINDOW = 1024
+
+
+@torch.no_grad()
+def check_target(target: PreTrainedModel, seed: int = 0) -> float:
+    """Compare what a target says to rows of different lengths decoded together with what it says to each alone.
+
+    Three passes, as in decoding: prompts, blocks of different lengths, and other blocks after a rollback. Windows up
+    to 1024 tokens are crossed. Takes seconds; run it once for an architecture that is new to you.
+
+    Args:
+        target (`PreTrainedModel`): The causal LM.
+        seed (`int`): Of the token ids.
+
+    Returns:
+        The largest difference of two logits, as a part of the largest logit.
+
+    Raises:
+        ValueError: If the target keeps a recurrent state or cannot attend to a slot cache, or the difference is more
+            than rounding.
+    """
+    require_no_state(target)
+    reason = why_not_by_slots(target)
+    if reason is not None:
+        raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")
+    text = target.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None) or 0
+    longest = 16 + (window if window <= LONGEST_WINDOW else 0)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (longest, 10, longest // 2)
+    device = input_device(target.get_input_embeddings())
+    rows = [torch.randint(0, text.vocab_size, (n,), generator=generator).to(device) for n in lengths]
+    with outliers_of_each(()) if has_outliers(target) else nullcontext():
+        worst, largest = _worst_difference(target, rows)
+    difference = worst / largest
+    tolerance = TOLERANCES.get(target.dtype, HALF_PRECISION_TOLERANCE)
+    if not difference <= tolerance:  # NaN fails, too
+        raise ValueError(
+            f"{type(target).__name__} decodes packed rows differently from single ones: logits differ by "
+            f"{difference:.2%} of the largest one, rounding explains {tolerance:.2%}. Set "
+            "draft.use_transformers_loop = True, and please report the architecture."
+        )
+    return difference
+
+
+def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tuple[float, float]:
+    """Return the largest difference between logits of packed rows and of each row alone, and the largest logit."""
+    alone = [target(row[None], use_cache=False).logits[0] for row in rows]
+    cache, worst = SlotCache(len(rows)), 0.0
+    prompts = [length - 7 for length in map(len, rows)]
+    rolled_back = [prompts[0] + 1, *prompts[1:]]
+    few_rows, copies = multiplying_few_rows(large_linears(target)), using_copies(packed_weights_of(target))
+    with attending_by_slots(target), few_rows, copies:
+        for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
+            layout = SlotLayout(tuple(starts), tuple(counts))
+            spans = list(zip(rows, starts, counts, strict=True))
+            packed = torch.cat([row[start : start + count] for row, start, count in spans])
+            with packed_pass(cache, layout):
+                logits = target(
+                    packed[None],
+                    position_ids=layout.position_ids(rows[0].device),
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits[0]
+            expected = [
+                whole[start : start + count] for whole, start, count in zip(alone, starts, counts, strict=True)
+            ]
+            worst = max(worst, float((logits - torch.cat(expected)).abs().max()))
+    return worst, float(max(whole.abs().max() for whole in alone))

@@ -1,0 +1,222 @@
+"""Makes a target attend to a [`SlotCache`]: its layers get packed tokens, its attention rows.
+
+Registered as an attention implementation of transformers. The masks are the target's own mask functions (causal,
+sliding, chunked), asked about slots and positions instead of columns. Knows nothing of drafts.
+"""
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from ..models.slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+
+# transformers keeps one function per name, and there is a copy of this module for each draft that brings its own code.
+NAME = f"hf_dspark_slots_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The forward pass that is running, and the masks its layers share."""
+
+    layout: SlotLayout
+    # By id; the masks themselves are kept, lest an id be given to another one.
+    folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def fold(self, mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Fold each mask once per pass."""
+        if mask is None:
+            return None
+        if (id(mask), group) not in self.folded:
+            self.folded[id(mask), group] = (mask, fold_mask(mask, group, dtype))
+        return self.folded[id(mask), group][1]
+
+
+_running: ContextVar[_Pass] = ContextVar("hf_dspark_pass")
+
+
+def slot_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from packed tokens to their rows' slots; the signature is that of transformers' attention functions.
+
+    Args:
+        query (`torch.Tensor` of shape `[1, heads, T, size]`): Packed.
+        key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): As a [`SlotCache`] returns them.
+        attention_mask (`torch.BoolTensor` of shape `[R or 1, 1, width, slots]`, *optional*): From [`slot_mask`];
+            `None` means causal from the first slot on.
+        softcap (`float`, *optional*): Scores are squashed into ±softcap (Gemma 2).
+        s_aux (`torch.Tensor` of shape `[heads]`, *optional*): Attention sinks (GPT-OSS).
+
+    Returns:
+        `torch.Tensor` of shape `[1, T, heads, size]`, and no weights.
+    """
+    if position_bias is not None:
+        raise ValueError("position biases are not supported by hf_dspark's decoding loop")
+    running = _running_pass()
+    layout = running.layout
+    rows = layout.to_rows(query)
+    causal = attention_mask is None and layout.width > 1
+    if softcap is None and s_aux is None:
+        mask = running.fold(attention_mask, query.shape[1] // key.shape[1], query.dtype)
+        attended = grouped_attention(rows, key, value, mask, scaling, is_causal=causal)
+    else:
+        if causal:
+            attention_mask = torch.ones(layout.width, key.shape[2], dtype=torch.bool, device=key.device).tril()
+            attention_mask = attention_mask[None, None]
+        attended = _attention_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
+    return layout.to_packed(attended), None
+
+
+def _attention_with_extras(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What no fused kernel offers: scores squashed, or one more column that takes weight and gives nothing."""
+    num_rows, heads, width, size = query.shape
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [R, key_heads, group, width, size]
+    scores = grouped @ key[:, :, None].transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.view(1, key.shape[1], -1, 1, 1).expand(num_rows, -1, -1, width, 1)
+        scores = torch.cat([scores, column.to(scores)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(value.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return (weights @ value[:, :, None]).flatten(1, 2)
+
+
+def slot_mask(
+    *args: Any, mask_function: Callable = causal_mask_function, device: torch.device | str = "cpu", **kwargs: Any
+) -> torch.Tensor | None:
+    """Return what the target's mask function says about positions and slots, `[R, 1, width, slots]`.
+
+    `None` where plain causality from the first slot on says it all: then no mask has to be built or read.
+    """
+    layout = _running_pass().layout
+    if mask_function is causal_mask_function:
+        starts_empty = not any(layout.starts) and layout.width > 1
+        sees_all = layout.width == 1 and layout.num_rows == 1
+        if starts_empty or sees_all:
+            return None
+    positions = layout.row_positions(torch.device(device))[:, None, :, None]
+    slots = torch.arange(layout.end, device=device)[None, None, None]
+    # Row 0: only padding would tell rows apart, and there is none.
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    return mask_function(zero, zero, positions, slots).expand(layout.num_rows, 1, layout.width, layout.end)
+
+
+AttentionInterface.register(NAME, slot_attention)
+AttentionMaskInterface.register(NAME, slot_mask)
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """The configs that decide how a target attends, and who may change them."""
+
+    configs: tuple[PreTrainedConfig, ...]
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+_making_switches = threading.Lock()
+_switches: "weakref.WeakKeyDictionary[PreTrainedModel, _Switch]" = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
+    """Switch a target's attention to slots while entered; other threads that want the same wait."""
+    with _making_switches:
+        if target not in _switches:
+            configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+            _switches[target] = _Switch(tuple(configs.values()))
+        switch = _switches[target]
+    with switch.lock:
+        before = [config._attn_implementation for config in switch.configs]
+        for config in switch.configs:
+            config._attn_implementation = NAME
+        try:
+            yield
+        finally:
+            for config, implementation in zip(switch.configs, before, strict=True):
+                config._attn_implementation = implementation
+
+
+def _running_pass() -> _Pass:
+    running = _running.get(None)
+    if running is None:
+        raise RuntimeError(
+            "this target is decoding with a DSpark draft in another thread: call it when that is done, or give each "
+            "thread a model of its own"
+        )
+    return running
+
+
+@contextmanager
+def packed_pass(cache: SlotCache, layout: SlotLayout) -> Iterator[None]:
+    """Announce one packed forward pass to the cache and the attention."""
+    token = _running.set(_Pass(layout))
+    try:
+        with cache.writing(layout):
+            yield
+    finally:
+        _running.reset(token)
+
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
+
+
+def why_not_by_slots(target: PreTrainedModel) -> str | None:
+    """Return why a target cannot attend to a slot cache; `None` if it can."""
+    text = target.config.get_text_config(decoder=True)
+    name = type(target).__name__
+    others = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
+    if not getattr(target, "_supports_attention_backend", False):
+        return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
+    if others:
+        return f"{name} has layers that are not attention ({', '.join(others)})"
+    return None
+
+
+def require_no_state(target: PreTrainedModel) -> None:
+    """Raise a `ValueError` for recurrent and hybrid targets.
+
+    Keys behind a rejected token are forgotten by a mask. A state that has read it cannot go back, which is why
+    transformers' own assisted generation refuses such targets, too.
+    """
+    if getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{type(target).__name__} keeps a recurrent state, which cannot go back to before a rejected token: "
+            "decode it without a draft"
+        )
+
+
+def rope_parameters(target: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the rotary parameters of a target: one set, or one per layer type."""
+    found = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [found, *(value for value in found.values() if isinstance(value, dict))]

@@ -1,0 +1,1 @@
+"""`DSparkTrainer`: anchored blocks, target states, metrics."""

@@ -1,0 +1,131 @@
+"""What training and evaluation report of their blocks, as sums that add up over batches and processes.
+
+Knows nothing of trainers or models.
+"""
+
+from typing import Any
+
+import torch
+
+from ..maths.calibration import NUM_BINS
+from ..maths.losses import DENOMINATOR_EPSILON, LossWeights
+from ..models.modeling_draft import DraftTrainingOutput
+
+# Confidences are compared by histogram: 1000 steps change the area under the curve by less than 1e-3.
+CONFIDENCE_STEPS = 1000
+TERMS = ("cross_entropy", "l1", "soft_cross_entropy", "confidence")
+
+
+class BlockMetrics:
+    """Sums over blocks since the last report.
+
+    Args:
+        block_size (`int`): γ.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all blocks."""
+        gamma, wide = self._block_size, torch.float64
+        self._sums = {
+            "losses": torch.zeros(1 + len(TERMS), dtype=wide),  # the weights, then the terms
+            "seen": torch.zeros(len(TERMS), dtype=wide),
+            "blocks": torch.zeros(2, dtype=wide),  # blocks, and tokens they are expected to have accepted
+            "reached": torch.zeros(gamma, dtype=wide),
+            "accepted": torch.zeros(gamma, dtype=wide),
+            "bins": torch.zeros(3, gamma, NUM_BINS, dtype=wide),  # count, predicted and expected survival
+            "histogram": torch.zeros(2, CONFIDENCE_STEPS, dtype=wide),  # accepted and rejected by confidence
+        }
+
+    @torch.no_grad()
+    def add(self, output: DraftTrainingOutput, supervised: torch.Tensor) -> None:
+        """Add the blocks of a batch.
+
+        Args:
+            output ([`DraftTrainingOutput`]): Of the draft.
+            supervised (`torch.BoolTensor` of shape `[B, N, γ]`): Slots that count.
+        """
+        # Stays on the device: nothing here waits for an accelerator.
+        device = supervised.device
+        wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
+        self._sums = sums = {name: value.to(device, wide) for name, value in self._sums.items()}
+        terms = [getattr(output, name) for name in TERMS]
+        nothing = torch.zeros_like(output.weight_sum)
+        sums["losses"] += torch.stack([output.weight_sum, *(nothing if term is None else term for term in terms)])
+        sums["seen"] += torch.tensor([float(term is not None) for term in terms], device=supervised.device)
+        supervised, acceptance = supervised.flatten(0, 1), output.acceptance.flatten(0, 1).to(sums["losses"].dtype)
+        survival = (acceptance * supervised).cumprod(dim=-1)
+        before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=-1) * supervised
+        sums["blocks"] += torch.stack([supervised[:, 0].sum().to(survival), survival.sum()])
+        sums["reached"] += before.sum(dim=0)
+        sums["accepted"] += survival.sum(dim=0)
+        if output.confidence_logits is not None:
+            self._add_confidence(output.confidence_logits.flatten(0, 1), supervised, acceptance, survival, before)
+
+    def _add_confidence(
+        self,
+        logits: torch.Tensor,
+        supervised: torch.Tensor,
+        acceptance: torch.Tensor,
+        survival: torch.Tensor,
+        before: torch.Tensor,
+    ) -> None:
+        confidence = logits.to(survival.dtype).nan_to_num().sigmoid()  # a loss that is no number is reported elsewhere
+        predicted = confidence.cumprod(dim=-1)
+        slots = torch.arange(self._block_size, device=logits.device).expand_as(predicted)
+        bins = slots * NUM_BINS + (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
+        values = torch.stack([torch.ones_like(predicted), predicted, survival])[:, supervised]
+        self._sums["bins"].flatten(1).index_add_(1, bins[supervised], values)
+        steps = (confidence * CONFIDENCE_STEPS).long().clamp_max(CONFIDENCE_STEPS - 1)
+        values = torch.stack([survival, before * (1.0 - acceptance)])[:, supervised]
+        self._sums["histogram"].index_add_(1, steps[supervised], values)
+
+    def reduced(self, accelerator: Any, weights: LossWeights) -> dict[str, float]:
+        """Return the means over all processes' blocks; empty when there is none.
+
+        Args:
+            accelerator (`accelerate.Accelerator`): Called by all processes alike.
+            weights ([`LossWeights`]): Of the losses.
+
+        Returns:
+            `dict` with `loss` and its terms, `tau` (expected tokens per round, bonus included), `acceptance_k` (of
+            slot k, where all before it were accepted), and with a confidence head `confidence_ece` (of the survival,
+            mean over the slots) and `confidence_auc`.
+        """
+        device = accelerator.device
+        sums = {name: accelerator.reduce(value.to(device), "sum").cpu() for name, value in self._sums.items()}
+        weight_sum, *terms = sums["losses"].tolist()
+        if weight_sum == 0:
+            return {}
+        means = {
+            name: term / (weight_sum + DENOMINATOR_EPSILON)
+            for name, term, seen in zip(TERMS, terms, sums["seen"].tolist(), strict=True)
+            if seen
+        }
+        values = {"loss": sum(getattr(weights, name) * mean for name, mean in means.items())}
+        values |= {"confidence_loss" if name == "confidence" else name: mean for name, mean in means.items()}
+        blocks, accepted = sums["blocks"].tolist()
+        values["tau"] = 1.0 + accepted / blocks
+        for slot, (reached, kept) in enumerate(
+            zip(sums["reached"].tolist(), sums["accepted"].tolist(), strict=True), start=1
+        ):
+            if reached > 0:
+                values[f"acceptance_{slot}"] = kept / reached
+        if "confidence" in means:
+            values |= self._confidence(sums["bins"], sums["histogram"])
+        return values
+
+    @staticmethod
+    def _confidence(bins: torch.Tensor, histogram: torch.Tensor) -> dict[str, float]:
+        count, predicted, survival = bins
+        used = count.sum(dim=-1) > 0
+        ece = (predicted - survival).abs().sum(dim=-1)[used] / count.sum(dim=-1)[used]
+        accepted, rejected = histogram
+        pairs = accepted.sum() * rejected.sum()
+        # Of pairs in the same step, half count as ranked rightly.
+        ranked = (accepted * (rejected.cumsum(0) - rejected / 2)).sum()
+        values = {"confidence_ece": ece.mean().item()}
+        return values if pairs == 0 else values | {"confidence_auc": (ranked / pairs).item()}

@@ -1,0 +1,398 @@
+"""From conversations to supervised tokens, under templates that help, hinder and mislead."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from hf_dspark.data.conversations import prepare_rows, tokenize_prompt_completion, tokenize_row
+
+WORDS = "<pad> <bos> <eos> <|im_start|> <|im_end|> ? what is up not much".split()
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_WITHOUT_END = MARKED.replace(
+    "{{ m.content }}<|im_end|>\n{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>\n"
+)
+# Like Qwen3's: the thinking of earlier turns is dropped.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HOSTILE = "{{ messages | length }} messages\n" + CHATML
+STRICT = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML
+
+
+def make_tokenizer(template: str | None = CHATML, **kwargs) -> PreTrainedTokenizerFast:
+    """Letters to ids, with the usual special tokens; white space is tokens, too."""
+    specials = WORDS[:5]
+    letters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocab = {token: index for index, token in enumerate([*specials, *letters, "\n\n"])}
+    inner = Tokenizer(models.BPE(vocab, merges=[("\n", "\n")]))
+    inner.decoder = decoders.Fuse()
+    options = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<|im_end|>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, extra_special_tokens=["<|im_start|>", "<eos>"], **(options | kwargs)
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def supervised(row: dict[str, list[int]], tokenizer) -> list[str]:
+    """Return the supervised stretches as text."""
+    assert len(row["input_ids"]) == len(row["loss_mask"]) and set(row["loss_mask"]) <= {0, 1}
+    texts, run = [], []
+    for token, mask in [*zip(row["input_ids"], row["loss_mask"], strict=True), (0, 0)]:
+        if mask:
+            run.append(token)
+        elif run:
+            texts.append(tokenizer.decode(run))
+            run = []
+    return texts
+
+
+TWO_TURNS = [message("user", "what is up"), message("assistant", "not much"), message("user", "is it?"),
+             message("assistant", "think so")]  # fmt: skip
+ENDED = ["not much<|im_end|>", "think so<|im_end|>"]
+
+
+# ---- templates
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, FORGETFUL, STRICT])
+def test_answers_and_their_ends_are_supervised_without_the_templates_white_space(template):
+    tokenizer = make_tokenizer(template)
+    row = tokenize_row({"messages": TWO_TURNS}, tokenizer)
+    assert supervised(row, tokenizer) == ENDED
+    assert row["input_ids"] == tokenizer.apply_chat_template(TWO_TURNS, return_dict=True)["input_ids"]
+
+
+def test_white_space_of_the_answer_itself_is_supervised():
+    tokenizer = make_tokenizer()
+    row = tokenize_row({"messages": [message("user", "what"), message("assistant", "  so \n ")]}, tokenizer)
+    assert supervised(row, tokenizer) == ["  so \n <|im_end|>"]
+
+
+def test_a_token_that_straddles_prompt_and_answer_is_left_out():
+    """The template's line break and the answer's merge into one token, which nobody writes like that."""
+    tokenizer = make_tokenizer()
+    row = tokenize_row({"messages": [message("user", "what"), message("assistant", "\nso")]}, tokenizer)
+    assert supervised(row, tokenizer) == ["so<|im_end|>"]
+
+
+def test_answers_that_the_template_renders_otherwise_later_are_context_only():
+    tokenizer = make_tokenizer(FORGETFUL)
+    thoughtful = [TWO_TURNS[0], message("assistant", "<think>hm</think>not much"), *TWO_TURNS[2:]]
+    row = tokenize_row({"messages": thoughtful}, tokenizer)
+    assert supervised(row, tokenizer) == ENDED[1:]
+    assert "hm" not in tokenizer.decode(row["input_ids"])
+    alone = tokenize_row({"messages": thoughtful[:2]}, tokenizer)
+    assert supervised(alone, tokenizer) == ["<think>hm</think>not much<|im_end|>"]
+
+
+def test_a_template_that_renders_everything_anew_is_refused_with_the_cure():
+    tokenizer = make_tokenizer(HOSTILE, name_or_path="hostile/model")
+    with pytest.raises(ValueError, match=r"(?s)hostile/model.*1 messages.*2 messages.*{% generation %}.*'prompt'"):
+        tokenize_row({"messages": TWO_TURNS[:2]}, tokenizer)
+
+
+def test_a_template_that_refuses_a_conversation_is_named():
+    messages = [message("tool", "2"), message("assistant", "so")]
+    with pytest.raises(ValueError, match="refuses this conversation: no tools here"):
+        tokenize_row({"messages": messages}, make_tokenizer(STRICT))
+
+
+def test_messages_without_a_chat_template_are_refused():
+    with pytest.raises(ValueError, match="no chat template.*tokenizer.chat_template"):
+        tokenize_row({"messages": TWO_TURNS}, make_tokenizer(None))
+
+
+def test_the_end_stays_unsupervised_where_a_template_has_none():
+    """Without an end-of-turn token nothing says that trailing white space is the template's."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+                               "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
+    assert supervised(tokenize_row({"messages": TWO_TURNS}, tokenizer), tokenizer) == ["not much\n", "think so\n"]
+
+
+def test_conversations_without_an_answer_supervise_nothing():
+    for messages in ([message("user", "what")], [message("assistant", "what is up")]):
+        assert sum(tokenize_row({"messages": messages}, make_tokenizer())["loss_mask"]) == 0
+
+
+def test_what_stands_behind_the_last_answer_is_dropped():
+    tokenizer = make_tokenizer()
+    row = tokenize_row({"messages": [*TWO_TURNS, message("user", "?")]}, tokenizer)
+    assert row == tokenize_row({"messages": TWO_TURNS}, tokenizer)
+
+
+def test_template_arguments_come_from_the_caller_and_from_the_row():
+    tokenizer = make_tokenizer()
+    messages = [message("user", "what"), message("assistant", "<think></think>so")]
+    thinking = tokenize_row({"messages": messages}, tokenizer)
+    assert supervised(thinking, tokenizer) == ["<think></think>so<|im_end|>"]
+    not_thinking = tokenize_row({"messages": messages}, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert supervised(not_thinking, tokenizer) == ["so<|im_end|>"]
+    row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": True, "other": None}}
+    assert tokenize_row(row, tokenizer, chat_template_kwargs={"enable_thinking": False}) == thinking
+
+
+def test_tools_reach_the_template_also_as_json():
+    tokenizer = make_tokenizer("{% if tools %}{{ tools[0].name }}\n{% endif %}" + CHATML)
+    for tools in ([{"name": "add", "none": None}], '[{"name": "add"}]'):
+        row = tokenize_row({"messages": TWO_TURNS, "tools": tools}, tokenizer)
+        assert tokenizer.decode(row["input_ids"]).startswith("add\n") and supervised(row, tokenizer) == ENDED
+
+
+def test_an_answer_that_was_cut_does_not_teach_to_end():
+    tokenizer = make_tokenizer()
+    row = tokenize_row({"messages": TWO_TURNS, "finished": False}, tokenizer)
+    assert supervised(row, tokenizer) == [ENDED[0], "think so"]
+    row = tokenize_row({"prompt": "what", "completion": "so", "finished": False}, tokenizer)
+    assert supervised(row, tokenizer) == ["so"]
+
+
+# ---- other forms
+
+
+@pytest.fixture
+def starting_tokenizer() -> PreTrainedTokenizerFast:
+    """Words to ids; sequences start with <bos>."""
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="?"
+    )
+
+
+def test_only_the_completion_and_its_end_are_supervised(starting_tokenizer):
+    ids = starting_tokenizer.convert_tokens_to_ids("<bos> what is up not much <eos>".split())
+    expected = {"input_ids": ids, "loss_mask": [0, 0, 0, 0, 1, 1, 1]}
+    assert tokenize_prompt_completion("what is up", "not much", starting_tokenizer) == expected
+    assert tokenize_prompt_completion("what is up", "not much <eos>", starting_tokenizer) == expected
+    assert tokenize_row({"prompt": "what is up", "completion": "not much"}, starting_tokenizer) == expected
+
+
+def test_rows_are_cut_to_the_length_asked_for(starting_tokenizer):
+    for answer in ({"completion": "not much"}, {"completion_ids": [1, 1]}):
+        read = tokenize_row({"prompt": "what is up"} | answer, starting_tokenizer, max_length=5)
+        assert len(read["input_ids"]) == 5 and read["loss_mask"] == [0, 0, 0, 0, 1]
+
+
+def test_completion_ids_are_taken_as_they_are(starting_tokenizer):
+    for prompt in ({"prompt": "what is"}, {"prompt_ids": [1, 6, 7], "prompt": "ignored", "text": "ignored"}):
+        row = tokenize_row(prompt | {"completion_ids": torch.tensor([7, 8])}, starting_tokenizer)
+        assert row == {"input_ids": [1, 6, 7, 7, 8], "loss_mask": [0, 0, 0, 1, 1]}
+
+
+def test_completion_ids_follow_the_rendered_messages_of_a_prompt():
+    tokenizer = make_tokenizer()
+    row = tokenize_row({"prompt": TWO_TURNS[:1], "completion_ids": [9, 4]}, tokenizer)
+    rendered = tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert row == {"input_ids": [*rendered, 9, 4], "loss_mask": [0] * len(rendered) + [1, 1]}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_answers_in_a_prompt_of_messages_are_context_only(template):
+    tokenizer = make_tokenizer(template)
+    row = tokenize_row({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, tokenizer)
+    assert supervised(row, tokenizer) == ENDED[1:]
+    assert row["input_ids"] == tokenize_row({"messages": TWO_TURNS}, tokenizer)["input_ids"]
+    with pytest.raises(ValueError, match="two strings or two lists of messages, got list and str"):
+        tokenize_row({"prompt": TWO_TURNS[:1], "completion": "not much"}, tokenizer)
+
+
+def test_texts_are_supervised_throughout(starting_tokenizer):
+    assert tokenize_row({"text": "what is up"}, starting_tokenizer)["loss_mask"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "completion_mask"])
+def test_tokenised_rows_pass_through(name):
+    row = {"input_ids": torch.tensor([3, 4, 5]), name: [False, True, True], "text": "ignored"}
+    assert tokenize_row(row, make_tokenizer()) == {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
+
+
+def test_two_masks_supervise_what_both_allow():
+    row = {"input_ids": [3, 4, 5], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
+    assert tokenize_row(row, make_tokenizer())["loss_mask"] == [0, 1, 0]
+
+
+def test_sharegpt_conversations_are_understood():
+    tokenizer = make_tokenizer()
+    names = {"user": "human", "assistant": "gpt"}
+    row = {"conversations": [{"from": names[each["role"]], "value": each["content"]} for each in TWO_TURNS]}
+    assert tokenize_row(row, tokenizer) == tokenize_row({"messages": TWO_TURNS}, tokenizer)
+
+
+def test_unknown_columns_are_named_with_those_that_are_understood():
+    with pytest.raises(ValueError, match=r"\['answer', 'input_ids'\] are not understood.*'messages'"):
+        tokenize_row({"input_ids": [1], "answer": "b", "messages": None}, make_tokenizer())
+
+
+@pytest.mark.parametrize("wrong", [{"role": "user"}, {"content": "a"}, "hello", {"role": "user", "content": None}])
+def test_malformed_messages_are_named_with_their_row(wrong):
+    rows = [{"messages": TWO_TURNS}, {"messages": [TWO_TURNS[0], wrong]}]
+    with pytest.raises(ValueError, match="row 1: message 1 must be a dict with 'role' and 'content', got"):
+        prepare_rows(rows, make_tokenizer(), 4, 200)
+
+
+# ---- data sets
+
+CHATS = [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[:1]}, {"messages": TWO_TURNS[:2]}]
+
+
+class Mapped(torch.utils.data.Dataset):
+    """As torch describes them: a length and items, and no end."""
+
+    def __len__(self):
+        return len(CHATS)
+
+    def __getitem__(self, index):
+        return CHATS[index % len(CHATS)]
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(CHATS)
+
+
+def table():
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_list([row | {"other": 1.5} for row in CHATS])
+
+
+DATASETS = {
+    "list": lambda: CHATS, "generator": lambda: (row for row in CHATS), "torch": Mapped, "torch stream": Streamed,
+    "table": table, "stream": lambda: table().to_iterable_dataset(),
+    "stream of unknown columns": lambda: table().to_iterable_dataset().map(lambda row: row),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DATASETS)
+def test_every_kind_of_dataset_gives_the_same_rows(kind):
+    tokenizer = make_tokenizer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepared = prepare_rows(DATASETS[kind](), tokenizer, 4, 200)
+    expected = [tokenize_row(CHATS[index], tokenizer) for index in (0, 2)]
+    assert list(prepared) == expected
+    assert list(prepared) == expected, "a second epoch"
+    told = [str(each.message) for each in caught if "left out" in str(each.message)]
+    if "stream" in kind:
+        assert not told
+    else:
+        assert len(told) == 1 and "1 of 3 rows are left out" in told[0] and "1 without a supervised token" in told[0]
+    if kind == "table":
+        assert prepared.column_names == ["input_ids", "loss_mask"]
+
+
+def test_tables_are_prepared_by_several_processes():
+    with pytest.warns(UserWarning, match="2 of 6 rows"):
+        prepared = prepare_rows(table().repeat(2), make_tokenizer(), 4, 200, num_proc=2)
+    assert len(prepared) == 4
+
+
+def test_tables_of_any_row_order_keep_their_types():
+    """A first batch without a single token must not decide the type of the column."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": TWO_TURNS[:1]}] * 1001 + [{"messages": TWO_TURNS}]
+    with pytest.warns(UserWarning, match="1001 of 1002"):
+        assert len(prepare_rows(datasets.Dataset.from_list(rows), make_tokenizer(), 4, 200)) == 1
+
+
+def test_streams_are_read_as_they_are_needed():
+    read = []
+
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            while True:
+                read.append(1)
+                yield CHATS[0]
+
+    rows = iter(prepare_rows(Endless(), make_tokenizer(), 4, 200))
+    next(rows)
+    assert len(read) <= 3
+
+
+def test_streams_check_each_row_as_it_comes():
+    class GoesWrong(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from [CHATS[0], {"input_ids": [1, 2], "loss_mask": [1]}]
+
+    rows = iter(prepare_rows(GoesWrong(), make_tokenizer(), 4, 200))
+    next(rows)
+    with pytest.raises(ValueError, match=r"row 1: input_ids \(2 tokens\) and loss_mask \(1\) differ in length"):
+        next(rows)
+
+
+def test_kept_rows_are_those_with_an_anchor():
+    masks = [[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]]
+    rows = [{"input_ids": [5, 6, 7, 8], "loss_mask": mask} for mask in masks]
+    with pytest.warns(UserWarning, match="2 of 4 rows.*1 without a supervised token, 1 with a single one"):
+        kept = prepare_rows(rows, make_tokenizer(), 2, 200)
+    assert [row["loss_mask"] for row in kept] == [masks[1], masks[3]]
+
+
+def test_failed_regenerations_are_left_out_and_counted():
+    rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]
+    with pytest.warns(UserWarning, match="1 whose regeneration failed"):
+        assert len(prepare_rows(rows, make_tokenizer(), 2, 200)) == 1
+
+
+# ---- what is found out before training
+
+
+@pytest.mark.parametrize("kind", ["list", "table", "stream"])
+def test_data_in_which_nothing_is_supervised_are_refused(kind):
+    rows = [{"input_ids": [1, 2], "loss_mask": [0, 0]}]
+    datasets = pytest.importorskip("datasets")
+    if kind != "list":
+        rows = datasets.Dataset.from_list(rows)
+    if kind == "stream":
+        rows = rows.to_iterable_dataset()
+    with pytest.raises(ValueError, match="none of .*1 rows has a supervised token"):
+        prepare_rows(rows, make_tokenizer(), 4, 200)
+
+
+def test_data_too_short_for_a_block_are_refused_with_the_longest_found():
+    row = {"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 0, 1, 1, 1]}
+    assert len(prepare_rows([row], make_tokenizer(), 3, 200)) == 1
+    with pytest.raises(ValueError, match="has 4 supervised tokens.*block of 4 needs 5.*block_size=3"):
+        prepare_rows([row], make_tokenizer(), 4, 200)
+    with pytest.raises(ValueError, match="within max_length=3.*raise max_length"):
+        prepare_rows([row], make_tokenizer(), 3, 200, max_length=3)
+
+
+def test_ids_of_another_tokenizer_are_refused():
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}] * 2 + [{"input_ids": [1, 64], "loss_mask": [1, 1]}]
+    with pytest.raises(ValueError, match="row 2: token id 64.*vocab_size 64.*own tokenizer"):
+        prepare_rows(rows, make_tokenizer(), 2, 64)
+
+
+def test_tables_with_unknown_columns_are_refused_at_once():
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match=re.escape("columns ['question', 'answer'] are not understood")):
+        prepare_rows(datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}), make_tokenizer(), 4, 200)
+
+
+def test_things_that_are_no_dataset_are_refused():
+    for wrong, words in (({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "row 0 must be a dict"),
+                         ("text", "must hold rows"), (5, "must hold rows")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            prepare_rows(wrong, make_tokenizer(), 4, 200)

@@ -1,0 +1,206 @@
+"""The law of a batch is the product of its rows' laws: exact enumeration of the real loop, and chi-square tests.
+
+The rows share one verification budget, and the confidences depend on the drafted tokens: a row's length depends on its
+neighbour's draws, and its law must not.
+"""
+
+import itertools
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
+
+from hf_dspark import EliminationScheduler, FullBlock, GlobalScheduler, PrefixScheduler
+from hf_dspark.decoding import drafter as candidate_generator
+from hf_dspark.decoding.call import Call, make_loop, make_request, read_prompt
+from hf_dspark.maths import sampling
+from hf_dspark.maths.costs import ThroughputTable
+from hf_dspark.models.slot_cache import SlotCache
+from tests.decoding.test_lossless import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
+
+PROMPTS = ([0, 1, 2, 1, 0], [2, 2, 1])
+GAMMA = 2
+# Each token costs a little: the rows compete for what their confidences are worth.
+SLOPE = ThroughputTable((1, 2, 3, 4, 5, 6), tuple(1 / (1 + 0.2 * n) for n in range(6)))
+# One draft token costs as much as four: worth it only if the later ones look good.
+STEP = ThroughputTable((1, 2, 3, 4, 5, 6), (1.0, 1.0, 0.85, 0.85, 0.85, 0.85))
+
+
+class Paths:
+    """Walks through every sequence of random decisions, depth first, with its probability."""
+
+    def __init__(self):
+        self.chosen, self.open = [], []
+
+    def __iter__(self):
+        while True:
+            self.depth, self.probability = 0, 1.0
+            yield self
+            while self.open and not self.open[-1]:
+                self.open.pop(), self.chosen.pop()
+            if not self.open:
+                return
+            self.chosen[-1] = self.open[-1].pop()
+
+    def choose(self, probs):
+        """Return an outcome; each has its turn."""
+        probs = [float(prob) for prob in probs]
+        if self.depth == len(self.chosen):
+            possible = [index for index, prob in enumerate(probs) if prob > 0.0]
+            self.chosen.append(possible.pop())
+            self.open.append(possible)
+        index = self.chosen[self.depth]
+        self.depth += 1
+        self.probability *= probs[index] / sum(probs)
+        return index
+
+
+def enumerate_round(monkeypatch, target, draft, policy, processors):
+    """Return the joint law of what one round of two rows commits, continued by the target alone, and all lengths."""
+    ids = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (5 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
+    call = Call(ids, processors, criteria, config, {"attention_mask": mask, "logits_to_keep": 1}, policy)
+    paths, joint, lengths, laws = Paths(), {}, [], None
+    honest_invert, honest_verify, honest_ratio = (
+        sampling.invert,
+        sampling.verify_block,
+        sampling.acceptance_probability,
+    )
+
+    def invert(probs, uniform):
+        return torch.tensor([[paths.choose(row.double())] for row in probs])
+
+    def verify_block(block, scheduled, *rest):
+        def ratio(target_probs, draft_probs):
+            answers = -torch.ones(target_probs.shape)
+            for row, slots in enumerate(honest_ratio(target_probs, draft_probs).double()):
+                for slot in range(int(scheduled[row])):
+                    if paths.choose([1 - slots[slot], slots[slot]]) == 0:
+                        break
+                    answers[row, slot] = 2.0
+            return answers
+
+        monkeypatch.setattr(sampling, "acceptance_probability", ratio)
+        return honest_verify(block, scheduled, *rest)
+
+    for path in paths:
+        monkeypatch.setattr(sampling, "invert", honest_invert)
+        torch.manual_seed(11)
+        cache = SlotCache(2)
+        cache.draft = SlotCache(2)
+        prompts = [read_prompt(call, row, cache) for row in range(2)]
+        requests = [make_request(call, row, row, prompt, GAMMA) for row, prompt in enumerate(prompts)]
+        loop = make_loop(target, draft, call, cache)
+        loop.admit(requests, [prompt.fed for prompt in prompts])  # the first tokens are the same on all paths
+        starts = [request.length for request in requests]
+        laws = laws or [
+            TargetLaw(target, processors, prompt=request.token_ids[None, : request.length].clone())
+            for request in requests
+        ]
+        monkeypatch.setattr(sampling, "invert", invert)
+        monkeypatch.setattr("hf_dspark.decoding.loop.verify_block", verify_block)
+        draft.observer = lambda outcome: lengths.append(tuple(outcome.lengths.tolist()))
+        loop.run_round()
+        news = [
+            tuple(request.token_ids[start : request.length].tolist())
+            for request, start in zip(requests, starts, strict=True)
+        ]
+        rows = [extend(law, {new: 1.0}, GAMMA + 1) for law, new in zip(laws, news, strict=True)]
+        for first, second in itertools.product(rows[0].items(), rows[1].items()):
+            key = (first[0], second[0])
+            joint[key] = joint.get(key, 0.0) + path.probability * first[1] * second[1]
+    for name, honest in (("invert", honest_invert), ("acceptance_probability", honest_ratio)):
+        monkeypatch.setattr(sampling, name, honest)
+    draft.observer = None
+    alone = [extend(law, {(): 1.0}, GAMMA + 1) for law in laws]
+    truth = {(a, b): p * q for (a, p), (b, q) in itertools.product(alone[0].items(), alone[1].items())}
+    return total_variation(joint, truth), sum(joint.values()), set(lengths)
+
+
+@pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE), PrefixScheduler(CLIFF)])
+def test_a_round_of_two_rows_has_the_joint_law_of_both_targets(monkeypatch, make_target, policy):
+    target, draft = make_pair(make_target, gamma=GAMMA)
+    distance, mass, lengths = enumerate_round(
+        monkeypatch, target, draft, policy, LogitsProcessorList([TopKLogitsWarper(2)])
+    )
+    assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
+    if policy != FullBlock():
+        assert len(lengths) > 1, "the budget must depend on what was drafted"
+
+
+def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make_target):
+    distances = []
+    for scheduler in (GlobalScheduler(STEP, accept_bias=True), EliminationScheduler(STEP, accept_bias=True)):
+        target, draft = make_pair(make_target, gamma=GAMMA, seed=5)
+        processors = LogitsProcessorList([TopKLogitsWarper(2)])
+        distances.append(enumerate_round(monkeypatch, target, draft, scheduler, processors)[0])
+    assert max(distances) > 0.01
+
+
+def sampled_pairs(target, draft, calls, sequences=16):
+    """Draw two tokens behind each of two prompts, many rows in one batch, and count them by neighbouring rows."""
+    counts = {}
+    ids = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (5 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    torch.manual_seed(5)
+    for _ in range(calls):
+        output = target.generate(
+            ids, attention_mask=mask, assistant_model=draft, do_sample=True, top_k=0, max_new_tokens=2, pad_token_id=0,
+            num_return_sequences=sequences,
+        )[:, 5:].tolist()  # fmt: skip
+        for first, second in zip(output[:sequences], output[sequences:], strict=True):
+            key = (tuple(first), tuple(second))
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def joint_truth(target):
+    rows = [
+        extend(TargetLaw(target, LogitsProcessorList(), prompt=torch.tensor([prompt])), {(): 1.0}, 2)
+        for prompt in PROMPTS
+    ]
+    return {(a, b): p * q for (a, p), (b, q) in itertools.product(rows[0].items(), rows[1].items())}
+
+
+@pytest.fixture
+def pair(make_target):
+    target, draft = make_pair(make_target, gamma=3, seed=5)
+    wide = ThroughputTable(tuple(range(1, 129)), tuple(1.0 / (1.0 + 0.05 * max(0, n - 40)) for n in range(1, 129)))
+    draft.policy = PrefixScheduler(wide)
+    return target, draft
+
+
+def test_generate_draws_neighbours_from_their_joint_law(pair):
+    target, draft = pair
+    assert chi_square_p_value(sampled_pairs(target, draft, calls=120), joint_truth(target)) > 1e-3
+
+
+def test_noise_shared_between_rows_is_caught(pair, monkeypatch):
+    target, draft = pair
+    honest = candidate_generator.block_noise
+
+    def shared(seed, request_ids, blocks, block_size, device):
+        return honest(seed, [request % 16 for request in request_ids], blocks, block_size, device)
+
+    monkeypatch.setattr(candidate_generator, "block_noise", shared)
+    assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6
+
+
+def test_noise_used_again_in_the_next_block_is_caught(pair, monkeypatch):
+    """A row's own next block must have noise of its own, too."""
+    target, draft = pair
+    honest = candidate_generator.block_noise
+
+    def stuck(seed, request_ids, blocks, block_size, device):
+        return honest(seed, request_ids, [0] * len(blocks), block_size, device)
+
+    monkeypatch.setattr(candidate_generator, "block_noise", stuck)
+    assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6

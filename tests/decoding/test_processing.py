@@ -1,0 +1,133 @@
+"""Processors on whole blocks: the same scores as one by one, and the same law as without fusing."""
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from hf_dspark.decoding import processing
+from hf_dspark.decoding.processing import BlockProcessor, Prefix, Truncation
+
+VOCAB = 400
+CHAINS = {
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "top_k": [TopKLogitsWarper(9)],
+    "top_p": [TopPLogitsWarper(0.8)],
+    "min_p": [MinPLogitsWarper(0.1)],
+    "all_four": [TemperatureLogitsWarper(0.8), TopKLogitsWarper(50), TopPLogitsWarper(0.95), MinPLogitsWarper(0.05)],
+    "cool_top_p": [TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.3)],
+    "flat_top_p": [TemperatureLogitsWarper(50.0), TopPLogitsWarper(0.99)],
+    "tiny_top_p": [TopPLogitsWarper(0.0)],
+    "top_k_beyond_the_vocabulary": [TopKLogitsWarper(1000)],
+    "another_order": [TopPLogitsWarper(0.8), TopKLogitsWarper(9)],
+    "typical_between": [TemperatureLogitsWarper(0.8), TypicalLogitsWarper(0.7), TopKLogitsWarper(9)],
+    "suppressed": [SuppressTokensLogitsProcessor([1, 2, 3]), TopKLogitsWarper(9)],
+    "keeps_two": [TopPLogitsWarper(0.1, min_tokens_to_keep=2)],
+    "penalty": [RepetitionPenaltyLogitsProcessor(1.5), TemperatureLogitsWarper(0.8), TopKLogitsWarper(20)],
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_candidates(monkeypatch):
+    monkeypatch.setattr(processing, "TOP_P_CANDIDATES", 40)
+
+
+def prefixes(count):
+    return [torch.randint(0, VOCAB, (1, 3 + index)) for index in range(count)]
+
+
+def one_by_one(processors, ids, logits):
+    rows = [processors(prefix, logits[index : index + 1].float().clone()) for index, prefix in enumerate(ids)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_block_law_is_the_law_of_the_processors_one_by_one(chain, dtype):
+    processors, ids = LogitsProcessorList(chain), prefixes(6)
+    logits = torch.randn(6, VOCAB).mul(3).to(dtype)
+    raw = logits.clone()
+    scores = BlockProcessor(processors, VOCAB)(logits, None, lambda index: Prefix(ids[index], processors))
+    expected = one_by_one(processors, ids, logits)
+    torch.testing.assert_close(scores.law().dense(VOCAB).probs, expected.softmax(-1), atol=3e-7, rtol=1e-5)
+    assert torch.equal(scores.dense(VOCAB) > -torch.inf, expected > -torch.inf)
+    assert scores.best().tolist() == expected.argmax(-1).tolist()
+    assert torch.equal(logits, raw), "the target's logits are not to be changed"
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_candidates_are_processed_as_if_all_other_tokens_were_impossible(chain):
+    processors, ids = LogitsProcessorList(chain), prefixes(4)
+    candidates = torch.stack([torch.randperm(VOCAB)[:30] for _ in range(4)])
+    logits = torch.randn(4, 30).mul(3)
+    full = torch.full((4, VOCAB), -torch.inf).scatter(-1, candidates, logits)
+    scores = BlockProcessor(processors, VOCAB)(logits, candidates, lambda index: Prefix(ids[index], processors))
+    expected = one_by_one(processors, ids, full)
+    torch.testing.assert_close(scores.law().dense(VOCAB).probs, expected.softmax(-1), atol=3e-7, rtol=1e-5)
+
+
+def test_tokens_tied_with_the_last_one_of_top_k_are_kept():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, :5] = 2.0
+    logits[0, 5:20] = 1.0
+    processors = LogitsProcessorList([TopKLogitsWarper(8)])
+    scores = BlockProcessor(processors, VOCAB)(logits, None, None)
+    assert (scores.dense(VOCAB)[0] > -torch.inf).nonzero()[:, 0].tolist() == list(range(20))
+
+
+def test_more_ties_than_candidates_fall_back_to_the_processors():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 0] = 1.0
+    assert Truncation(top_k=3)(logits) is None
+    processors = LogitsProcessorList([TopKLogitsWarper(3)])
+    scores = BlockProcessor(processors, VOCAB)(logits, None, None)
+    assert (scores.dense(VOCAB)[0] > -torch.inf).all()
+
+
+def test_a_flat_law_falls_back_to_the_processors():
+    logits = torch.randn(2, VOCAB) * 0.01
+    assert Truncation(top_p=0.9)(logits) is None
+    processors = LogitsProcessorList([TopPLogitsWarper(0.9)])
+    scores = BlockProcessor(processors, VOCAB)(logits, None, None)
+    expected = processors(torch.zeros(2, 1, dtype=torch.long), logits.clone())
+    torch.testing.assert_close(scores.law().probs, expected.softmax(-1))
+
+
+def test_drafts_need_no_ties():
+    logits = torch.zeros(1, VOCAB)
+    scores = BlockProcessor(LogitsProcessorList([TopKLogitsWarper(3)]), VOCAB, tie_margin=0)(logits, None, None)
+    assert scores.values.shape == (1, 3)
+
+
+def test_only_processors_that_read_prefixes_are_called_position_by_position():
+    calls = []
+
+    class Watch(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            calls.append(scores.shape[0])
+            return scores
+
+    class Temperature(TemperatureLogitsWarper):
+        """A subclass may do anything: it is no built-in."""
+
+        def __call__(self, input_ids, scores):
+            calls.append(-scores.shape[0])
+            return scores
+
+    ids, processors = prefixes(5), LogitsProcessorList([Watch(), Temperature(0.5)])
+    BlockProcessor(processors, VOCAB)(torch.randn(5, VOCAB), None, lambda index: Prefix(ids[index], processors))
+    assert calls == [1, -1] * 5
+
+
+def test_nothing_is_copied_without_processors():
+    logits = torch.randn(3, VOCAB, dtype=torch.bfloat16)
+    assert BlockProcessor(LogitsProcessorList(), VOCAB)(logits, None, None).values is logits

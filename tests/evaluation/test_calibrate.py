@@ -1,0 +1,250 @@
+"""Calibration by real rounds: what is recorded, that it resumes, and that generate() uses the result."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BatchEncoding
+
+from hf_dspark import ConfidenceThreshold, DSparkDraftModel, FullBlock, calibrate
+from hf_dspark.evaluation import calibrate as collection
+from hf_dspark.evaluation.calibrate import collect_rounds, recorded_round
+from hf_dspark.maths.calibration import CalibrationRounds
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+
+
+def records(target, draft, prompts=PROMPTS, **options):
+    options = {"progress": False, "max_new_tokens": 24} | options
+    return collect_rounds(target, draft, prompts, **options)
+
+
+def test_rounds_agree_with_the_statistics_of_generate(target, draft):
+    rounds = records(target, draft, PROMPTS[:1])
+    ids = torch.tensor(PROMPTS[:1])
+    target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=24)
+    drafted = [n for n in zip(draft.last_stats.proposed, draft.last_stats.accepted, strict=True) if n[0] > 0]
+    assert rounds.proposed.tolist() == [proposed for proposed, _ in drafted]
+    assert rounds.num_accepted.tolist() == [accepted for _, accepted in drafted]
+    confidence = torch.stack([c for c in draft.last_stats.confidence if c is not None])
+    torch.testing.assert_close(rounds.logits.sigmoid(), confidence)
+
+
+def test_greedy_acceptance_is_agreement_with_the_targets_choice(target, draft):
+    rounds = records(target, draft)
+    assert set(rounds.acceptance.flatten().tolist()) <= {0.0, 1.0}
+    for accepted, proposed, row in zip(rounds.num_accepted, rounds.proposed, rounds.acceptance, strict=True):
+        assert row[:accepted].tolist() == [1.0] * accepted
+        if accepted < proposed:
+            assert row[accepted] == 0.0
+
+
+def test_sampled_acceptance_is_the_overlap_of_both_laws(target, draft, monkeypatch):
+    seen = []
+    monkeypatch.setattr(collection, "recorded_round", lambda o, record=recorded_round: (seen.append(o), record(o))[1])
+    rounds = records(target, draft, PROMPTS[:1], **SAMPLED)
+    assert len(seen) == len(rounds.logits)
+    for outcome, row in zip(seen, rounds.acceptance, strict=True):
+        for slot in range(int(outcome.lengths[0])):
+            target_law = outcome.target_logits[0, slot].softmax(-1)
+            draft_law = outcome.block.law[0, slot].dense(outcome.target_logits.shape[-1]).probs
+            assert row[slot].item() == pytest.approx(torch.minimum(target_law, draft_law).sum().item(), abs=1e-6)
+    assert 0.0 < rounds.acceptance[rounds.acceptance > 0].mean() < 1.0
+
+
+def test_target_scores_of_a_round_are_the_targets_law_behind_its_prefix(target, draft):
+    """The scores at slot k belong to the token that slot k proposes: an off-by-one would calibrate on noise."""
+    seen = []
+    draft.observer = seen.append
+    ids = torch.tensor(PROMPTS[:1])
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=12)
+    with torch.no_grad():
+        logits = target(output).logits[0]
+    position = ids.shape[1]  # of the token behind the first anchor
+    for outcome in seen:
+        for slot in range(int(outcome.num_accepted[0]) + 1):
+            torch.testing.assert_close(outcome.target_logits[0, slot], logits[position + slot], atol=1e-4, rtol=1e-4)
+        position += int(outcome.num_accepted[0]) + 1
+
+
+def test_collection_restores_the_users_policy_and_random_state(target, draft):
+    draft.policy = ConfidenceThreshold(0.3)
+    before = torch.random.get_rng_state()
+    records(target, draft, **SAMPLED)
+    assert draft.policy == ConfidenceThreshold(0.3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, monkeypatch):
+    path = tmp_path / "rounds.jsonl"
+    whole = records(target, draft, **SAMPLED)
+
+    generate, calls = type(target).generate, []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        records(target, draft, output_file=path, **SAMPLED)
+    assert len(path.read_text().splitlines()) == 3  # the settings and two prompts
+    path.write_text(path.read_text() + '{"index": 2, "rounds": [{"half a li')  # power went off while writing
+    resumed = records(target, draft, output_file=path, **SAMPLED)
+    assert len(calls) == 4  # the third prompt only
+    assert all(torch.equal(a, b) for a, b in zip(vars(whole).values(), vars(resumed).values(), strict=True))
+    again = records(target, draft, output_file=path, **SAMPLED)
+    assert len(calls) == 4 and len(again.logits) == len(whole.logits)
+
+
+def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_path):
+    path = tmp_path / "rounds.jsonl"
+    records(target, draft, output_file=path)
+    with pytest.raises(ValueError, match=r"another run .*differs in options \(\{.*\} there, \{.*\} now\): go on"):
+        records(target, draft, output_file=path, **SAMPLED)
+    with pytest.raises(ValueError, match=r"another run .*differs in draft \('\w+' there, '\w+' now\): go on"):
+        records(target, make_draft(target, seed=9), output_file=path)
+    with pytest.raises(ValueError, match=r"another run .*differs in prompts \('\w+' there, '\w+' now\): go on"):
+        records(target, draft, PROMPTS[:2], output_file=path)
+
+
+@pytest.mark.parametrize("content", ['{"my": "result"}', '{"my": "result"}\n', "[1]\n", "text", '{"settings": 5}\n'])
+def test_file_that_holds_something_else_stays_as_it_is(target, draft, tmp_path, content):
+    (tmp_path / "mine.json").write_text(content)
+    with pytest.raises(ValueError, match=r"mine\.json .*does not say what it was made with"):
+        records(target, draft, output_file=tmp_path / "mine.json")
+    assert (tmp_path / "mine.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input_ids": [5, 6, 7, 8]},
+        BatchEncoding({"input_ids": [5, 6, 7, 8]}),
+        torch.tensor([[5, 6, 7, 8]]),
+        [5, 6, 7, 8],
+    ],
+)
+def test_prompts_come_as_rows_tensors_or_lists(target, draft, row):
+    assert torch.equal(records(target, draft, [row]).logits, records(target, draft, PROMPTS[:1]).logits)
+
+
+def test_texts_need_a_tokenizer(target, draft):
+    class Tokenizer:
+        def __call__(self, text):
+            return {"input_ids": [len(word) for word in text.split()]}
+
+    texts = records(target, draft, ["a bb ccc dddd"], tokenizer=Tokenizer())
+    assert torch.equal(
+        texts.logits, records(target, draft, [{"prompt": "a bb ccc dddd"}], tokenizer=Tokenizer()).logits
+    )
+    with pytest.raises(ValueError, match="pass tokenizer"):
+        records(target, draft, ["a bb ccc dddd"])
+
+
+@pytest.mark.parametrize("row", [[], {}, None, {"text": "x"}])
+def test_rows_that_are_no_prompt_are_named(target, draft, row):
+    with pytest.raises(ValueError, match="a prompt must be a text, token ids, or a row"):
+        records(target, draft, [row])
+
+
+def test_an_empty_set_is_refused(target, draft):
+    with pytest.raises(ValueError, match="the calibration set is empty"):
+        calibrate(target, draft, [])
+
+
+def test_rounds_are_whole_whatever_the_targets_generation_config_says(target, draft):
+    whole = records(target, draft)
+    target.generation_config.assistant_confidence_threshold = 0.9
+    target.generation_config.num_assistant_tokens = 2
+    assert torch.equal(records(target, draft).proposed, whole.proposed)
+
+
+@pytest.mark.parametrize("option", ["assistant_confidence_threshold", "num_assistant_tokens"])
+def test_options_that_cut_the_block_are_refused(target, draft, option):
+    with pytest.raises(ValueError, match=f"recorded with the full block: drop {option}"):
+        records(target, draft, **{option: 1})
+
+
+def test_a_new_domain_can_be_calibrated_while_it_is_chosen(target, draft):
+    draft.domain = "poems"
+    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=12, domain="poems")
+    assert draft.domain == "poems" and draft.config.temperatures_for("poems", True)
+
+
+def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
+    """transformers counts it as the bonus token; calibration must not learn that the draft was wrong."""
+    folder = fixtures / "deepspec" / "trained"
+    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+    draft = DSparkDraftModel.from_pretrained(folder / "draft").eval()
+    prompts = json.loads((folder / "generation.json").read_text())["prompts"]
+    rounds = records(target, draft, prompts, do_sample=False, max_new_tokens=64, eos_token_id=[62, 11, 17])
+    before = torch.arange(rounds.block_size) < rounds.num_accepted[:, None]
+    assert bool((rounds.acceptance[before] == 1.0).all())
+    stopped = (rounds.num_accepted < rounds.proposed).nonzero()[:, 0]
+    assert len(stopped) > 5 and bool((rounds.acceptance[stopped, rounds.num_accepted[stopped]] == 0.0).all())
+    ended = int((rounds.proposed < rounds.block_size).sum())  # blocks cut behind an end of sequence
+    assert ended > 0 and bool((rounds.num_accepted == rounds.proposed)[rounds.proposed < rounds.block_size].any())
+
+
+def test_a_draft_without_confidence_head_is_refused(target, make_draft):
+    draft = make_draft(target, enable_confidence_head=False, confidence_head_with_markov=False)
+    with pytest.raises(ValueError, match="no confidence head"):
+        calibrate(target, draft, PROMPTS)
+
+
+# ---- calibrate
+
+
+def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(target, draft, tmp_path):
+    report = calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24)
+    temperatures = draft.config.sts_temperatures["default"]
+    assert temperatures == list(report.scaling.temperatures) and len(temperatures) == draft.config.block_size
+    assert report.mean_ece[1] <= report.mean_ece[0] + 1e-9
+
+    draft.save_pretrained(tmp_path)
+    loaded = type(draft).from_pretrained(tmp_path)
+    assert loaded.config.sts_temperatures == {"default": temperatures}
+
+    ids = torch.tensor(PROMPTS[:1])
+    options = {"attention_mask": torch.ones_like(ids), "assistant_model": draft, "max_new_tokens": 8}
+    draft.policy = FullBlock()
+    draft.config.sts_temperatures = None
+    target.generate(ids, **options)
+    raw = draft.last_stats.confidence[0].logit()
+    draft.config.sts_temperatures = {"default": [0.5, 1.0, 2.0, 4.0]}
+    target.generate(ids, **options)
+    scaled = draft.last_stats.confidence[0].logit()
+    torch.testing.assert_close(scaled, raw / torch.tensor([0.5, 1.0, 2.0, 4.0]), atol=1e-4, rtol=1e-3)
+
+
+def test_regimes_and_domains_are_kept_apart(target, draft):
+    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24, domain="greedy")
+    calibrate(target, draft, PROMPTS, progress=False, domain="sampled", **SAMPLED)
+    calibrate(target, draft, PROMPTS, progress=False, domain="poems", **SAMPLED)
+    known = draft.config.sts_temperatures
+    assert set(known) == {"greedy", "sampled", "poems", "default"} and known["default"] == known["greedy"]
+    assert draft.config.temperatures_for(None, do_sample=True) == known["sampled"]
+    assert draft.config.temperatures_for(None, do_sample=False) == known["greedy"]
+    assert draft.config.temperatures_for("poems", do_sample=False) == known["poems"]
+    with pytest.raises(ValueError, match="no temperatures for the domain 'code', only for"):
+        draft.config.temperatures_for("code", do_sample=False)
+
+
+def test_a_single_calibration_serves_every_regime(target, draft):
+    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24)
+    only = draft.config.sts_temperatures["default"]
+    assert draft.config.temperatures_for(None, True) == draft.config.temperatures_for(None, False) == only
+
+
+def test_the_report_serialises(target, draft):
+    report = calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24)
+    assert json.dumps([vars(part) for part in report.after])
+    assert [part.position for part in report.before] == [1, 2, 3, 4]
+
+
+def test_recorded_rounds_are_calibration_rounds(target, draft):
+    assert isinstance(records(target, draft), CalibrationRounds)

@@ -1,0 +1,490 @@
+"""What decoding shows, against what `generate()` itself reports; runs that are interrupted, killed, fed nonsense."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
+
+from hf_dspark import (
+    AcceptanceReport,
+    ConfidenceThreshold,
+    RoundStatistics,
+    compare_domains,
+    evaluate,
+    measure_acceptance,
+    measure_domains,
+    tokens_per_pass,
+)
+from hf_dspark.evaluation import run as evaluation_run
+from hf_dspark.evaluation.metrics import TurnRecord
+from hf_dspark.evaluation.results import read_results
+from hf_dspark.evaluation.timed_decoding import timed_call
+
+PROMPTS = [[3, 9, 12], [30, 7], [5, 5, 8, 41, 2], [17]]
+
+
+def test_acceptance_is_that_of_all_rounds_of_all_prompts(pair):
+    target, draft = pair
+    tokens, rounds, reached = 0, 0, [[0, 0] for _ in range(5)]
+    for prompt in PROMPTS:
+        target.generate(torch.tensor([prompt]), assistant_model=draft, max_new_tokens=20, do_sample=False)
+        tokens, rounds = tokens + sum(draft.last_stats.committed), rounds + draft.last_stats.rounds
+        for slot, counts in enumerate(reached, start=1):
+            counts[0] += draft.last_stats.accepted_at(slot)
+            counts[1] += draft.last_stats.reached(slot)
+    report = measure_acceptance(target, draft, PROMPTS, max_new_tokens=20, do_sample=False, progress=False)
+    assert report.tau == pytest.approx(tokens / rounds) and report.rounds == rounds and report.prompts == 4
+    assert 2 < report.tau < 6
+    assert report.acceptance == pytest.approx([part / whole for part, whole in reached])
+
+
+def test_measuring_leaves_the_policy_alone_even_when_a_prompt_fails(pair):
+    target, draft = pair
+    before = draft.policy = object()
+    with pytest.raises(Exception, match="999"):
+        measure_acceptance(target, draft, [[999]], max_new_tokens=4, progress=False)
+    assert draft.policy is before
+    draft.policy = None
+
+
+def test_measuring_needs_a_prompt(pair):
+    with pytest.raises(ValueError, match="there is no prompt to measure on"):
+        measure_acceptance(*pair, [], progress=False)
+
+
+def test_domains_are_measured_one_by_one_and_compared(pair):
+    target, draft = pair
+    domains = {"short": PROMPTS[:2], "long": PROMPTS[2:]}
+    before = measure_domains(target, draft, domains, max_new_tokens=12, do_sample=False, progress=False)
+    assert before["short"].prompts == before["long"].prompts == 2
+    after = {name: AcceptanceReport(1.5 * report.tau, [0.5, 0.25], 2, 4, 24) for name, report in before.items()}
+    table = compare_domains(before, after)
+    assert table.count("+50%") == 2 and "| short |" in table and "→ 0.25" in table
+    with pytest.raises(ValueError, match=r"before has the domains \['long', 'short'\], after has \['short'\]"):
+        compare_domains(before, {"short": after["short"]})
+
+
+def test_a_position_that_was_never_reached_has_no_acceptance():
+    report = AcceptanceReport.of(RoundStatistics([2, 1, 1], [0, 0, 0], [1, 1, 1]), 2, prompts=1, tokens=3)
+    assert report.acceptance[0] == 0.0 and math.isnan(report.acceptance[1])
+    assert report.to_dict()["acceptance"] == [0.0, None]
+
+
+def test_plain_decoding_takes_one_pass_per_token(target):
+    assert tokens_per_pass(target, PROMPTS, max_new_tokens=9, do_sample=False) == 1.0
+
+
+def test_tokens_per_pass_sees_transformers_own_assistance(pair):
+    target, draft = pair
+    report = measure_acceptance(target, draft, PROMPTS, max_new_tokens=20, do_sample=False, progress=False)
+    draft.use_transformers_loop = True
+    rate = tokens_per_pass(target, PROMPTS, max_new_tokens=20, do_sample=False, assistant_model=draft)
+    draft.use_transformers_loop = False
+    assert rate == pytest.approx(report.tau, rel=0.1)  # the last round of a prompt may be cut
+
+
+def test_tokens_per_pass_measures_multi_token_prediction(monkeypatch):
+    """One MTP layer, random: transformers loads real ones from the target's own checkpoint."""
+    modeling_layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(modeling_layers, "MtpModel"):
+        pytest.skip("this transformers has no multi-token prediction")
+    config = DeepseekV3Config(
+        vocab_size=48, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8, qk_nope_head_dim=8,
+        first_k_dense_replace=3, num_nextn_predict_layers=1,
+    )  # fmt: skip
+    target = DeepseekV3ForCausalLM(config).eval()
+    mtp = modeling_layers.MtpModel(target, 1).eval()
+    monkeypatch.setattr(modeling_layers.MtpModel, "from_pretrained", lambda *args, **kwargs: mtp)
+    rate = tokens_per_pass(target, PROMPTS, max_new_tokens=12, do_sample=False, use_mtp=True)
+    assert 1.0 <= rate <= 2.0  # one draft token a round at most
+
+
+def test_tokens_per_pass_needs_more_than_the_prefill(target):
+    with pytest.raises(ValueError, match="nothing was decoded behind the first token"):
+        tokens_per_pass(target, PROMPTS, max_new_tokens=1, do_sample=False)
+
+
+# ---- the harness
+
+GREEDY = {"do_sample": False, "max_new_tokens": 20, "progress": False}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 16, "progress": False}
+TEXTS = ["what is up", "not much", "up up up much is", "what"]
+TALKS = [{"turns": ["what is", "not much", "up"]}, {"prompt": "is up"}, {"turns": ["much", "up"]}]
+
+
+@pytest.fixture
+def text_tokenizer(chat_tokenizer):
+    """Without a chat template, texts are continued as they are."""
+    chat_tokenizer.chat_template = None
+    return chat_tokenizer
+
+
+def without_times(result: dict) -> dict:
+    """Return a result file without what two runs may differ in."""
+    measured = ("seconds", "prefill_seconds", "peak_memory_mib", "draft_seconds", "verify_seconds", "total_seconds",
+                "tokens_per_second", "seconds_per_round", "time_to_first_token", "speedup", "provenance")  # fmt: skip
+
+    def kept(value):
+        if isinstance(value, dict):
+            return {name: kept(part) for name, part in value.items() if name not in measured}
+        return [kept(part) for part in value] if isinstance(value, list) else value
+
+    return kept(result)
+
+
+def test_records_are_the_rounds_of_generate(pair, text_tokenizer, tmp_path):
+    target, draft = pair
+    found = evaluate(target, draft, {"talk": TEXTS}, text_tokenizer, tmp_path / "e.json", **GREEDY)
+    assert [(record.task, record.prompt, record.turn) for record in found.records] == [
+        ("talk", index, 0) for index in range(4)
+    ]
+    for record, text in zip(found.records, TEXTS, strict=True):
+        ids = torch.tensor([text_tokenizer(text)["input_ids"]])
+        output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=20)
+        stats = draft.last_stats
+        assert (record.rounds.proposed, record.rounds.accepted) == (stats.proposed, stats.accepted)
+        assert (record.num_prompt_tokens, record.num_tokens) == (ids.shape[1], output.shape[1] - ids.shape[1])
+        for said, confidence in zip(record.rounds.confidence, stats.confidence, strict=True):
+            if confidence is None:  # no room for a draft
+                assert said is None
+            else:
+                assert torch.allclose(torch.tensor(said), confidence, atol=1e-6)
+        assert 0 < record.prefill_seconds < record.seconds
+        # What remains is between the rounds, and behind them.
+        assert 0.5 * record.seconds < record.prefill_seconds + sum(record.rounds.total_seconds) <= record.seconds
+        rounds = record.rounds
+        for proposed, drafting, verifying, whole in zip(
+            rounds.proposed, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds, strict=True
+        ):
+            assert (drafting > 0) == (proposed > 0) and 0 < verifying and drafting + verifying < whole
+    report = measure_acceptance(target, draft, [text_tokenizer(text)["input_ids"] for text in TEXTS], **GREEDY)
+    metrics = found.metrics["talk"]
+    assert (metrics.tau, metrics.rounds, metrics.tokens) == (report.tau, report.rounds, report.tokens)
+    assert metrics.acceptance == pytest.approx(report.acceptance) and 2 < metrics.tau < 6
+    (result,) = read_results([tmp_path / "e.json"])
+    assert result["kind"] == "evaluation" and result["tasks"]["talk"]["tau"] == metrics.tau
+    assert result["policy"] == "FullBlock()" and result["sampling"]["do_sample"] is False
+    assert [TurnRecord.from_dict(record) for record in result["records"]] == found.records
+    assert [path.name for path in tmp_path.iterdir()] == ["e.json"]  # nothing unfinished is left
+
+
+def test_turns_decoded_together_have_the_rounds_that_they_have_alone(pair, text_tokenizer):
+    alone, together = (
+        evaluate(*pair, {"talk": TALKS + TEXTS}, text_tokenizer, batch_size=size, **GREEDY) for size in (1, 3)
+    )
+    keys = [[(part.prompt, part.turn, part.num_tokens) for part in found.records] for found in (alone, together)]
+    assert keys[0] == keys[1] and len(keys[0]) == 10
+    for one, other in zip(alone.records, together.records, strict=True):
+        assert (one.rounds.proposed, one.rounds.accepted) == (other.rounds.proposed, other.rounds.accepted)
+        assert set(one.rounds.num_requests) <= {1} and len(other.rounds.total_seconds) == len(other.rounds.proposed)
+    first = [record for record in together.records if record.turn == 0 and record.prompt < 3]
+    # One round serves all three until the first of them has ended.
+    rounds = sorted(len(record.rounds.proposed) for record in first)
+    assert all(record.rounds.num_requests[: rounds[0]] == [3] * rounds[0] for record in first)
+    seconds = [record.rounds.total_seconds[: rounds[0]] for record in first]
+    assert seconds[0] == seconds[1] == seconds[2]
+    assert together.metrics["all"].rounds == alone.metrics["all"].rounds
+    assert len({record.seconds / record.num_tokens for record in first}) == 1
+    assert {record.rows_together for record in first} == {3} and {part.rows_together for part in alone.records} == {1}
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_each_turn_follows_the_targets_own_answer(pair, chat_tokenizer, templated, monkeypatch):
+    target, draft = pair
+    seen = []
+    monkeypatch.setattr(
+        evaluation_run, "timed_call", lambda *args, **kwargs: seen.append(args[1]) or timed_call(*args, **kwargs)
+    )
+    found = evaluate(target, draft, {"talk": TALKS[:1]}, chat_tokenizer, chat_template=templated, **GREEDY)
+    assert [(record.turn, record.num_prompt_tokens) for record in found.records] == [
+        (turn, len(prompt[0]))
+        for turn, prompt in enumerate(seen[1:])  # the first was the warm-up
+    ]
+    asked = [chat_tokenizer.decode(prompt[0]) for prompt in seen[1:]]
+    assert asked[0] == ("user what is <eos> assistant" if templated else "what is")
+    ids = torch.tensor(seen[1])
+    output = target.generate(ids, do_sample=False, max_new_tokens=20)
+    answer = chat_tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    conversation = [{"role": "user", "content": "what is"}, {"role": "assistant", "content": answer},
+                    {"role": "user", "content": "not much"}]  # fmt: skip
+    if templated:
+        following = chat_tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+    else:
+        following = chat_tokenizer(f"what is{answer}\n\nnot much")["input_ids"]
+    assert seen[2][0] == following
+
+
+def test_a_policy_decides_and_is_noted_and_the_drafts_own_is_kept(pair, text_tokenizer):
+    target, draft = pair
+    before = draft.policy = object()
+    found = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, policy=ConfidenceThreshold(0.9), **GREEDY)
+    assert draft.policy is before
+    draft.policy = None
+    assert found.facts["policy"] == repr(ConfidenceThreshold(0.9))
+    full = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, **GREEDY)
+    assert found.metrics["t"].proposed_per_round < full.metrics["t"].proposed_per_round
+
+
+def test_a_target_alone_has_speed_and_no_rounds(pair, text_tokenizer, tmp_path):
+    found = evaluate(pair[0], None, {"t": TEXTS}, text_tokenizer, tmp_path / "plain.json", batch_size=2, **GREEDY)
+    metrics = found.metrics["t"]
+    assert metrics.rounds == 0 and metrics.tau is None and metrics.acceptance == [] and metrics.ece_mean is None
+    assert all(0 < part.prefill_seconds < 2 * part.seconds for part in found.records)  # two share their call's time
+    assert metrics.tokens_per_second > 0 and metrics.time_to_first_token > 0
+    (result,) = read_results([tmp_path / "plain.json"])
+    assert result["draft"] == {} and result["policy"] is None and result["records"][0]["rounds"]["proposed"] == []
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batch_size):
+    found = evaluate(*pair, {"t": TALKS}, text_tokenizer, batch_size=batch_size, compare_plain=True, **GREEDY)
+    speedup = found.metrics["t"].speedup
+    assert speedup.identical == 6 == found.metrics["t"].turns  # float32
+    assert speedup.lower_quartile <= speedup.median <= speedup.upper_quartile and speedup.ratio_of_medians > 0
+    assert all(record.plain.num_tokens == record.num_tokens for record in found.records)
+    assert "6 of 6" in found.table()
+    sampled = evaluate(*pair, {"t": TEXTS[:2]}, text_tokenizer, compare_plain=True, **SAMPLED)
+    assert sampled.metrics["t"].speedup.identical is None
+
+
+def test_a_different_answer_is_counted_as_such(pair, text_tokenizer, monkeypatch):
+    def wrong_when_plain(target, prompts, seed, draft=None, **options):
+        call = timed_call(target, prompts, seed, draft, **options)
+        return replace(call, token_ids=[[*ids, 7] for ids in call.token_ids]) if draft is None else call
+
+    monkeypatch.setattr(evaluation_run, "timed_call", wrong_when_plain)
+    found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY)
+    assert found.metrics["t"].speedup.identical == 0
+
+
+def test_evaluating_leaves_the_users_random_state_alone(pair, text_tokenizer):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = evaluate(*pair, {"t": TEXTS}, text_tokenizer, **SAMPLED)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    again, other = (evaluate(*pair, {"t": TEXTS}, text_tokenizer, seed=seed, **SAMPLED) for seed in (0, 1))
+    accepted = [[record.rounds.accepted for record in found.records] for found in (first, again, other)]
+    assert accepted[0] == accepted[1] != accepted[2]
+
+
+# ---- bad input
+
+
+def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs(pair, text_tokenizer, tmp_path):
+    lines = ['{"turns": ["what is"]}', "{oops", '{"turns": []}', json.dumps({"prompt": "up " * 300}), "", '"up"',
+             json.dumps({"turns": ["much", "is " * 300]}), json.dumps({"prompt": "up " * 250}),
+             '"half a pair \\ud83d"', "[" * 100_000]  # fmt: skip
+    (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+    tasks = {"file": tmp_path / "p.jsonl", "list": ["what", {"text": "up"}, 5]}
+    found = evaluate(*pair, tasks, text_tokenizer, tmp_path / "e.json", batch_size=4, **GREEDY)
+    assert [(part.task, part.line) for part in found.failed] == [
+        ("file", 2), ("file", 3), ("file", 4), ("file", 7), ("file", 9), ("file", 10), ("list", 2), ("list", 3),
+    ]  # fmt: skip
+    errors = [part.error for part in found.failed]
+    assert errors[0].startswith("is not JSON") and "'turns' must be" in errors[1]
+    assert "a prompt of 300 tokens leaves no room for an answer in the target's context of 256" in errors[2]
+    assert errors[3].startswith("turn 2: a prompt of 30")
+    assert "the tokenizer refuses" in errors[4] and errors[5].startswith("is not JSON: maximum recursion")
+    assert [(part.task, part.prompt, part.turn) for part in found.records] == [
+        ("file", 0, 0), ("file", 2, 0), ("file", 3, 0), ("file", 4, 0), ("list", 0, 0),
+    ]  # fmt: skip
+    assert found.records[3].num_tokens == 6  # of 20: what the context has room for
+    assert all(record.num_tokens == 20 or record.prompt == 4 for record in found.records[:3])
+    (result,) = read_results([tmp_path / "e.json"])
+    assert [part["line"] for part in result["failed"]] == [2, 3, 4, 7, 9, 10, 2, 3]
+    assert set(result["failed"][0]) == {"task", "line", "error"}
+
+
+@pytest.mark.parametrize("place", [0, 1])  # the first prompt warms up, too
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place, monkeypatch):
+    rows = ["up", "much", "what"]
+    rows.insert(place, "up what is")
+    real = timed_call
+
+    def failing(target, prompts, *args, **options):
+        if any(6 in ids[:3] for ids in prompts):
+            raise RuntimeError("no 'is' please")
+        return real(target, prompts, *args, **options)
+
+    monkeypatch.setattr(evaluation_run, "timed_call", failing)
+    told = pytest.warns(UserWarning, match="each is decoded alone") if batch_size > 1 else contextlib.nullcontext()
+    with told:
+        found = evaluate(*pair, {"t": rows}, text_tokenizer, batch_size=batch_size, **GREEDY)
+    assert [(part.line, part.error) for part in found.failed] == [(1 + place, "no 'is' please")]
+    assert [record.prompt for record in found.records] == [each for each in range(4) if each != place]
+    with pytest.raises(ValueError, match="no prompt could be answered; the first: t line 1: .*no room"):
+        evaluate(*pair, {"t": ["up " * 400]}, text_tokenizer, **GREEDY)
+
+
+def test_a_length_in_a_generation_config_holds(pair, text_tokenizer):
+    config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=None)
+    found = evaluate(*pair, {"t": ["up"]}, text_tokenizer, generation_config=config)
+    assert [record.num_tokens for record in found.records] == [3] and found.facts["max_new_tokens"] == 3
+    report = measure_acceptance(*pair, ["up"], text_tokenizer, progress=False, generation_config=config)
+    assert report.tokens == 3
+
+
+def wrong_calls(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    good = {"t": ["up"]}
+    return [
+        ({"tasks": {"t": "nowhere.jsonl"}}, "nowhere.jsonl: there is no such file"),
+        ({"tasks": {"t": tmp_path / "empty.jsonl"}}, "empty.jsonl holds no prompt"),
+        ({"tasks": {"t": []}}, "'t' holds no prompt"),
+        ({"tasks": {}}, "there is no task"),
+        ({"tasks": {"all": ["up"]}}, "a task cannot be called 'all'"),
+        ({"tasks": good, "batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"tasks": good, "max_length": 5}, "makes max_length itself: use max_new_tokens"),
+        ({"tasks": good, "assistant_confidence_threshold": 0.5}, r"pass policy=ConfidenceThreshold\(...\)"),
+        ({"tasks": good, "draft": None, "compare_plain": True}, "compare_plain needs a draft"),
+        ({"tasks": good, "draft": None, "policy": ConfidenceThreshold(0.5)}, "a policy needs a draft"),
+        ({"tasks": good, "nonsense": 1}, "nonsense"),
+    ]
+
+
+def test_wrong_calls_are_refused_before_anything_is_decoded(pair, text_tokenizer, tmp_path, monkeypatch):
+    target, draft = pair
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        for arguments, message in wrong_calls(tmp_path):
+            arguments = {"draft": draft, "output_file": tmp_path / "e.json", "progress": False} | arguments
+            with pytest.raises(ValueError, match=message):
+                evaluate(target, tokenizer=text_tokenizer, **arguments)
+    with pytest.raises(TypeError, match="tasks must map names to prompts, got list"):
+        evaluate(target, draft, ["p.jsonl"], text_tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
+
+
+def test_a_draft_that_does_not_fit_is_refused(pair, make_target, text_tokenizer):
+    with pytest.raises(ValueError, match="hidden_size|vocab"):
+        evaluate(make_target(), pair[1], {"t": ["up"]}, text_tokenizer, progress=False)
+
+
+# ---- interrupted runs
+
+
+@pytest.fixture
+def whole(pair, text_tokenizer, tmp_path):
+    """A run that nobody interrupted; returns its result and the arguments."""
+    arguments = (*pair, {"talk": TALKS, "texts": TEXTS}, text_tokenizer)
+    evaluate(*arguments, tmp_path / "whole.json", batch_size=2, **SAMPLED)
+    return read_results([tmp_path / "whole.json"])[0], arguments
+
+
+def test_an_interrupted_run_goes_on_and_its_result_is_that_of_a_whole_one(whole, tmp_path, monkeypatch):
+    result, arguments = whole
+    output, calls, stop_at = tmp_path / "cut.json", [], 4
+
+    def interrupted(*args, **kwargs):
+        if len(calls) == stop_at:
+            raise KeyboardInterrupt
+        calls.append(args[1])
+        return timed_call(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation_run, "timed_call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(*arguments, output, batch_size=2, **SAMPLED)
+    assert not output.exists()
+    unfinished = output.with_name("cut.json.partial.jsonl")
+    assert len(unfinished.read_text().splitlines()) == 1 + 3  # the settings, and what followed the warm-up
+    finished, stop_at = calls[1:], -1
+    calls.clear()
+    evaluate(*arguments, output, batch_size=2, **SAMPLED)
+    assert not unfinished.exists() and len(calls) == 1 + 7 - 3
+    assert not [prompts for prompts in finished if prompts in calls]  # none is decoded again
+    assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
+
+
+def test_a_file_cut_in_the_middle_of_a_line_loses_that_line_alone(whole, tmp_path, monkeypatch):
+    result, arguments = whole
+    output = tmp_path / "cut.json"
+    unfinished = output.with_name("cut.json.partial.jsonl")
+    monkeypatch.setattr("hf_dspark.files.Journal.remove", lambda journal: None)
+    evaluate(*arguments, output, batch_size=2, **SAMPLED)
+    monkeypatch.undo()
+    content = unfinished.read_bytes()
+    for length in random.Random(1).sample(range(len(content)), 3):
+        unfinished.write_bytes(content[:length])
+        evaluate(*arguments, output, batch_size=2, **SAMPLED)
+        assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
+
+
+KILLED = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from hf_dspark import DSparkDraftModel, evaluate
+folder, tokenizer, output, tasks, options = sys.argv[1:]
+target = AutoModelForCausalLM.from_pretrained(folder + "/target").eval()
+draft = DSparkDraftModel.from_pretrained(folder + "/draft").eval()
+tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+evaluate(target, draft, json.loads(tasks), tokenizer, output, batch_size=2, **json.loads(options))
+"""
+
+
+def test_a_killed_process_loses_nothing_that_was_finished(whole, fixtures, tmp_path, monkeypatch):
+    result, arguments = whole
+    _, _, tasks, tokenizer = arguments
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    output = tmp_path / "killed.json"
+    unfinished = output.with_name("killed.json.partial.jsonl")
+    words = [str(fixtures / "deepspec" / "trained"), str(tmp_path / "tokenizer"), str(output), json.dumps(tasks),
+             json.dumps(SAMPLED)]  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", KILLED, *words], env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    try:
+        while not unfinished.exists() and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, "it was over before it could be killed"
+    finished = unfinished.read_bytes().count(b"\n") - 1
+    calls = []
+    monkeypatch.setattr(
+        evaluation_run, "timed_call", lambda *args, **kwargs: calls.append(1) or timed_call(*args, **kwargs)
+    )
+    evaluate(*arguments, output, batch_size=2, **SAMPLED)
+    assert finished >= 1 and len(calls) == (1 + 7 - finished if finished < 7 else 0)
+    assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
+
+
+def test_an_unfinished_run_is_not_gone_on_with_other_settings(pair, text_tokenizer, tmp_path, monkeypatch):
+    target, draft = pair
+    output = tmp_path / "e.json"
+    monkeypatch.setattr("hf_dspark.files.Journal.remove", lambda journal: None)
+    evaluate(target, draft, {"t": TEXTS}, text_tokenizer, output, **GREEDY)
+    for changed, name in (
+        ({"seed": 3}, "seed"), ({"batch_size": 2}, "batch_size"), ({"max_new_tokens": 3}, "options"),
+        ({"policy": ConfidenceThreshold(0.5)}, "policy"), ({"tasks": {"t": TEXTS[:2]}}, "tasks"),
+        ({"compare_plain": True}, "compare_plain"), ({"draft": None}, "draft"),
+        ({"enable_thinking": True}, "enable_thinking"),
+    ):  # fmt: skip
+        arguments = {"tasks": {"t": TEXTS}, "draft": draft} | GREEDY | changed
+        with pytest.raises(ValueError, match=rf"differs in .*{name} \("):
+            evaluate(target, tokenizer=text_tokenizer, output_file=output, **arguments)
+    with torch.no_grad():
+        next(draft.parameters()).add_(1.0)
+        with pytest.raises(ValueError, match=r"differs in draft \("):
+            evaluate(target, draft, {"t": TEXTS}, text_tokenizer, output, **GREEDY)
+        next(draft.parameters()).sub_(1.0)
+
+
+def test_records_hold_what_a_result_file_promises():
+    promised = {"task", "prompt", "turn", "num_prompt_tokens", "num_tokens", "prefill_seconds", "seconds", "rounds"}
+    assert promised <= {part.name for part in fields(TurnRecord)}

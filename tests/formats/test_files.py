@@ -1,0 +1,301 @@
+"""What is read of a checkpoint: its config, the headers of its files, and tensors only when they are asked for."""
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_dspark.formats import files as checkpoint_files
+from hf_dspark.formats.files import (
+    MAX_CONFIG_BYTES,
+    TensorInfo,
+    load_tensors,
+    open_checkpoint,
+    read_config,
+    read_json,
+    read_tensor_infos,
+)
+
+TENSORS = {
+    "fc.weight": torch.arange(6.0).reshape(2, 3),
+    "norm.weight": torch.ones(3, dtype=torch.bfloat16),
+    "d2t": torch.tensor([4, 2]),
+}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A checkpoint of one file."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "dspark", "block_size": 4}')
+    save_file(TENSORS, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    """A checkpoint of two files and an index."""
+    folder = tmp_path / "sharded"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    names = list(TENSORS)
+    files = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
+    for file, held in files.items():
+        save_file({name: TENSORS[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def hub_cache(root: Path, source: Path) -> Path:
+    """Lay a checkpoint out as huggingface_hub's cache does; return its snapshot."""
+    repository = root / "models--someone--draft"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    for number, file in enumerate(sorted(source.iterdir())):
+        blob = repository / "blobs" / f"{number:040x}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    return snapshot
+
+
+def assert_complete(checkpoint):
+    assert {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == {
+        "fc.weight": ("F32", (2, 3)),
+        "norm.weight": ("BF16", (3,)),
+        "d2t": ("I64", (2,)),
+    }
+    loaded = load_tensors(checkpoint)
+    assert loaded.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+
+
+# ---- what is read
+
+
+def test_checkpoint_of_one_file_is_read(folder):
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.config == {"model_type": "dspark", "block_size": 4}
+    assert (checkpoint.name, checkpoint.folder, checkpoint.revision) == (str(folder), folder, None)
+    assert checkpoint.tensors["d2t"] == TensorInfo("I64", (2,), folder / "model.safetensors")
+    assert_complete(checkpoint)
+
+
+def test_sharded_checkpoint_is_read(sharded):
+    assert_complete(open_checkpoint(str(sharded)))
+
+
+def test_checkpoint_in_a_subfolder_is_read(folder):
+    assert_complete(open_checkpoint(folder.parent, subfolder="checkpoint"))
+
+
+def test_headers_are_read_without_the_tensors(folder, monkeypatch):
+    monkeypatch.setattr(torch, "empty", None)  # whatever would be allocated
+    monkeypatch.setattr(checkpoint_files, "load_tensors", None)
+    assert read_tensor_infos(folder)["fc.weight"].shape == (2, 3)
+
+
+def test_tensors_are_loaded_by_name(folder):
+    assert load_tensors(open_checkpoint(folder), ["d2t"]).keys() == {"d2t"}
+    assert load_tensors(open_checkpoint(folder).tensors, ["norm.weight"]).keys() == {"norm.weight"}
+
+
+def test_config_alone_is_read_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    assert read_config(folder)["block_size"] == 4
+    assert read_config(folder / "config.json") == read_config(folder)
+
+
+def test_one_file_wins_over_an_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    assert_complete(open_checkpoint(folder))
+
+
+# ---- where it may be
+
+
+def test_snapshot_in_the_hubs_cache_is_read_by_path_and_by_name(folder, tmp_path):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    assert_complete(open_checkpoint(snapshot))
+    checkpoint = open_checkpoint("someone/draft", cache_dir=tmp_path / "hub", local_files_only=True)
+    assert_complete(checkpoint)
+    assert (checkpoint.name, checkpoint.revision, checkpoint.folder) == ("someone/draft", "0" * 40, snapshot)
+
+
+def test_sharded_snapshot_in_the_hubs_cache_is_read(sharded, tmp_path):
+    hub_cache(tmp_path / "hub", sharded)
+    assert_complete(open_checkpoint("someone/draft", cache_dir=tmp_path / "hub", local_files_only=True))
+
+
+def test_blobs_that_several_repositories_share_are_read(folder, tmp_path):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    for blob in sorted((snapshot.parent.parent / "blobs").iterdir()):
+        shared = tmp_path / "hub" / "blobs" / "00" / blob.name
+        shared.parent.mkdir(parents=True, exist_ok=True)
+        blob.rename(shared)
+        blob.symlink_to(os.path.relpath(shared, blob.parent))
+    assert_complete(open_checkpoint(snapshot))
+
+
+def test_folder_that_is_itself_a_link_is_read(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    assert_complete(open_checkpoint(tmp_path / "link"))
+
+
+def test_link_within_the_folder_is_read(folder):
+    (folder / "model.safetensors").rename(folder / "weights-of-today")
+    (folder / "model.safetensors").symlink_to("weights-of-today")
+    assert_complete(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_link_out_of_the_folder_is_refused(folder, tmp_path, file, absolute):
+    (folder / file).rename(tmp_path / "outside")
+    (folder / file).symlink_to(tmp_path / "outside" if absolute else "../outside")
+    with pytest.raises(ValueError, match=rf"{file} is a link that leads out of the checkpoint's folder: put the file"):
+        open_checkpoint(folder)
+
+
+def test_link_of_a_snapshot_to_anything_but_blobs_is_refused(folder, tmp_path):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ValueError, match="leads out of the checkpoint's folder"):
+        open_checkpoint(snapshot)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_missing_file_is_named(folder, missing):
+    (folder / missing).unlink()
+    with pytest.raises(ValueError, match=f"{folder} has no {missing}"):
+        open_checkpoint(folder)
+
+
+def test_repository_without_weights_is_refused(folder, tmp_path):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="someone/draft has no model.safetensors .* pickled weights .* never loaded"):
+        open_checkpoint("someone/draft", cache_dir=tmp_path / "hub", local_files_only=True)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_folder_instead_of_a_file_is_refused(folder, file):
+    (folder / file).unlink()
+    (folder / file).mkdir()
+    with pytest.raises(ValueError, match=f"{file}.*is no regular file"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_pipe_instead_of_a_file_is_refused_and_not_waited_for(folder, file):
+    (folder / file).unlink()
+    os.mkfifo(folder / file)
+    with pytest.raises(ValueError, match=f"{file}.*is no regular file"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_file_that_may_not_be_read_is_named(folder, file, monkeypatch):
+    def deny(path, *args, **kwargs):
+        if Path(path).name == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return open(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_files, "open", deny, raising=False)  # root may read everything
+    with pytest.raises(ValueError, match=f"{file}.*could not be read: Permission denied"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_file_without_permissions_is_named(folder):
+    (folder / "model.safetensors").chmod(0)
+    try:
+        with pytest.raises(ValueError, match="model.safetensors.*Permission denied"):
+            open_checkpoint(folder)
+    finally:
+        (folder / "model.safetensors").chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+
+def test_file_is_refused_where_a_folder_is_needed(folder):
+    with pytest.raises(ValueError, match="is a file: pass the folder"):
+        open_checkpoint(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("argument", [{"variant": "fp16"}, {"trust_remote_code": True}, {"gguf_file": "x.gguf"}])
+def test_arguments_that_choose_other_files_are_refused(folder, argument):
+    with pytest.raises(TypeError, match=f"{next(iter(argument))}.*known are cache_dir"):
+        open_checkpoint(folder, **argument)
+
+
+def test_name_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="got int"):
+        open_checkpoint(7)
+
+
+def test_file_that_changes_between_header_and_tensors_is_noticed(folder):
+    checkpoint = open_checkpoint(folder)
+    save_file(TENSORS | {"fc.weight": torch.zeros(3, 3)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="has changed while it was being read"):
+        load_tensors(checkpoint)
+    save_file({"fc.weight": torch.zeros(2, 3)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="is no intact safetensors file"):
+        load_tensors(checkpoint)
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "Expecting value"),
+        (b"   ", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b'{"a": 1} trailing', "Extra data"),
+        (b"[1, 2]", "a JSON object is needed, it holds list"),
+        (b'"text"', "a JSON object is needed, it holds str"),
+        (b"null", "a JSON object is needed, it holds NoneType"),
+        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+        (b'{"a": "\xff"}', "can't decode byte 0xff"),
+        ('{"a": 1}'.encode("utf-16"), "can't decode byte"),
+        (b'{"a": NaN}', "the number NaN, which is not finite"),
+        (b'{"a": -Infinity}', "the number -Infinity, which is not finite"),
+        (b'{"a": 1e999}', "the number 1e999, which is not finite"),
+        (b'{"a": ' + b"9" * 20 + b"}", "an integer of 20 digits"),
+        (b'{"a": ' + b"9" * 100_000 + b"}", "an integer of 100,000 digits"),
+        (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' stands there twice"),
+        (b'{"b": {"a": 1, "a": 1}}', "the key 'a' stands there twice"),
+        (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", "nested deeper than 32 levels"),
+        (b"[" * 500_000, "nested deeper than 32 levels"),
+        (b'{"a": ' * 100_000, "nested deeper than 32 levels"),
+        (b'{"a": "' + b"x" * MAX_CONFIG_BYTES + b'"}', "at most 1,048,576 are read"),
+    ],
+)
+def test_unsound_json_is_refused_with_its_fault(tmp_path, content, found):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="config.json cannot be used") as raised:
+        read_json(path)
+    assert found in str(raised.value) and len(str(raised.value)) < 500
+    assert raised.value.__cause__ is None
+
+
+def test_sound_json_is_read_whole(tmp_path):
+    value = {"a": [1, -2.5, 1e-300, None, True, {"ä": "ö"}], "b": {}, "c": 2**62}
+    (tmp_path / "x.json").write_text(json.dumps(value), encoding="utf-8")
+    assert read_json(tmp_path / "x.json") == value

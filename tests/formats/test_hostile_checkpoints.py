@@ -1,0 +1,673 @@
+"""Checkpoints from strangers: every fault is one clear error, nothing runs, and nothing grows with what is claimed."""
+
+import ast
+import copy
+import json
+import pickle
+import random
+import struct
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import logging
+
+import hf_dspark
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel, SlotCache
+from hf_dspark.maths.sampling import greedy_sampler
+from hf_dspark.models.auto import load_draft
+from hf_dspark.training.shards import read_index
+from hf_dspark.training.trainer import DSparkTrainer
+
+resource = pytest.importorskip("resource")  # not on Windows
+
+SIZES = {
+    "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 12, "num_target_layers": 4, "target_layer_ids": [0, 2], "block_size": 4,
+    "markov_rank": 6, "max_position_embeddings": 256,
+}  # fmt: skip
+MEBIBYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A sound checkpoint of a tiny draft."""
+    folder = tmp_path_factory.mktemp("sound")
+    torch.manual_seed(5)
+    DSparkDraftModel(DSparkConfig(**SIZES)).save_pretrained(folder)
+    AutoModel.from_pretrained(folder)  # whatever is imported on the way does not count
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    for file in saved.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_bars():
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+def change_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has ever had, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def bounded(seconds: float = 5.0, memory: int = 64 * MEBIBYTE):
+    """Assert that what is done takes no more than that; the least of real allocations would be far more."""
+    start, before = time.process_time(), peak_memory()
+    yield
+    assert time.process_time() - start < seconds
+    assert peak_memory() - before < memory
+
+
+def refused(folder: Path, *found: str, load=DSparkDraftModel.from_pretrained) -> str:
+    """Assert that loading raises one error that says all of that, quickly, and return it."""
+    with bounded(), pytest.raises(ValueError) as raised:
+        load(folder)
+    message = str(raised.value)
+    for text in found or (folder.name,):
+        assert text in message
+    assert "Traceback" not in message and len(message) < 1500
+    error = raised.value
+    assert error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+    return message
+
+
+class Explosive:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return Path.touch, (self.trace,)
+
+
+# ---- no pickle
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "model.pth", "draft.ckpt", "model.pkl",
+        "adapter_model.bin", "__0_0.distcp",
+    ],
+)  # fmt: skip
+def test_pickled_weights_are_refused_and_not_opened(folder, tmp_path, name):
+    trace = tmp_path / "exploded"
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Explosive(trace)))
+    message = refused(folder, f"only {name}: pickled weights", "never loaded", "safetensors.torch.save_file")
+    assert "model.safetensors.index.json" in message
+    assert not trace.exists()
+    pickle.loads((folder / name).read_bytes())  # the control: this is what must not happen
+    assert trace.exists()
+
+
+def test_index_of_pickled_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin.index.json").write_text('{"metadata": {}, "weight_map": {"fc.weight": "a.bin"}}')
+    refused(folder, "only pytorch_model.bin.index.json: pickled weights")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["pytorch_model.bin"], ["pytorch_model.bin.index.json", "a.bin"], [".metadata", "__0_0.distcp"],
+        ["adapter_config.json", "adapter_model.bin"], ["training_args.bin", "optimizer.pt", "rng_state.pth"],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("load", [DSparkDraftModel.from_pretrained, AutoModel.from_pretrained])
+def test_pickles_beside_safetensors_are_left_alone(folder, tmp_path, names, load, monkeypatch):
+    trace = tmp_path / "exploded"
+    for name in names:
+        (folder / name).write_bytes(pickle.dumps(Explosive(trace)))
+    if "adapter_config.json" in names:
+        adapter = {"peft_type": "LORA", "base_model_name_or_path": "../elsewhere"}
+        (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    monkeypatch.setattr(torch, "load", None)
+    try:
+        load(folder)
+    except ValueError as error:  # with PEFT installed, AutoModel has found the adapter
+        assert "holds a PEFT adapter" in str(error)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"use_safetensors": False}, {"weights_only": False}, {"variant": "fp16"}, {"gguf_file": "draft.gguf"},
+        {"key_mapping": {"a": "b"}}, {"ignore_mismatched_sizes": True}, {"state_dict": {"a": torch.ones(1)}},
+        {"adapter_kwargs": {"_adapter_model_path": "elsewhere"}},
+    ],
+    ids=lambda argument: next(iter(argument)),
+)  # fmt: skip
+def test_arguments_that_choose_other_weights_are_refused(folder, argument):
+    with pytest.raises(ValueError, match="drafts (are|cannot be) loaded|holds a PEFT adapter"):
+        DSparkDraftModel.from_pretrained(folder, **argument)
+
+
+def test_arguments_that_change_nothing_are_accepted(folder):
+    DSparkDraftModel.from_pretrained(
+        folder, use_safetensors=True, weights_only=True, variant=None, ignore_mismatched_sizes=False
+    )
+
+
+# ---- no code
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        DSparkConfig.from_pretrained, AutoConfig.from_pretrained, DSparkDraftModel.from_pretrained,
+        AutoModel.from_pretrained, AutoModelForCausalLM.from_pretrained,
+    ],
+)  # fmt: skip
+def test_code_in_a_checkpoint_does_not_run_without_the_flag(folder, tmp_path, load):
+    trace = tmp_path / "exploded"
+    (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    change_config(folder, auto_map=dict.fromkeys(names, "evil.Evil"))
+    load(folder)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "_attn_implementation_internal"])
+def test_attention_named_by_a_checkpoint_is_not_fetched(folder, key):
+    change_config(folder, **{key: "someone/kernel"})
+    assert DSparkDraftModel.from_pretrained(folder).config._attn_implementation == "sdpa"
+
+
+def test_package_never_unpickles_and_never_trusts_remote_code_by_itself():
+    for path in Path(hf_dspark.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                modules = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                assert not modules & {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}, path.name
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) != ("torch", "load"), path.name
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                assert not (isinstance(node.value, ast.Constant) and node.value.value is True), path.name
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), path.name
+
+
+# ---- no path out of the folder
+
+
+def write_index(folder: Path, files: list[str]) -> None:
+    """Replace the weights by an index that names such files, and put the weights where each of them leads."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: files[number % len(files)] for number, name in enumerate(tensors)}
+    for file in files:
+        held = {name: tensor for name, tensor in tensors.items() if weight_map[name] == file}
+        (folder / file).resolve().parent.mkdir(parents=True, exist_ok=True)
+        save_file(held, (folder / file).resolve())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_sound_index_is_followed(folder, saved):
+    write_index(folder, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+    loaded, expected = map(DSparkDraftModel.from_pretrained, (folder, saved))
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../outside.safetensors", "../../outside.safetensors", "inside/../../outside.safetensors",
+        "inside/weights.safetensors", ".safetensors", "..safetensors", "weights.bin", "weights.safetensors.bin",
+        "weights\n.safetensors", "a\\..\\b.safetensors",
+    ],
+)  # fmt: skip
+def test_index_that_names_anything_but_a_file_beside_it_is_refused(folder, file):
+    write_index(folder, [file])
+    refused(folder, "model.safetensors.index.json", "no name of a safetensors file in the same folder")
+
+
+def test_index_with_an_absolute_path_is_refused(folder, tmp_path):
+    write_index(folder, [str(tmp_path / "outside.safetensors")])
+    refused(folder, "no name of a safetensors file in the same folder")
+
+
+def test_index_that_names_a_link_out_of_the_folder_is_refused(folder, tmp_path):
+    write_index(folder, ["weights.safetensors"])
+    (folder / "weights.safetensors").rename(tmp_path / "outside.safetensors")
+    (folder / "weights.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    refused(folder, "weights.safetensors is a link that leads out of the checkpoint's folder")
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ({"weight_map": {}}, "weight_map must name the file of each tensor"),
+        ({}, "weight_map must name the file of each tensor"),
+        ({"weight_map": ["a.safetensors"]}, "weight_map must name the file of each tensor"),
+        ({"weight_map": {"fc.weight": 7}}, "weight_map names 7"),
+        ({"weight_map": {"fc.weight": "gone.safetensors"}}, "names gone.safetensors, which is not there"),
+        ({"weight_map": {f"t{i}": f"f{i}.safetensors" for i in range(1001)}}, "more than 1000 files"),
+    ],
+)
+def test_unsound_index_is_refused(folder, index, found):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "model.safetensors.index.json", found)
+
+
+def test_index_and_files_that_disagree_are_refused(folder):
+    write_index(folder, ["a.safetensors", "b.safetensors"])
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    moved = next(name for name, file in index["weight_map"].items() if file == "a.safetensors")
+    for change, found in (
+        ({moved: "b.safetensors"}, f"a.safetensors holds tensors that .* does not list there: {moved}"),
+        ({"stray": "a.safetensors"}, "lists tensors that no file holds: stray"),
+    ):
+        weight_map = index["weight_map"] | change
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ValueError, match=found):
+            DSparkDraftModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "key", ["configuration_files", "transformers_weights", "quantization_config", "fusion_config"]
+)
+@pytest.mark.parametrize("value", [["../config.4.0.0.json"], "../outside.safetensors", {"quant_method": "gptq"}])
+def test_config_that_points_to_other_files_is_refused(folder, key, value):
+    change_config(folder, **{key: value})
+    refused(folder, f"config.json has the key '{key}'")
+
+
+@pytest.mark.parametrize("key", ["name_or_path", "_name_or_path"])
+def test_name_in_a_config_is_not_believed(folder, tmp_path, key):
+    change_config(folder, **{key: str(tmp_path / "elsewhere")})
+    assert DSparkConfig.from_pretrained(folder).name_or_path == ""
+    assert DSparkDraftModel.from_pretrained(folder).name_or_path == str(folder)
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, 10**9) for field in (
+            "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "markov_rank",
+        )),
+        *((field, 10**18) for field in ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")),
+        ("num_hidden_layers", 10**30), ("num_hidden_layers", 513),
+        ("num_hidden_layers", 0), ("num_hidden_layers", -1), ("num_hidden_layers", 2.0), ("num_hidden_layers", "2"),
+        ("hidden_size", None), ("hidden_size", [32]), ("hidden_size", 64), ("vocab_size", 49), ("markov_rank", 2**16),
+        ("block_size", 1000), ("head_dim", 8192), ("intermediate_size", 2**20), ("intermediate_size", {"a": 1}),
+        ("target_layer_ids", list(range(5000))), ("target_layer_ids", [0, 2.5]), ("target_layer_ids", "02"),
+        ("target_layer_ids", [[0], [2]]), ("target_layer_ids", [10**15, 0]),
+        ("layer_types", ["full_attention"] * 5000), ("layer_types", {"0": "full_attention"}),
+        ("rms_norm_eps", 0.0), ("rms_norm_eps", -1e-6), ("rms_norm_eps", 1e300), ("rms_norm_eps", "1e-6"),
+        ("initializer_range", -0.1), ("attention_dropout", 1.5), ("attention_dropout", -1),
+        ("embedding_scale", 0), ("embedding_scale", -2.0), ("embedding_scale", 1e39), ("logit_scale", 0.0),
+        ("logit_scale", {"__float__": "NaN"}), ("final_logit_softcapping", 0.0), ("final_logit_softcapping", -30.0),
+        ("attention_scaling", 1e200), ("hidden_act", "eval"), ("hidden_act", 5), ("hidden_act", ["silu"]),
+        ("dtype", "save"), ("dtype", "int8"), ("dtype", "nothing"), ("dtype", 32),
+        ("eos_token_id", "2"), ("eos_token_id", {"a": 2}), ("qk_norm", "yes"), ("mask_token_id", 48),
+        ("markov_head_type", "__class__"), ("draft_vocab_size", 10**9), ("draft_vocab_size", 24),
+        ("rope_parameters", []), ("rope_parameters", "default"),
+        *(("rope_parameters", {"rope_type": "default", "rope_theta": theta})
+          for theta in ("1e6", None, 0, -1e6, 1.0, 1e300, [1e6], True, {"__float__": "Infinity"})),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e6}),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e6, "factor": 0.0}),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e6, "factor": "8"}),
+        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}),
+        ("rope_parameters", {"rope_type": ["default"], "rope_theta": 1e6}),
+        ("rope_parameters", {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 8.0}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.01}),
+        ("sts_temperatures", []), ("sts_temperatures", {"default": [1.0] * 5000}), ("sts_temperatures", {}),
+        ("sts_temperatures", {"default": [1.0, 1.0, 0.0, 1.0]}), ("sts_temperatures", {"default": "1111"}),
+        ("sts_temperatures", {"default": [1.0, -1.0, 1.0, 1.0]}),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_unsound_value_in_a_config_is_refused_before_anything_is_built(folder, field, value):
+    change_config(folder, **{field: value})
+    message = refused(folder)
+    assert field in message or "does not match its config" in message or "config.json" in message
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "block_size", "rope_parameters", "dtype", "hidden_act"])
+def test_error_about_a_config_names_folder_and_field(folder, field):
+    change_config(folder, **{field: ["x"]})
+    for load in (DSparkConfig.from_pretrained, DSparkDraftModel.from_pretrained):
+        refused(folder, folder.name, field, load=load)
+    with pytest.raises(ValueError, match=field):  # transformers reads the file, and does not say which
+        AutoConfig.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("number", [1, 3, 300])
+def test_layers_that_are_not_in_the_files_are_refused_before_they_are_built(folder, number):
+    change_config(folder, num_hidden_layers=number, layer_types=None)
+    refused(folder, "does not match its config", "num_hidden_layers")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "to_dict", "_check_values", "from_pretrained", "num_slots", "is_autoregressive", "per_layer_config",
+        "validate", "get_text_config", "attribute_map", "temperatures_for",
+    ],
+)  # fmt: skip
+def test_config_cannot_replace_a_part_of_its_class(folder, key):
+    change_config(folder, **{key: "x"})
+    if key.startswith("_"):
+        assert callable(getattr(DSparkConfig.from_pretrained(folder), key))
+    else:
+        refused(folder, f"config.json has the key '{key}'", load=DSparkConfig.from_pretrained)
+
+
+@pytest.mark.parametrize("changes", [{"num_labels": 10**9}, {"id2label": {str(i): "x" for i in range(1000)}}])
+def test_labels_of_a_config_are_left_out(folder, changes):
+    change_config(folder, **changes)
+    with bounded():
+        assert len(DSparkConfig.from_pretrained(folder).id2label) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5}, {"architectures": {"a": 1}}, {"model_type": ["dspark"]}, {"model_type": None},
+        {"architectures": ["Qwen3DSparkModel"]}, {"architectures": ["Qwen3DSparkModel"], "model_type": 3},
+        {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"},
+        {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "layer_types": 7},
+        {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "rope_parameters": "none"},
+        {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "markov_rank": None},
+        {"model_type": "qwen3"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_config_that_only_pretends_to_be_a_known_kind_gives_one_error(folder, changes):
+    change_config(folder, **changes)
+    try:
+        with bounded():
+            DSparkDraftModel.from_pretrained(folder)
+    except ValueError as error:
+        assert folder.name in str(error) and error.__cause__ is None
+    else:
+        assert changes.get("architectures") != ["Gemma4DSparkModel"]
+
+
+def test_eagle3_config_is_distrusted_as_well(tmp_path):
+    folder = tmp_path / "eagle"
+    sizes = {name: value for name, value in SIZES.items() if name != "markov_rank"}
+    Eagle3DraftModel(Eagle3Config(**sizes | {"num_hidden_layers": 1})).save_pretrained(folder)
+    Eagle3DraftModel.from_pretrained(folder)
+    for field, value in (("num_hidden_layers", 10**9), ("hidden_size", 64), ("rope_parameters", {"rope_theta": 0})):
+        sound = (folder / "config.json").read_text()
+        change_config(folder, **{field: value})
+        refused(folder, load=Eagle3DraftModel.from_pretrained)
+        (folder / "config.json").write_text(sound)
+
+
+def test_constructor_takes_what_a_checkpoint_may_not(folder):
+    """The limits of sizes hold for everybody; what transformers passes on its own way is not in the way."""
+    config = DSparkConfig(**SIZES, attn_implementation="eager")
+    assert config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match=r"DSparkConfig.hidden_size must lie in \[1, 131072\]"):
+        DSparkConfig(**SIZES | {"hidden_size": 10**9})
+
+
+# ---- safetensors
+
+
+def parts(folder: Path) -> tuple[dict, bytes]:
+    """Return header and data of the weights."""
+    content = (folder / "model.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8:end]), content[end:]
+
+
+def write_parts(folder: Path, header: dict | bytes, data: bytes, length: int | None = None) -> None:
+    header = json.dumps(header).encode() if isinstance(header, dict) else header
+    length = len(header) if length is None else length
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + header + data)
+
+
+def with_norm(**facts):
+    def damage(header: dict, data: bytes) -> tuple[dict, bytes]:
+        return header | {"norm.weight": header["norm.weight"] | facts}, data
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda header, data: (header, data[:-1]), id="a byte short"),
+        pytest.param(lambda header, data: (header, data + b"x"), id="a byte more"),
+        pytest.param(lambda header, data: (header, b""), id="no data"),
+        pytest.param(lambda header, data: (b"", b""), id="empty header"),
+        pytest.param(lambda header, data: (b"[]", data), id="header is a list"),
+        pytest.param(lambda header, data: (b"{" * 100_000, data), id="header is nested deeply"),
+        pytest.param(lambda header, data: (b"\xff" * 100, data), id="header is no text"),
+        pytest.param(lambda header, data: ({"fc.weight": 7}, data), id="tensor is a number"),
+        pytest.param(with_norm(shape=[33]), id="shape too big"),
+        pytest.param(with_norm(shape=[-32]), id="shape negative"),
+        pytest.param(with_norm(shape=[2**40, 2**40]), id="shape overflows"),
+        pytest.param(with_norm(shape=[2**70]), id="shape is no machine number"),
+        pytest.param(with_norm(shape="32"), id="shape is text"),
+        pytest.param(with_norm(dtype="F16"), id="type of another size"),
+        pytest.param(with_norm(dtype="PICKLE"), id="type unknown"),
+        pytest.param(with_norm(dtype=None), id="type missing"),
+        pytest.param(with_norm(data_offsets=[0, 128]), id="overlap"),
+        pytest.param(with_norm(data_offsets=[128, 0]), id="offsets swapped"),
+        pytest.param(with_norm(data_offsets=[0, 2**63]), id="offsets beyond the file"),
+        pytest.param(with_norm(data_offsets=[-1, 127]), id="offsets negative"),
+        pytest.param(with_norm(data_offsets=[1.5, 2]), id="offsets broken"),
+    ],
+)
+def test_damaged_header_is_refused(folder, damage):
+    write_parts(folder, *damage(*parts(folder)))
+    refused(folder, "model.safetensors is no intact safetensors file", "download or write it again")
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**20, 2**25 + 1, 99_999_999, 2**32, 2**63, 2**64 - 1])
+def test_claimed_length_of_a_header_allocates_nothing(folder, length):
+    write_parts(folder, *parts(folder), length=length)
+    refused(folder, "model.safetensors is no intact safetensors file")
+
+
+def test_tensor_listed_twice_is_refused(folder):
+    header, data = parts(folder)
+    twice = json.dumps(header["norm.weight"] | {"data_offsets": [len(data), len(data) + 128]})
+    write_parts(folder, json.dumps(header)[:-1].encode() + f', "norm.weight": {twice}}}'.encode(), data + data[:128])
+    refused(folder, "model.safetensors is no intact safetensors file")
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", b"PK\x03\x04" * 100, b"\x80\x04" + b"." * 100])
+def test_file_that_is_no_safetensors_is_refused(folder, content):
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "model.safetensors is no intact safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "found"),
+    [
+        ("norm.weight", torch.ones(33), "of another shape: norm.weight"),
+        ("norm.weight", torch.ones(1, 32), "of another shape: norm.weight"),
+        ("norm.weight", torch.ones(0), "of another shape: norm.weight"),
+        ("norm.weight", torch.tensor(1.0), "of another shape: norm.weight"),
+        ("norm.weight", torch.ones(32, dtype=torch.int32), "of another type: norm.weight"),
+        ("norm.weight", torch.ones(32, dtype=torch.bool), "of another type: norm.weight"),
+        ("norm.weight", torch.ones(32, dtype=torch.complex64), "of another type: norm.weight"),
+        ("norm.weight", torch.ones(32).to(torch.float8_e4m3fn), "of another type: norm.weight"),
+        ("norm.weight", torch.full((32,), torch.nan), "norm.weight has values that are not finite"),
+        ("norm.weight", torch.full((32,), -torch.inf), "norm.weight has values that are not finite"),
+        ("layers.2.mlp.up_proj.weight", torch.ones(48, 32), "unexpected: layers.2.mlp.up_proj.weight"),
+        ("layers.99999999999999999999.x", torch.ones(1), "unexpected: layers.99999999999999999999.x"),
+        ("../../fc.weight", torch.ones(1), "unexpected: ../../fc.weight"),
+        ("__class__", torch.ones(1), "unexpected: __class__"),
+        ("", torch.ones(1), "does not match its config"),
+        ("x" * 100_000, torch.ones(1), "unexpected: xxx"),
+        ("d2t", torch.zeros(4, dtype=torch.long), "unexpected: d2t"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, str) else "",
+)
+def test_tensor_that_the_config_does_not_know_is_refused(folder, name, tensor, found):
+    save_file(load_file(folder / "model.safetensors") | {name: tensor}, folder / "model.safetensors")
+    refused(folder, found)
+
+
+def test_thousands_of_strange_tensors_give_a_short_error(folder):
+    strange = {f"layers.{number}.strange": torch.ones(1) for number in range(5000)}
+    save_file(load_file(folder / "model.safetensors") | strange, folder / "model.safetensors")
+    refused(folder, "unexpected: layers.0.strange", "more")
+
+
+@pytest.mark.parametrize("offsets", [[48, 0], [-1, 0], [1, 0], [2**62, 0]])
+def test_pruned_vocabulary_with_strange_tokens_is_refused(tmp_path, offsets):
+    folder = tmp_path / "pruned"
+    draft = DSparkDraftModel(DSparkConfig(**SIZES, draft_vocab_size=2))
+    draft.save_pretrained(folder)
+    DSparkDraftModel.from_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": torch.tensor(offsets)}, folder / "model.safetensors")
+    refused(folder, "d2t")
+
+
+# ---- what training reads
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "[" * 100_000, '{"seed": NaN}'])
+def test_unsound_files_of_a_run_are_refused(folder, content):
+    for name, read in (("config.json", lambda path: load_draft(str(path.parent))),
+                       ("dspark_run.json", lambda path: DSparkTrainer._require_same_run(None, path))):  # fmt: skip
+        (folder / name).write_text(content)
+        with pytest.raises(ValueError, match=f"{name} cannot be used"):
+            read(folder / name)
+
+
+def test_deeply_nested_index_of_a_feature_cache_is_refused(tmp_path):
+    (tmp_path / "index-00000.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="line 1 of .*index-00000.jsonl is damaged"):
+        read_index(tmp_path / "index-00000.jsonl")
+
+
+# ---- fuzzing
+
+
+def same_weights(folder: Path, saved: Path) -> bool:
+    found, expected = (DSparkDraftModel.from_pretrained(place).state_dict() for place in (folder, saved))
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_every_truncation_is_refused(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    draw = random.Random(0)
+    lengths = {0, 7, 8, 9, len(content) - 1} | {draw.randrange(len(content)) for _ in range(60)}
+    with bounded(20):
+        for length in sorted(lengths):
+            (folder / "model.safetensors").write_bytes(content[:length])
+            with pytest.raises(ValueError, match=r"model.safetensors is no intact safetensors file"):
+                DSparkDraftModel.from_pretrained(folder)
+
+
+def test_flipped_bit_in_a_header_is_refused_or_changes_nothing(folder, saved):
+    content = (folder / "model.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    draw = random.Random(1)
+    refusals = 0
+    with bounded(30):
+        for _ in range(250):
+            flipped = bytearray(content)
+            flipped[draw.randrange(end)] ^= 1 << draw.randrange(8)
+            (folder / "model.safetensors").write_bytes(flipped)
+            try:
+                assert same_weights(folder, saved)
+            except ValueError as error:
+                refusals += 1
+                assert folder.name in str(error) and len(str(error)) < 1500
+    assert refusals > 200
+
+
+def test_flipped_bit_in_the_data_is_refused_or_leaves_finite_weights(folder):
+    """There is no checksum: a wrong weight makes a worse draft, never a wrong token."""
+    content = (folder / "model.safetensors").read_bytes()
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    draw = random.Random(2)
+    with bounded(20):
+        for _ in range(60):
+            flipped = bytearray(content)
+            flipped[draw.randrange(start, len(content))] ^= 1 << draw.randrange(8)
+            (folder / "model.safetensors").write_bytes(flipped)
+            try:
+                loaded = DSparkDraftModel.from_pretrained(folder)
+            except ValueError as error:
+                assert "not finite" in str(error)
+            else:
+                assert all(torch.isfinite(tensor).all() for tensor in loaded.parameters())
+
+
+STRANGE_VALUES = [
+    None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**62, 10**18, 0.0, -0.5, 1e-320, 1e300, 2.5, "", "x", "2", "default",
+    "full_attention", "../../x", "\ud800", "x" * 5000, [], [0], [0, 0], [1.5], ["full_attention"] * 2, [[]], [None],
+    list(range(3000)), {}, {"default": [1.0] * 4}, {"rope_type": "yarn"}, {"a": {"b": {"c": []}}},
+]  # fmt: skip
+
+
+def mutate(config: dict, draw: random.Random) -> dict:
+    config = copy.deepcopy(config)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        place = config
+        if draw.random() < 0.2:
+            place = draw.choice([value for value in config.values() if isinstance(value, dict)] or [config])
+        key = draw.choice([*place, "strange", "rope_scaling", "torch_dtype", "per_layer_config", "num_labels"])
+        if draw.random() < 0.1:
+            place.pop(key, None)
+        else:
+            place[key] = draw.choice(STRANGE_VALUES)
+    return config
+
+
+def test_config_mutations_are_refused_or_give_a_draft_that_drafts(folder, make_target):
+    target = make_target()
+    sound = json.loads((folder / "config.json").read_text()) | {"sts_temperatures": {"default": [1.0] * 4}}
+    draw = random.Random(3)
+    refusals = 0
+    with bounded(60, 128 * MEBIBYTE):
+        for _ in range(400):
+            config = mutate(sound, draw)
+            (folder / "config.json").write_text(json.dumps(config))
+            try:
+                draft = DSparkDraftModel.from_pretrained(folder).bind(target)
+            except ValueError as error:
+                refusals += 1
+                assert len(str(error)) < 1500 and error.__cause__ is None, config
+            else:
+                block = draft_one_block(draft)
+                assert 0 <= int(block.min()) and int(block.max()) < 48
+    assert 150 < refusals < 400
+
+
+@torch.no_grad()
+def draft_one_block(draft: DSparkDraftModel) -> torch.Tensor:
+    features = torch.ones(1, 3, len(draft.config.target_layer_ids) * draft.config.hidden_size, dtype=draft.dtype)
+    return draft.draft_block(torch.tensor([3]), features, SlotCache(), greedy_sampler).token_ids

@@ -1,0 +1,268 @@
+"""What a step costs: tables, linear models, hulls, and SGLang's files."""
+
+import itertools
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from hf_dspark.maths.costs import (
+    AdditiveCost,
+    ForwardCost,
+    LinearCost,
+    Load,
+    ThroughputTable,
+    load_cost,
+    save_cost,
+)
+
+JAGGED = ThroughputTable((1, 8, 16, 24, 32), (100.0, 90.0, 95.0, 40.0, 42.0), drafting=0.002)
+SGLANG_1D = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [95.1, 94.0, 80.2], "max_batch_tokens": 64}
+SGLANG_ADDITIVE = {
+    "bias_seconds": 0.0104, "bs_probes": [1, 8], "alpha_seconds": [0, 0.0004], "m_probes": [64, 128],
+    "theta_seconds": [0, 0.0007],
+}  # fmt: skip
+
+
+def seconds(cost, *tokens):
+    return cost.token_curve.at(np.array(tokens)).tolist()
+
+
+# ---- tables
+
+
+def test_table_keeps_measured_times_as_measured():
+    assert seconds(JAGGED, 1, 8, 16, 24, 32) == pytest.approx([1 / 100, 1 / 90, 1 / 95, 1 / 40, 1 / 42])
+
+
+def test_table_is_linear_in_time_between_probes():
+    assert seconds(JAGGED, 20) == pytest.approx([(1 / 95 + 1 / 40) / 2])
+
+
+def test_table_grows_with_the_tokens_beyond_its_last_probe():
+    assert seconds(JAGGED, 64) == pytest.approx([2 / 42])
+
+
+def test_table_is_flat_below_its_first_probe():
+    assert seconds(ThroughputTable((8, 16), (10.0, 5.0)), 1, 8) == pytest.approx([0.1, 0.1])
+
+
+def test_plain_step_saves_the_drafting():
+    assert JAGGED.plain_seconds(Load()) == pytest.approx(0.01 - 0.002)
+    assert JAGGED.plain_seconds(Load((0, 1), other_tokens=6)) == pytest.approx(1 / 90 - 0.002)
+
+
+def test_load_counts_one_token_per_request_and_the_engines():
+    load = Load(range(3), context_tokens=100, other_tokens=20)
+    assert (load.num_requests, load.base_tokens) == (3, 23)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rates", "message"),
+    [
+        ((), (), "at least one"),
+        ((1, 2), (1.0,), "2 token counts and 1 rates"),
+        ((1, 1), (1.0, 1.0), "strictly increasing"),
+        ((2, 1), (1.0, 1.0), "strictly increasing"),
+        ((0, 1), (1.0, 1.0), "from 1 up"),
+        ((1.5, 2), (1.0, 1.0), "whole numbers"),
+        ((1, 2), (1.0, 0.0), "positive numbers, got 0.0"),
+        ((1, 2), (1.0, -3.0), "positive numbers, got -3.0"),
+        ((1, 2), (1.0, float("nan")), "positive numbers, got nan"),
+        ((1, 2), (1.0, "2"), "positive numbers, got '2'"),
+    ],
+)
+def test_table_refuses_what_is_no_curve(tokens, rates, message):
+    with pytest.raises(ValueError, match=message):
+        ThroughputTable(tokens, rates)
+
+
+def test_tables_of_numpy_numbers_are_welcome(tmp_path):
+    table = ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0]))
+    save_cost(table, tmp_path / "table.json")
+    assert load_cost(tmp_path / "table.json").verify_tokens == (1, 2, 3)
+
+
+def test_context_adds_to_every_round():
+    table = ThroughputTable((1, 2), (10.0, 5.0), context_seconds=0.001)
+    assert table.round_seconds(Load(context_tokens=100), 1).tolist() == pytest.approx([0.2, 0.3])
+
+
+def test_table_refuses_drafting_longer_than_the_round():
+    with pytest.raises(ValueError, match="must be a part of it"):
+        ThroughputTable((1, 2), (10.0, 5.0), drafting=0.1)
+
+
+# ---- hulls
+
+
+def brute_force_hull(cost, first, last, horizon=2000):
+    """The largest convex function below the monotone curve from `first` on: the lowest of all chords over a point."""
+    times = [float(value) for value in cost.token_curve.at(np.arange(horizon))]
+    times = [min(times[b:]) for b in range(first, horizon)]
+    ends = [*range(60), horizon - first - 1]
+    return [
+        min(
+            times[i] if i == j else times[i] + (times[j] - times[i]) * (b - i) / (j - i)
+            for i in range(b + 1)
+            for j in ends
+            if j >= b
+        )
+        for b in range(last - first + 1)
+    ]
+
+
+@pytest.mark.parametrize("first", [1, 5, 12, 16, 20])
+def test_hull_is_the_largest_convex_curve_below_the_measured_one(first):
+    hull = JAGGED.curve.window(first, 39).hull
+    expected = brute_force_hull(JAGGED, first, 39)
+    np.testing.assert_allclose(hull, expected, atol=2e-5, rtol=1e-3)  # the horizon is finite here
+
+
+def test_hull_touches_the_curve_at_its_vertices_and_stays_below_elsewhere():
+    window = JAGGED.curve.window(1, 60)
+    assert (window.hull <= window.measured + 1e-12).all()
+    assert (window.hull[2:] - 2 * window.hull[1:-1] + window.hull[:-2] >= -1e-12).all()  # convex
+    vertex = window.next_vertex(0)
+    assert vertex == 15 and window.hull[vertex] == pytest.approx(float(window.measured[vertex]))
+
+
+def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
+    for first in (1, 7, 16, 30, 31, 32, 33, 500):
+        long = JAGGED.curve.window(first, first + 300)
+        for length in (0, 1, 2, 5, 40):
+            short = JAGGED.curve.window(first, first + length)
+            np.testing.assert_allclose(short.hull, long.hull[: length + 1], atol=1e-12, rtol=0)
+            assert all(min(long.next_vertex(b), length) == short.next_vertex(b) for b in range(length))
+
+
+def test_hull_of_a_straight_line_is_the_line():
+    line = LinearCost(ForwardCost(0.0, 0.25, 1.0), ForwardCost(0.0, 0.0, 0.0))
+    window = line.curve.window(3, 50)
+    np.testing.assert_allclose(window.hull, window.measured)
+    np.testing.assert_allclose(window.measured, 0.25 * np.arange(3, 51))
+
+
+def test_huge_loads_cost_no_more_time_or_memory():
+    window = JAGGED.curve.window(10**9, 10**9 + 7)
+    np.testing.assert_allclose(window.hull, window.measured)
+    assert len(window.measured) == 8
+
+
+def test_costs_can_be_pickled_after_use():
+    JAGGED.curve.window(1, 9)
+    assert pickle.loads(pickle.dumps(JAGGED)) == JAGGED
+
+
+# ---- linear costs
+
+
+def test_forward_cost_is_found_again_by_least_squares():
+    truth = ForwardCost(2e-6, 3e-4, 5e-3)
+    grid = list(itertools.product((64, 512, 2048), (1, 8, 64)))
+    fitted, explained = ForwardCost.fit(*zip(*grid, strict=True), [truth.seconds(c, b) for c, b in grid])
+    assert (fitted.alpha, fitted.gamma, fitted.delta) == pytest.approx((truth.alpha, truth.gamma, truth.delta))
+    assert explained == pytest.approx(1.0)
+
+
+def test_fit_never_gives_negative_coefficients():
+    fitted, explained = ForwardCost.fit([64, 512, 64, 512], [1, 1, 8, 8], [1.0, 0.9, 1.1, 1.0])
+    assert fitted.alpha == 0.0 and fitted.gamma > 0 and 0.0 < explained < 1.0
+
+
+def test_fit_needs_three_measurements():
+    with pytest.raises(ValueError, match="at least three measurements, got 2"):
+        ForwardCost.fit([1, 2], [1, 2], [1.0, 2.0])
+
+
+def test_linear_cost_reads_the_context_once_and_drafts_one_block_per_request():
+    cost = LinearCost(ForwardCost(0.001, 0.1, 1.0), ForwardCost(0.0005, 0.02, 0.3))
+    load = Load(range(4), context_tokens=1000)
+    drafting = 0.0005 * 1000 + 0.02 * 4 + 0.3
+    assert cost.draft_seconds(load) == pytest.approx(drafting)
+    assert cost.round_seconds(load, 6).tolist()[-1] == pytest.approx(0.001 * 1000 + 0.1 * 10 + 1.0 + drafting)
+    assert cost.plain_seconds(load) == pytest.approx(0.001 * 1000 + 0.1 * 4 + 1.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_forward_cost_refuses_impossible_coefficients(value):
+    with pytest.raises(ValueError, match="finite and not negative"):
+        ForwardCost(value, 0.1, 0.1)
+
+
+# ---- files
+
+
+def test_sglang_table_is_read_and_written(tmp_path):
+    path = tmp_path / "sps.json"
+    path.write_text(json.dumps(SGLANG_1D))
+    cost = load_cost(path)
+    assert isinstance(cost, ThroughputTable) and cost.steps_per_second == (95.1, 94.0, 80.2)
+    save_cost(cost, path)
+    written = json.loads(path.read_text())
+    assert {name: written[name] for name in SGLANG_1D} == SGLANG_1D
+
+
+def test_written_tables_follow_sglangs_rules(tmp_path):
+    save_cost(JAGGED, tmp_path / "sps.json")
+    table = json.loads((tmp_path / "sps.json").read_text())
+    tokens, rates = table["sample_batch_tokens"], table["sample_steps_per_sec"]
+    assert all(isinstance(token, int) for token in tokens) and tokens == sorted(set(tokens))
+    assert len(tokens) == len(rates) and all(rate > 0 for rate in rates)
+    assert table["max_batch_tokens"] >= tokens[-1] and "bias_seconds" not in table
+
+
+def test_sglangs_additive_form_is_read_evaluated_and_written(tmp_path):
+    path = tmp_path / "additive.json"
+    path.write_text(json.dumps(SGLANG_ADDITIVE))
+    cost = load_cost(path)
+    assert isinstance(cost, AdditiveCost)
+    load = Load(range(8), other_tokens=88)  # 96 tokens: half-way between the probes 64 and 128
+    assert cost.round_seconds(load, 0).item() == pytest.approx(0.0104 + 0.0004 + 0.00035)
+    assert cost.round_seconds(Load(), 0).item() == pytest.approx(0.0104)  # clamped below
+    beyond = 0.0104 + 0.0004 * 15 / 7 + 0.0007 * (144 - 64) / 64  # the last slopes go on
+    assert cost.round_seconds(Load(range(16), other_tokens=128), 0).item() == pytest.approx(beyond)
+    save_cost(cost, path)
+    written = json.loads(path.read_text())
+    assert {name: written[name] for name in SGLANG_ADDITIVE} == SGLANG_ADDITIVE
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        JAGGED,
+        LinearCost(ForwardCost(0.1, 0.2, 0.3), ForwardCost(0.4, 0.5, 0.6), {"device": "a"}),
+        AdditiveCost(0.01, (1, 8), (0.0, 0.1), (64, 128), (0.0, 0.2), 0.001, {"device": "b"}),
+    ],
+    ids=lambda cost: type(cost).__name__,
+)
+def test_costs_survive_a_round_trip(cost, tmp_path):
+    save_cost(cost, tmp_path / "folder" / "cost.json")
+    again = load_cost(tmp_path / "folder" / "cost.json")
+    assert type(again) is type(cost) and again.provenance == cost.provenance
+    load = Load(range(5), context_tokens=70)
+    np.testing.assert_allclose(again.round_seconds(load, 60), cost.round_seconds(load, 60))
+    assert again.plain_seconds(load) == cost.plain_seconds(load)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is a JSON object, got list"),
+        ("{}", "lacks 'sample_batch_tokens'"),
+        ('{"sample_batch_tokens": [1]}', "lacks 'sample_steps_per_sec'"),
+        (json.dumps(SGLANG_1D | {"max_batch_tokens": 9}), "max_batch_tokens=9 is smaller than the last probe 64"),
+        (json.dumps(SGLANG_1D | {"sample_batch_tokens": []}), "0 token counts and 3 rates"),
+        (json.dumps(SGLANG_1D | {"sample_batch_tokens": [8, 8, 64]}), "strictly increasing"),
+        (json.dumps(SGLANG_ADDITIVE | {"m_probes": [64]}), "m_probes needs one time per probe"),
+        (json.dumps(SGLANG_ADDITIVE | {"theta_seconds": [0, -1]}), "not negative"),
+        (json.dumps(SGLANG_ADDITIVE | {"bias_seconds": 0}), "bias_seconds must be positive"),
+        ('{"linear": {"target": {"alpha": 0, "gamma": 0, "delta": 1}}}', "lacks 'draft'"),
+    ],
+)
+def test_broken_cost_files_are_named(content, message, tmp_path):
+    (tmp_path / "cost.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_cost(tmp_path / "cost.json")

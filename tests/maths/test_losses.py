@@ -1,0 +1,316 @@
+"""The training objective: parity with DeepSpec's numbers, and with formulas written out here."""
+
+import math
+
+import pytest
+import torch
+
+from hf_dspark.maths.losses import LossWeights, SlotScores, block_losses, expected_tau, position_weights
+from hf_dspark.models.block_attention import BlockLayout
+
+GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
+SETTINGS = ("dspark_default", "dspark_gamma_eq_block", "no_decay", "dflash")
+CASES = [(name, setting) for name in GOLDEN[:3] for setting in SETTINGS] + [(GOLDEN[3], "dspark_default")]
+
+
+def options(losses: dict) -> LossWeights:
+    return LossWeights(
+        cross_entropy=losses["ce_loss_alpha"],
+        l1=losses["l1_loss_alpha"],
+        confidence=losses["confidence_head_alpha"],
+        position_decay=losses["loss_decay_gamma"],
+    )
+
+
+def losses_of(draft_logits, target_logits, labels, supervised, confidence_logits, weights=None, **kwargs):
+    """Losses of logits that exist already."""
+    scores = SlotScores(lambda x: x, [draft_logits], [], lambda x: x, target_logits, draft_logits.shape[-1])
+    return block_losses(scores, labels, supervised, confidence_logits, weights or LossWeights(), **kwargs)
+
+
+def stored_losses(data, setting):
+    """Losses of DeepSpec's own logits: no model of ours is involved."""
+    train = data.train
+    draft_logits = train["draft_logits"] if "draft_logits" in train else train["base_logits"]
+    return losses_of(
+        draft_logits, train["aligned_target_logits"], train["target_ids"], train["eval_mask"].bool(),
+        train.get("confidence_pred"), options(data.losses[setting]),
+    )  # fmt: skip
+
+
+def random_blocks(confidence: bool = True):
+    draft_logits = torch.randn(2, 3, 4, 7, requires_grad=True)
+    supervised = torch.ones(2, 3, 4, dtype=torch.bool)
+    supervised[0, 1, 2:] = supervised[1, 2] = False
+    confidence_logits = torch.randn(2, 3, 4, requires_grad=True) if confidence else None
+    return draft_logits, torch.randn(2, 3, 4, 7), torch.randint(0, 7, (2, 3, 4)), supervised, confidence_logits
+
+
+# ---- parity with DeepSpec
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_block_losses_match_deepspec(golden, name, setting):
+    data = golden(name)
+    losses, expected = stored_losses(data, setting), data.losses[setting]
+    assert losses.total.item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-5)
+    assert losses.cross_entropy.numerator.item() == pytest.approx(expected["ce_loss_num"], rel=1e-5)
+    assert losses.cross_entropy.denominator.item() == pytest.approx(expected["ce_loss_den"], rel=1e-5)
+    if expected["l1_loss_alpha"] > 0:  # the reference skips it otherwise
+        assert losses.l1.numerator.item() == pytest.approx(expected["l1_loss_num"], rel=1e-5)
+        assert losses.l1.denominator.item() == pytest.approx(expected["l1_loss_den"], rel=1e-5)
+    if "confidence_pred" in data.train:
+        assert losses.confidence.numerator.item() == pytest.approx(expected["confidence_loss_num"], rel=1e-5)
+        assert losses.confidence.denominator.item() == pytest.approx(expected["confidence_loss_den"], rel=1e-5)
+    else:
+        assert losses.confidence is None
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_reported_acceptance_matches_deepspecs_metrics(golden, name, setting):
+    data = golden(name)
+    acceptance, supervised = stored_losses(data, setting).acceptance, data.train["eval_mask"].bool()
+    metrics = data.info["train"]["metrics"]
+    metrics = metrics.get(setting, metrics)
+    tau = expected_tau(acceptance, supervised).item()
+    assert tau == pytest.approx(metrics["train/tau_probabilistic"], rel=1e-5)
+    rates = (acceptance * supervised).sum((0, 1)) / supervised.sum((0, 1))
+    assert rates.tolist() == pytest.approx([metrics[f"train/accept_rate@{slot}"] for slot in range(5)], rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_gradients_match_deepspec(golden, name, setting):
+    data = golden(name)
+    train, draft = data.train, data.draft
+    positions = torch.arange(train["input_ids"].shape[1]).expand(len(train["input_ids"]), -1)
+    layout = BlockLayout(train["anchor_positions"], train["block_keep_mask"].bool(), positions, 5)
+    label_positions = (train["anchor_positions"][:, :, None] + torch.arange(5)).clamp_max(23)
+    last_hidden = train["target_last_hidden_states"]
+    label_hidden = torch.stack([row[where] for row, where in zip(last_hidden, label_positions, strict=True)])
+    output = draft(
+        train["input_ids"], train["target_hidden_states"], label_hidden, layout, train["target_ids"],
+        train["eval_mask"].bool(), options(data.losses[setting]),
+    )  # fmt: skip
+    assert output.loss.item() == pytest.approx(data.losses[setting]["total"], rel=1e-5, abs=1e-5)
+    output.loss.backward()
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in draft.named_parameters()
+    }
+    norms = data.info["train"]["grad_norms"]
+    norms = norms.get(setting, norms)
+    missing = {key for key in gradients if key not in norms}
+    assert all(key.endswith("layer_scalar") for key in missing), missing
+    for key, expected in norms.items():
+        assert gradients[key].norm().item() == pytest.approx(expected, rel=1e-4, abs=1e-7), key
+    if data.info["train"].get("grad_loss_name") == setting:
+        stored = {key.removeprefix("grad."): value for key, value in train.items() if key.startswith("grad.")}
+        assert stored
+        for key, expected in stored.items():
+            torch.testing.assert_close(gradients[key], expected, atol=1e-5, rtol=1e-4)
+    assert all(parameter.grad is None for parameter in data.target.parameters())
+
+
+# ---- the formulas
+
+
+def test_block_losses_match_a_naive_reference():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    losses = losses_of(
+        draft_logits, target_logits, labels, supervised, confidence_logits, LossWeights(0.3, 0.5, 0.7, 0.2, 2.0)
+    )
+    cross_entropy = soft = l1 = bce = weight_sum = 0.0
+    for index in supervised.nonzero().tolist():
+        b, n, k = index
+        draft_probs, target_probs = draft_logits[b, n, k].softmax(-1), target_logits[b, n, k].softmax(-1)
+        weight = math.exp(-k / 2.0)
+        distance = (draft_probs - target_probs).abs().sum()
+        acceptance, c = 1 - distance / 2, confidence_logits[b, n, k].sigmoid()
+        cross_entropy += weight * -draft_probs[labels[b, n, k]].log()
+        soft += weight * -(target_probs * draft_probs.log()).sum()
+        l1 += weight * distance
+        bce += weight * -(acceptance * c.log() + (1 - acceptance) * (1 - c).log())
+        weight_sum += weight
+        assert losses.acceptance[b, n, k].item() == pytest.approx(acceptance.item(), abs=1e-6)
+    expected = (0.3 * cross_entropy + 0.5 * l1 + 0.7 * bce + 0.2 * soft) / weight_sum
+    torch.testing.assert_close(losses.total, expected, atol=1e-5, rtol=1e-5)
+    assert losses.cross_entropy.mean.item() == pytest.approx(cross_entropy.item() / weight_sum, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.3, 0.4, 0.7, None)])
+@pytest.mark.parametrize("chunk_size", [1, 5, 100])
+def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
+    torch.manual_seed(1)
+    hidden, prefix = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(2, 3, 4, 2, requires_grad=True)
+    head, own, frozen = torch.randn(9, 6), torch.nn.Parameter(torch.randn(9, 2)), torch.nn.Parameter(torch.randn(9))
+    frozen.requires_grad_(False)
+    _, _, _, supervised, confidence_logits = random_blocks()
+    labels, target_hidden = torch.randint(0, 9, (2, 3, 4)), torch.randn(2, 3, 4, 6)
+
+    def logits_of(hidden, prefix):
+        return torch.tanh(hidden @ head.T) * 3 + prefix @ own.T + frozen
+
+    scores = SlotScores(logits_of, [hidden, prefix], [own, frozen], lambda x: x @ head.T, target_hidden, 9)
+    losses = block_losses(scores, labels, supervised, confidence_logits, weights, chunk_size=chunk_size)
+    leaves = [hidden, prefix, own, confidence_logits]
+    (3.0 * losses.total).backward()
+    chunked = [leaf.grad.clone() for leaf in leaves]
+
+    draft_log_probs = logits_of(hidden, prefix).log_softmax(-1)
+    target_probs = (target_hidden @ head.T).softmax(-1)
+    distance = (draft_log_probs.exp() - target_probs).abs().sum(-1)
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(
+        confidence_logits, 1 - distance.detach() / 2, reduction="none"
+    )
+    terms = (
+        weights.cross_entropy * -draft_log_probs.gather(-1, labels[..., None])[..., 0] + weights.l1 * distance
+        + weights.confidence * bce + weights.soft_cross_entropy * -(target_probs * draft_log_probs).sum(-1)
+    )  # fmt: skip
+    slot_weights = position_weights(supervised, weights.position_decay)
+    total = (terms * slot_weights).sum() / (slot_weights.sum() + 1e-6)
+    torch.testing.assert_close(losses.total, total, atol=1e-5, rtol=1e-5)
+    for ours, naive in zip(chunked, torch.autograd.grad(3.0 * total, leaves), strict=True):
+        torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_in_float16_survive_a_large_step():
+    """Divided by the weights of 10^6 slots they would be zero before a loss scale reaches them."""
+    torch.manual_seed(2)
+    hidden, head = torch.randn(1, 2, 4, 8), torch.randn(50, 8)
+    labels, supervised = torch.randint(0, 50, (1, 2, 4)), torch.ones(1, 2, 4, dtype=torch.bool)
+    gradients = []
+    for dtype in (torch.float32, torch.float16):
+        leaf = hidden.clone().to(dtype).requires_grad_()
+        scores = SlotScores(
+            lambda x: x @ head.to(x.dtype).T, [leaf], [], lambda x: x @ head.T, torch.zeros(1, 2, 4, 8), 50
+        )
+        losses = block_losses(scores, labels, supervised, None, LossWeights(), weight_sum=torch.tensor(1e6))
+        (losses.total * 65536).backward()
+        gradients.append(leaf.grad.float())
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
+
+
+def test_a_pooled_denominator_makes_parts_add_up_to_the_whole():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    whole = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
+    parts = [
+        losses_of(
+            draft_logits[row], target_logits[row], labels[row], supervised[row], confidence_logits[row],
+            weight_sum=whole.l1.denominator,
+        ).total
+        for row in range(2)
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), whole.total, atol=1e-6, rtol=1e-6)
+
+
+def test_no_gradient_is_computed_when_none_is_wanted():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    trained = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
+    with torch.no_grad():
+        evaluated = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
+    assert trained.total.requires_grad and not evaluated.total.requires_grad
+    assert torch.equal(trained.total, evaluated.total) and torch.equal(trained.acceptance, evaluated.acceptance)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"l1": -0.1}, "l1_weight must be 0 or more, got -0.1"),
+        ({"cross_entropy": math.nan}, "cross_entropy_weight must be 0 or more, got nan"),
+        ({"cross_entropy": 0, "l1": 0, "confidence": 0}, "nothing would be learnt"),
+        ({"position_decay": 0.0}, "position_decay must be positive or None, got 0.0"),
+    ],
+)
+def test_loss_weights_refuse_wrong_values(values, message):
+    with pytest.raises(ValueError, match=message):
+        LossWeights(**values)
+
+
+def test_block_losses_ignore_unsupervised_slots():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    plain = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
+    spoilt = [value.detach().clone() for value in (draft_logits, target_logits, confidence_logits)]
+    for value in spoilt:
+        value[~supervised] = torch.nan
+    draft_nan, target_nan, confidence_nan = spoilt
+    draft_nan.requires_grad_()
+    losses = losses_of(draft_nan, target_nan, labels, supervised, confidence_nan)
+    assert torch.equal(losses.total, plain.total)
+    assert (losses.acceptance[~supervised] == 0).all()
+    losses.total.backward()
+    assert (draft_nan.grad[~supervised] == 0).all() and draft_nan.grad[supervised].abs().min() > 0
+
+
+def test_l1_is_two_for_disjoint_laws_and_zero_for_equal_ones():
+    far = torch.tensor([[[[50.0, -50.0]]]])
+    labels, supervised = torch.zeros(1, 1, 1, dtype=torch.long), torch.ones(1, 1, 1, dtype=torch.bool)
+    disjoint = losses_of(far, -far, labels, supervised, None)
+    assert disjoint.l1.mean.item() == pytest.approx(2.0, abs=1e-5) and disjoint.acceptance.item() == 0.0
+    equal = losses_of(far, far, labels, supervised, None)
+    assert equal.l1.mean.item() == 0.0 and equal.acceptance.item() == 1.0
+
+
+def test_confidence_loss_does_not_move_the_draft_law():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    losses = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits, LossWeights(0.0, 0.0, 1.0))
+    losses.total.backward()
+    assert draft_logits.grad is None or (draft_logits.grad == 0).all()
+    assert (confidence_logits.grad[supervised] != 0).all()
+
+
+def test_confidence_loss_is_smallest_at_the_acceptance():
+    draft_logits, target_logits, labels, supervised, _ = random_blocks()
+    acceptance = losses_of(draft_logits, target_logits, labels, supervised, None).acceptance
+    best = acceptance.clamp(1e-6, 1 - 1e-6).logit()
+
+    def loss(shift: float) -> float:
+        return losses_of(draft_logits, target_logits, labels, supervised, best + shift).confidence.mean.item()
+
+    assert loss(0.0) < loss(0.3) and loss(0.0) < loss(-0.3)
+
+
+def test_block_losses_are_zero_when_nothing_is_supervised():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    losses = losses_of(draft_logits, target_logits, labels, torch.zeros_like(supervised), confidence_logits)
+    losses.total.backward()
+    assert losses.total.item() == 0.0 and (draft_logits.grad == 0).all()
+
+
+def test_block_losses_compute_in_float32_when_logits_are_bfloat16():
+    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
+    rounded = [value.detach().bfloat16() for value in (draft_logits, target_logits, confidence_logits)]
+    low = losses_of(rounded[0], rounded[1], labels, supervised, rounded[2])
+    wide = losses_of(rounded[0].float(), rounded[1].float(), labels, supervised, rounded[2].float())
+    assert low.total.dtype == torch.float32 and torch.equal(low.total, wide.total)
+
+
+# ---- weights and tau
+
+
+def test_position_weights_decay_along_the_block():
+    supervised = torch.tensor([[True, True, True, False], [True, False, False, False]])
+    e = [math.exp(-slot / 4.0) for slot in range(3)]
+    expected = torch.tensor([[e[0], e[1], e[2], 0.0], [e[0], 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(position_weights(supervised, 4.0), expected)
+
+
+def test_position_weights_are_flat_without_decay():
+    supervised = torch.tensor([[True, True, False]])
+    assert position_weights(supervised, None).tolist() == [[1.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("position_decay", [0.0, -1.0])
+def test_position_weights_refuse_a_decay_that_is_not_positive(position_decay):
+    with pytest.raises(ValueError, match=f"position_decay must be positive or None, got {position_decay}"):
+        position_weights(torch.ones(1, 2, dtype=torch.bool), position_decay)
+
+
+def test_expected_tau_counts_accepted_prefixes_and_the_bonus_token():
+    supervised = torch.tensor([[[True, True], [True, False], [False, False]]])
+    acceptance = torch.tensor([[[0.5, 0.4], [0.8, 0.0], [0.9, 0.9]]])
+    # (0.5 + 0.5 * 0.4 + 0.8) / 2 blocks; the last one has no supervised slot.
+    assert expected_tau(acceptance, supervised).item() == pytest.approx(1.75)
+
+
+def test_expected_tau_is_one_when_nothing_is_supervised():
+    assert expected_tau(torch.ones(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.bool)).item() == 1.0

@@ -1,0 +1,509 @@
+"""Policies: whether to draft and how much of the blocks is verified, decided by confidences and costs alone."""
+
+import dataclasses
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from hf_dspark.maths import policies
+from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
+from hf_dspark.maths.policies import (
+    AdaptiveDrafting,
+    ConfidenceThreshold,
+    EarlyStopScheduler,
+    EliminationScheduler,
+    FullBlock,
+    GlobalScheduler,
+    LaggedScheduler,
+    Policy,
+    PrefixScheduler,
+    Ranking,
+    RoundOutcome,
+    SLOLimit,
+    survival,
+)
+
+APPENDIX_A = ThroughputTable((1, 2, 3), (1.0, 0.5, 0.45))
+FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
+# 8 tokens a bucket: the curve jumps behind B = 8, 16, ...
+JAGGED = ThroughputTable(tuple(range(1, 129)), tuple(1 / (1.0 + 0.5 * ((b - 1) // 8)) for b in range(1, 129)))
+
+
+def plan(policy, confidence, max_lengths=None, load=None):
+    confidence = torch.tensor(confidence)
+    limits = torch.full((len(confidence),), confidence.shape[1]) if max_lengths is None else torch.tensor(max_lengths)
+    return policy.plan_verify(confidence, limits, load or Load(range(len(confidence)))).tolist()
+
+
+def outcome(confidence, accepted=0, seconds=1.0, request_ids=(0,)):
+    rows = len(request_ids)
+    return RoundOutcome(
+        request_ids, None if confidence is None else torch.tensor(confidence), torch.zeros(rows, dtype=torch.long),
+        torch.full((rows,), accepted), seconds,
+    )  # fmt: skip
+
+
+def literal_algorithm_one(confidence, seconds, base=0):
+    """DSpark Algorithm 1, line by line."""
+    requests, gamma = len(confidence), len(confidence[0])
+    alive = [[0.0] * gamma for _ in range(requests)]
+    for row in range(requests):
+        product = 1.0
+        for slot in range(gamma):
+            product *= confidence[row][slot]
+            alive[row][slot] = product
+    pool = [(row, slot) for row in range(requests) for slot in range(gamma) if alive[row][slot] > 0]
+    pool.sort(key=lambda item: (-alive[item[0]][item[1]], item[1], item[0]))
+    lengths, tokens, kept = [0] * requests, base + requests, float(base + requests)
+    best, chosen = kept / seconds(tokens), list(lengths)
+    for row, slot in pool:
+        lengths[row], tokens, kept = slot + 1, tokens + 1, kept + alive[row][slot]
+        if kept / seconds(tokens) > best:
+            best, chosen = kept / seconds(tokens), list(lengths)
+        else:
+            break
+    return chosen
+
+
+# ---- full block and threshold
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3, 5])
+def test_full_block_verifies_every_draft(num_drafts):
+    assert plan(FullBlock(), [[0.0] * 5] * 2, [num_drafts] * 2) == [num_drafts] * 2
+
+
+def test_full_block_works_without_a_confidence_head():
+    assert FullBlock().plan_verify(None, torch.tensor([4, 2]), Load((0, 1))).tolist() == [4, 2]
+
+
+def test_confidence_threshold_stops_before_the_first_doubtful_slot():
+    confidence = [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8]]
+    assert plan(ConfidenceThreshold(0.5), confidence) == [2, 0, 4]
+
+
+def test_cumulative_threshold_compares_the_survival():
+    confidence = [[0.9, 0.6, 0.4, 0.99], [0.8, 0.8, 0.8, 0.8]]
+    assert plan(ConfidenceThreshold(0.5, cumulative=True), confidence) == [2, 3]
+
+
+def test_confidence_threshold_keeps_a_slot_that_reaches_it_exactly():
+    assert plan(ConfidenceThreshold(0.5), [[0.5, 0.5, 0.25]]) == [2]
+
+
+def test_confidence_threshold_of_zero_verifies_every_draft():
+    assert plan(ConfidenceThreshold(0.0), [[0.0, 0.1, 0.0]]) == [3]
+
+
+def test_confidence_threshold_of_one_needs_certainty():
+    assert plan(ConfidenceThreshold(1.0), [[1.0, 0.999]]) == [1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2])
+def test_confidence_threshold_never_exceeds_the_drafts_there_are(num_drafts):
+    assert plan(ConfidenceThreshold(0.1), [[0.9] * 4], [num_drafts]) == [num_drafts]
+
+
+@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn"])
+def test_confidence_threshold_matches_deepspecs_proposal_lengths(golden, name):
+    for expected in golden(name).info["inference"]["rounds"]:
+        for threshold, length in expected["proposal_len_by_threshold"].items():
+            assert plan(ConfidenceThreshold(float(threshold)), [expected["confidence_probs"]]) == [length]
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.1, float("nan"), float("inf")])
+def test_confidence_threshold_refuses_values_outside_the_unit_interval(threshold):
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got"):
+        ConfidenceThreshold(threshold)
+
+
+# ---- schedulers
+
+
+def test_survival_is_the_product_of_the_confidences():
+    torch.testing.assert_close(survival(torch.tensor([[0.5, 0.5, 0.0]])), torch.tensor([[0.5, 0.25, 0.0]]))
+
+
+def test_survival_never_rises_even_at_certainty():
+    alive = survival(torch.rand(500, 7) ** 0.01)
+    assert (alive[:, 1:] <= alive[:, :-1]).all()
+    assert survival(torch.ones(1, 7)).tolist() == [[1.0] * 7]
+
+
+def test_ranking_breaks_ties_by_position_then_request():
+    ranking = Ranking.of(torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.5]]), torch.tensor([2, 2, 2]))
+    assert [ranking.lengths(count).tolist() for count in range(7)] == [
+        [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2],
+    ]  # fmt: skip
+
+
+def test_ranking_leaves_out_what_cannot_survive_and_what_does_not_exist():
+    ranking = Ranking.of(torch.tensor([[0.9, 0.0, 0.9], [0.9, 0.9, 0.9]]), torch.tensor([3, 1]))
+    assert ranking.num_candidates == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("other_tokens", [0, 5])
+def test_early_stop_is_algorithm_one_line_by_line(seed, other_tokens):
+    torch.manual_seed(seed)
+    for cost in (JAGGED, ThroughputTable(tuple(range(1, 80)), tuple(1 / (3 + 0.2 * b) for b in range(1, 80)))):
+        confidence = torch.rand(5, 4).double().float() ** 0.3
+        load = Load(range(5), other_tokens=other_tokens)
+        expected = literal_algorithm_one(
+            confidence.tolist(), lambda b, c=cost: float(c.token_curve.at(b)), other_tokens
+        )
+        assert plan(EarlyStopScheduler(cost), confidence.tolist(), load=load) == expected
+
+
+@pytest.mark.parametrize("scheduler", [EarlyStopScheduler, PrefixScheduler, GlobalScheduler])
+def test_all_schedulers_find_the_optimum_when_cost_is_convex(scheduler):
+    cost = LinearCost(ForwardCost(0.0, 0.05, 1.0), ForwardCost(0.0, 0.0, 0.1))
+    for _ in range(20):
+        confidence = torch.rand(3, 4) ** 0.3
+        best = max(
+            itertools.product(range(5), repeat=3),
+            key=lambda lengths, c=confidence: expected_throughput(c, lengths, cost),
+        )
+        assert expected_throughput(confidence, plan(scheduler(cost), confidence.tolist()), cost) == pytest.approx(
+            expected_throughput(confidence, best, cost)
+        )
+
+
+def expected_throughput(confidence, lengths, cost):
+    load = Load(range(len(confidence)))
+    alive = survival(confidence)
+    kept = load.num_requests + sum(float(alive[row, :length].sum()) for row, length in enumerate(lengths))
+    return kept / float(cost.round_seconds(load, sum(lengths))[-1])
+
+
+def test_prefix_scheduler_is_not_trapped_before_a_cliff():
+    confidence = [[0.99] * 7]
+    load = Load((0,), other_tokens=7)  # B = 8 fills the first bucket: the next token costs half a step
+    assert plan(EarlyStopScheduler(JAGGED), confidence, load=load) == [0]
+    assert plan(PrefixScheduler(JAGGED), confidence, load=load) == plan(GlobalScheduler(JAGGED), confidence, load=load)
+    assert plan(PrefixScheduler(JAGGED), confidence, load=load) == [7]
+
+
+def test_prefix_scheduler_fills_the_bucket_it_pays_for():
+    assert plan(PrefixScheduler(JAGGED), [[0.9, 0.3, 0.3, 0.3]] * 2) == [3, 3]  # 2 + 6 tokens: one bucket of 8
+
+
+def test_schedulers_verify_everything_that_may_survive_when_it_is_free():
+    for scheduler in (EarlyStopScheduler, PrefixScheduler, GlobalScheduler):
+        assert plan(scheduler(FREE), [[0.1, 0.1, 0.0, 0.9]]) == [2]
+
+
+def test_schedulers_verify_less_as_the_engine_fills():
+    cost = ThroughputTable((1, 64, 128), (50.0, 50.0, 25.0))
+    confidence = [[0.9, 0.8, 0.7, 0.6]]
+    lengths = [plan(PrefixScheduler(cost), confidence, load=Load(other_tokens=n))[0] for n in (0, 62, 90)]
+    assert lengths[0] == 4 and lengths[0] >= lengths[1] >= lengths[2] and lengths[2] == 0
+
+
+def test_appendix_a_early_stop_admits_nothing_where_a_global_search_looks_ahead():
+    high, low = [[0.8, 0.9]], [[0.8, 0.0]]
+    assert plan(EarlyStopScheduler(APPENDIX_A), high) == plan(EarlyStopScheduler(APPENDIX_A), low) == [0]
+    assert plan(GlobalScheduler(APPENDIX_A), high) == [2]
+    assert plan(GlobalScheduler(APPENDIX_A), low) == [0]
+
+
+def test_elimination_stops_at_the_first_removal_that_does_not_pay():
+    # Removing one token keeps the bucket and loses its survival; removing more would pay: AdaSpec stalls.
+    confidence = [[0.3] * 6] * 3
+    assert plan(EliminationScheduler(JAGGED), confidence) != plan(GlobalScheduler(JAGGED), confidence)
+    convex = LinearCost(ForwardCost(0.0, 0.05, 1.0), ForwardCost(0.0, 0.0, 0.1))
+    assert plan(EliminationScheduler(convex), confidence) == plan(GlobalScheduler(convex), confidence)
+
+
+def test_lagged_scheduler_takes_its_capacity_from_older_rounds():
+    policy = LaggedScheduler(JAGGED)
+    doubtful, sure = [[0.01] * 4] * 4, [[0.95, 0.95, 0.95, 0.95], [0.5] * 4, [0.5] * 4, [0.5] * 4]
+    policy.observe(outcome(doubtful, request_ids=range(4)))
+    policy.observe(outcome([[0.99] * 4] * 4, request_ids=range(4)))
+    lengths = plan(policy, sure)
+    assert sum(lengths) == sum(plan(GlobalScheduler(JAGGED), doubtful))
+    assert lengths[0] == max(lengths)  # its places go to this round's best tokens
+
+
+def test_lagged_scheduler_begins_as_the_prefix_scheduler():
+    confidence = [[0.9, 0.8, 0.7, 0.3]] * 3
+    assert plan(LaggedScheduler(JAGGED), confidence) == plan(PrefixScheduler(JAGGED), confidence)
+
+
+def test_lagged_capacity_follows_the_number_of_requests():
+    policy = LaggedScheduler(FREE, lag=1)
+    policy.observe(outcome([[0.9] * 4] * 4, request_ids=range(4)))
+    assert plan(policy, [[0.9] * 4] * 2) == [4, 4]
+
+
+def test_lagged_scheduler_refuses_confidences_of_this_round():
+    with pytest.raises(ValueError, match="lag must be at least 1"):
+        LaggedScheduler(JAGGED, lag=0)
+
+
+def test_fresh_policies_forget():
+    policy = LaggedScheduler(JAGGED, lag=1)
+    policy.observe(outcome([[0.01] * 4]))
+    assert len(policy._history) == 1 and len(policy.fresh()._history) == 0
+    wrapped = AdaptiveDrafting(policy, JAGGED)
+    wrapped.observe(outcome([[0.01] * 4]))
+    assert (
+        len(wrapped.fresh()._prospects) == len(wrapped.fresh()._latest) == 0
+        and len(wrapped.fresh().policy._history) == 0
+    )
+
+
+CAUSAL = [
+    FullBlock(), ConfidenceThreshold(0.4), ConfidenceThreshold(0.4, cumulative=True), EarlyStopScheduler(JAGGED),
+    PrefixScheduler(JAGGED), LaggedScheduler(JAGGED), SLOLimit(PrefixScheduler(JAGGED), JAGGED, 2.0),
+    AdaptiveDrafting(PrefixScheduler(JAGGED), JAGGED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", CAUSAL, ids=lambda policy: type(policy).__name__)
+def test_causal_policies_do_not_look_behind_the_slot_they_decide(policy):
+    """Changing c_{k+1}.. of one request must not change whether its slot k is admitted."""
+    policy = policy.fresh()
+    policy.observe(outcome([[0.7] * 4] * 3, request_ids=range(3)))
+    policy.observe(outcome([[0.5] * 4] * 3, request_ids=range(3)))
+    for seed in range(60):
+        torch.manual_seed(seed)
+        confidence = torch.rand(3, 4) ** 0.4
+        before = plan(policy, confidence.tolist())
+        for slot in range(3):
+            other = confidence.clone()
+            other[0, slot + 1 :] = torch.rand(3 - slot) ** 0.4
+            after = plan(policy, other.tolist())
+            assert (before[0] > slot) == (after[0] > slot)
+    assert policy.is_causal(confidence_reads_tokens=True)
+
+
+@pytest.mark.parametrize("scheduler", [GlobalScheduler, EliminationScheduler])
+def test_look_ahead_policies_are_causal_for_heads_that_read_no_token_only(scheduler):
+    policy = scheduler(JAGGED)
+    assert policy.is_causal(confidence_reads_tokens=False) and not policy.is_causal(confidence_reads_tokens=True)
+    assert not SLOLimit(policy, JAGGED, 1.0).is_causal(True) and not AdaptiveDrafting(policy, JAGGED).is_causal(True)
+    assert SLOLimit(scheduler(JAGGED, accept_bias=True), JAGGED, 1.0).accept_bias and not policy.accept_bias
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), PrefixScheduler(JAGGED)], ids=["threshold", "prefix"])
+def test_policies_refuse_impossible_confidences(policy, bad):
+    with pytest.raises(ValueError, match=r"confidences must lie in \[0, 1\]"):
+        plan(policy, [[0.5, bad]])
+
+
+@pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), PrefixScheduler(JAGGED)], ids=["threshold", "prefix"])
+def test_policies_that_need_confidences_refuse_a_draft_without_head(policy):
+    assert policy.requires_confidence
+    with pytest.raises(ValueError, match="this one has none.*enable_confidence_head is False"):
+        policy.plan_verify(None, torch.tensor([4]), Load())
+
+
+def test_a_policy_needs_only_plan_verify():
+    class Half(Policy):
+        def plan_verify(self, confidence, max_lengths, load):
+            return max_lengths // 2
+
+    policy = Half()
+    assert policy.plan_draft(Load()) and policy.is_causal(True) and not policy.requires_confidence
+    assert isinstance(policy.fresh(), Half) and not policy.accept_bias
+    assert policy.observe(outcome(None)) is None
+
+
+# ---- limits on the time per token
+
+LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B
+
+
+def test_step_limit_caps_the_tokens_of_every_round():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.16)
+    assert plan(limited, [[0.9, 0.9, 0.9, 0.9]]) == [3]  # B = 4
+    assert plan(limited, [[0.9, 0.9, 0.9, 0.9], [0.95, 0.1, 0.1, 0.1]]) == [1, 1]  # the likeliest two
+
+
+def test_limit_leaves_shorter_plans_alone():
+    assert plan(SLOLimit(ConfidenceThreshold(0.5), LINEAR, 10.0), [[0.9, 0.1]]) == [1]
+
+
+def test_limit_works_without_confidences():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.16)
+    assert not limited.requires_confidence
+    assert limited.plan_verify(None, torch.tensor([7]), Load()).tolist() == [3]
+
+
+def test_limit_does_not_reach_over_tokens_that_are_too_slow():
+    cost = ThroughputTable((1, 2, 3, 4), (10.0, 1.0, 10.0, 10.0))  # B = 2 takes a second, B = 3 a tenth again
+    assert plan(SLOLimit(FullBlock(), cost, tpot_seconds=0.5), [[0.9] * 3]) == [0]
+
+
+def test_no_drafting_when_only_a_plain_step_keeps_the_limit():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not limited.plan_draft(Load())
+    assert not SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13).plan_draft(Load())  # no room for a draft token
+    assert SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.14).plan_draft(Load())
+
+
+def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkeypatch):
+    monkeypatch.setattr(policies, "_limits_warned_of", set())
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.01)
+    with pytest.warns(UserWarning, match="limit of 0.01 s per token cannot be met.*takes 0.11 s"):
+        assert not limited.plan_draft(Load())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not limited.fresh().plan_draft(Load())
+
+
+def test_expected_limit_counts_the_tokens_that_rounds_lately_brought():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [7]  # nothing known: the first round finds out
+    limited.observe(outcome([[0.9] * 4], accepted=3))  # four tokens: a round may take .16 s
+    assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [3]
+
+
+def test_running_limit_spends_what_earlier_rounds_saved():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    assert not limited.plan_draft(Load())
+    limited.observe(outcome([[0.9] * 7], accepted=1, seconds=0.13))  # two tokens in the time of one
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.26)
+    assert plan(limited, [[0.9] * 7]) == [7]
+
+
+def test_running_limit_is_that_of_the_request_furthest_behind():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(7,)))
+    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13)
+
+
+def test_requests_that_are_all_behind_catch_up_at_full_speed(monkeypatch):
+    monkeypatch.setattr(policies, "_limits_warned_of", set())
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.01, mode="running")
+    with pytest.warns(UserWarning, match="Decoding for throughput"):
+        assert limited.plan_draft(Load())
+    assert plan(limited, [[0.9] * 7]) == [7]
+
+
+def test_a_request_beyond_rescue_does_not_hold_up_the_others():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    limited.observe(outcome([[0.9] * 7], seconds=9.0, request_ids=(7,)))
+    limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(8,)))
+    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13 * 6 - 0.13)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_limit_must_be_positive(limit):
+    with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
+        SLOLimit(FullBlock(), LINEAR, limit)
+
+
+def test_limit_refuses_an_unknown_mode():
+    with pytest.raises(ValueError, match="mode must be one of"):
+        SLOLimit(FullBlock(), LINEAR, 1.0, mode="average")
+
+
+# ---- draft or skip
+
+
+def test_drafting_stops_when_history_says_it_does_not_pay():
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    assert policy.plan_draft(Load())  # nothing known yet
+    policy.observe(outcome([[0.9] * 4]))
+    assert policy.plan_draft(Load())
+    assert not poor_history().plan_draft(Load())
+
+
+def poor_history():
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    for _ in range(30):
+        policy.observe(outcome([[0.05] * 4]))
+    return policy
+
+
+def test_an_unlucky_start_does_not_end_drafting():
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    policy.observe(outcome([[0.05] * 4]))
+    assert policy.plan_draft(Load())
+
+
+def test_a_good_block_is_followed_by_another_whatever_came_before():
+    policy = poor_history()
+    policy.observe(outcome([[0.9] * 4]))
+    assert policy.plan_draft(Load())
+    policy.observe(dataclasses.replace(outcome(None), drafted=False))
+    assert not policy.plan_draft(Load())
+
+
+def test_good_slots_that_come_together_are_worth_more_than_their_mean():
+    """Half of the blocks are accepted whole: the mean confidence is the same as if each slot were so every time."""
+    dear = ThroughputTable((1, 8), (10.0, 9.0), drafting=0.05)
+    together, apart = (AdaptiveDrafting(PrefixScheduler(dear), dear) for _ in range(2))
+    for number in range(40):
+        together.observe(outcome([[0.95 * (number % 2)] * 4]))
+        apart.observe(outcome([[0.475] * 4]))
+    for policy in (together, apart):
+        policy._latest.clear()
+    assert together.plan_draft(Load()) and not apart.plan_draft(Load())
+
+
+def test_skipping_looks_again_now_and_then():
+    pattern = [False] * policies.LOOK_AGAIN_AFTER + [True]
+    adaptive = poor_history()
+    assert [adaptive.plan_draft(Load()) for _ in range(34)] == pattern * 2
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115, mode="expected")
+    limited.observe(outcome([[0.05] * 4], accepted=0))
+    assert [limited.plan_draft(Load()) for _ in range(34)] == pattern * 2
+    assert plan(limited, [[0.9] * 4]) == [4]  # and looks at the whole block
+
+
+@pytest.mark.filterwarnings("ignore:the limit of")
+def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited.observe(outcome([[0.9] * 7], accepted=0))
+    drafted = []
+    for _ in range(200):
+        drafted.append(limited.plan_draft(Load()))
+        if drafted[-1]:
+            limited.observe(outcome([[0.9] * 7], accepted=min(6, plan(limited, [[0.9] * 7])[0])))
+    assert not all(drafted[:20]) and all(drafted[-80:])
+
+
+def test_expected_limit_holds_for_drafts_without_confidence_head():
+    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited.observe(outcome(None, accepted=3))
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
+    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
+
+
+def test_requests_that_left_are_forgotten():
+    policy = AdaptiveDrafting(SLOLimit(FullBlock(), LINEAR, 1.0, mode="running"), LINEAR)
+    policy.observe(outcome([[0.9] * 4] * 3, request_ids=(1, 2, 3)))
+    policy.plan_draft(Load((2, 4)))
+    assert set(policy._prospects) == set(policy._latest) == set(policy.policy._spent) == {2}
+
+
+def test_drafting_depends_on_the_load():
+    steep = ThroughputTable((1, 16, 32), (10.0, 10.0, 5.0), drafting=0.02)
+    policy = AdaptiveDrafting(PrefixScheduler(steep), steep)
+    policy.observe(outcome([[0.8] * 4]))
+    assert policy.plan_draft(Load()) and not policy.plan_draft(Load(other_tokens=60))
+
+
+def test_unknown_requests_are_expected_to_be_like_the_others():
+    assert not poor_history().plan_draft(Load((0, 1, 2)))
+
+
+def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
+    policy = AdaptiveDrafting(FullBlock(), LINEAR)
+    policy.observe(outcome([[0.5]]))
+    assert policy._prospects[0].survival.item() == pytest.approx((3 * 0.8 + 0.5) / 4)
+    policy.observe(outcome([[1.0]]))
+    policy.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    assert policy._prospects[0].survival.item() == pytest.approx((3 * 0.8 + 0.5 + 1.0) / 5)
+    for _ in range(60):
+        policy.observe(outcome([[0.25]]))
+    assert policy._prospects[0].survival.item() == pytest.approx(0.25, abs=0.01)

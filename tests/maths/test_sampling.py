@@ -1,0 +1,274 @@
+"""The rejection test: parity with DeepSpec's decisions, and the target's own law in, the target's own law out."""
+
+import pytest
+import torch
+
+from hf_dspark.maths import sampling
+from hf_dspark.maths.sampling import (
+    DraftBlock,
+    TokenLaw,
+    acceptance_probability,
+    greedy_sampler,
+    largest,
+    residual_distribution,
+    scatter_to_vocabulary,
+    verify_block,
+)
+
+
+@pytest.fixture
+def drawn_laws(monkeypatch):
+    """The laws that tokens were drawn from, in order."""
+    laws, invert = [], sampling.invert
+
+    def recording(law, uniform):
+        laws.append(law)
+        return invert(law, uniform)
+
+    monkeypatch.setattr(sampling, "invert", recording)
+    return laws
+
+
+def verify(block, lengths, target_probs, coins, uniform=None):
+    """Verify blocks whose target laws `[B, γ+1, V]` stand one behind the other, as after a packed pass."""
+    width = target_probs.shape[1]
+    return verify_block(
+        block, lengths, TokenLaw(target_probs.flatten(0, 1)), torch.arange(len(lengths)) * width, coins,
+        torch.rand(len(lengths)) if uniform is None else uniform,
+    )  # fmt: skip
+
+
+def laws_of(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).mul(1.5).softmax(dim=-1)
+
+
+def frequencies(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return token_ids.bincount(minlength=vocab_size) / len(token_ids)
+
+
+# ---- acceptance and residual
+
+
+def test_acceptance_probability_is_the_clamped_ratio():
+    probability = acceptance_probability(torch.tensor([0.3, 0.1, 0.0, 0.5]), torch.tensor([0.5, 0.4, 1.0, 0.25]))
+    torch.testing.assert_close(probability, torch.tensor([0.6, 0.25, 0.0, 1.0]))
+
+
+def test_acceptance_probability_is_finite_where_the_draft_has_no_mass():
+    probability = acceptance_probability(torch.tensor([0.0, 0.5]), torch.zeros(2))
+    assert probability.tolist() == [0.0, 1.0]
+
+
+def test_acceptance_probability_averages_to_one_minus_half_the_l1_distance():
+    target_probs, draft_probs = laws_of(6), laws_of(6)
+    mean = (draft_probs * acceptance_probability(target_probs, draft_probs)).sum()
+    torch.testing.assert_close(mean, 1 - (target_probs - draft_probs).abs().sum() / 2)
+
+
+def test_residual_distribution_is_the_normalised_excess():
+    residual = residual_distribution(torch.tensor([0.5, 0.4, 0.1]), torch.tensor([0.1, 0.3, 0.6]))
+    torch.testing.assert_close(residual, torch.tensor([0.8, 0.2, 0.0]))
+
+
+def test_residual_distribution_is_the_targets_law_when_both_agree():
+    law = laws_of(4, 7)
+    assert torch.equal(residual_distribution(law, law), law)
+
+
+def test_residual_distribution_never_proposes_what_the_target_forbids():
+    target_probs = laws_of(50, 8)
+    target_probs[:, 3] = 0.0
+    target_probs /= target_probs.sum(-1, keepdim=True)
+    residual = residual_distribution(target_probs, laws_of(50, 8))
+    assert (residual[:, 3] == 0).all()
+    torch.testing.assert_close(residual.sum(-1), torch.ones(50))
+
+
+# ---- parity with DeepSpec
+
+
+@pytest.mark.parametrize("case", ["verify_all", "verify_partial2", "verify_none"])
+@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
+def test_verify_block_matches_deepspec_for_given_coins(golden, drawn_laws, name, case):
+    data = golden(name)
+    expected = data.info[case]
+    block = DraftBlock(data.io["r1.greedy_tokens"], TokenLaw(data.io["verify.draft_probs"]), None)
+    verified = verify(block, torch.tensor([5]), data.io["verify.target_probs"], torch.tensor([expected["uniform"]]))
+    assert verified.num_accepted.tolist() == [expected["accepted_draft_tokens"]]
+    torch.testing.assert_close(drawn_laws[-1], data.io[f"{case}.next_token_probs"][:, 0], atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
+@torch.no_grad()
+def test_verify_block_matches_deepspec_for_greedy_decoding(golden, name):
+    data = golden(name)
+    expected, verify_ids = data.info["verify_greedy"], data.io["verify_greedy.verify_input_ids"]
+    logits = data.target(torch.cat([data.io["prompt_ids"], verify_ids], dim=1)).logits[:, -6:]
+    one_hot = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    block = DraftBlock(verify_ids[:, 1:], None, None)
+    verified = verify(block, torch.tensor([5]), one_hot, torch.rand(1, 5))
+    accepted = int(verified.num_accepted)
+    assert accepted == expected["accepted_draft_tokens"]
+    assert verified.next_token_ids.tolist() == [expected["next_token"]]
+    assert [*verify_ids[0, 1 : 1 + accepted].tolist(), *verified.next_token_ids.tolist()] == expected["committed"]
+
+
+# ---- verification of ragged, cut and arg-max blocks
+
+
+def test_verify_block_draws_from_the_targets_law_when_the_length_is_zero(drawn_laws):
+    target_probs = laws_of(1, 4, 5)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
+    for coins in (torch.zeros(1, 3), torch.full((1, 3), 0.9999)):
+        assert verify(block, torch.tensor([0]), target_probs, coins).num_accepted.tolist() == [0]
+        assert torch.equal(drawn_laws[-1], target_probs[:, 0])
+
+
+def test_verify_block_draws_a_bonus_token_after_a_shortened_block(drawn_laws):
+    target_probs = laws_of(1, 4, 5)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
+    verified = verify(block, torch.tensor([2]), target_probs, torch.zeros(1, 3))
+    assert verified.num_accepted.tolist() == [2]
+    assert torch.equal(drawn_laws[-1], target_probs[:, 2])
+
+
+def test_verify_block_does_not_read_rows_behind_the_length():
+    target_probs = laws_of(1, 4, 5)
+    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
+    coins = torch.tensor([[0.0, 0.9999, 0.0]])
+    changed = target_probs.clone()
+    changed[:, 3] = torch.nan
+    results = [verify(block, torch.tensor([2]), law, coins, torch.tensor([0.3])) for law in (target_probs, changed)]
+    assert results[0].num_accepted.tolist() == results[1].num_accepted.tolist()
+    assert results[0].next_token_ids.tolist() == results[1].next_token_ids.tolist()
+
+
+def test_verify_block_rejects_every_token_behind_the_first_rejection():
+    law = laws_of(1, 1, 5).expand(1, 4, 5)
+    block = DraftBlock(torch.tensor([[1, 2, 3]]), TokenLaw(law[:, :3]), None)
+    target_probs = law.clone()
+    target_probs[0, 1] = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0])  # forbids the second draft token
+    verified = verify(block, torch.tensor([3]), target_probs, torch.full((1, 3), 0.5))
+    assert verified.num_accepted.tolist() == [1]
+    assert verified.next_token_ids.item() in (0, 1)
+
+
+def test_verify_block_treats_rows_independently():
+    target_probs, draft_probs = laws_of(6, 4, 5), laws_of(6, 3, 5)
+    token_ids, coins = torch.randint(0, 5, (6, 3)), torch.rand(6, 3)
+    lengths = torch.tensor([0, 1, 2, 3, 3, 2])
+    together = verify(DraftBlock(token_ids, TokenLaw(draft_probs), None), lengths, target_probs, coins)
+    for row in range(6):
+        pick = slice(row, row + 1)
+        alone = verify(
+            DraftBlock(token_ids[pick], TokenLaw(draft_probs[pick]), None),
+            lengths[pick],
+            target_probs[pick],
+            coins[pick],
+        )
+        assert alone.num_accepted.item() == together.num_accepted[row].item()
+
+
+def test_verify_block_accepts_arg_max_drafts_with_the_targets_probability():
+    torch.manual_seed(11)
+    target_probs = torch.tensor([[[0.7, 0.2, 0.1], [0.3, 0.3, 0.4]]]).expand(40_000, -1, -1)
+    block = DraftBlock(torch.ones(40_000, 1, dtype=torch.long), None, None)
+    verified = verify(block, torch.ones(40_000, dtype=torch.long), target_probs, torch.rand(40_000, 1))
+    accepted = verified.num_accepted == 1
+    # Four standard deviations of a frequency over 40000 draws are at most 0.01.
+    assert accepted.float().mean().item() == pytest.approx(0.2, abs=0.01)
+    rejected_law = frequencies(verified.next_token_ids[~accepted], 3)
+    torch.testing.assert_close(rejected_law, torch.tensor([0.875, 0.0, 0.125]), atol=0.011, rtol=0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_verify_block_recovers_the_targets_law(length):
+    torch.manual_seed(5)
+    count, vocab_size = 100_000, 4
+    target_probs, draft_probs = laws_of(1, 3, vocab_size), laws_of(1, 2, vocab_size)
+    token_ids = torch.stack(
+        [torch.multinomial(draft_probs[0, slot], count, replacement=True) for slot in range(2)], dim=1
+    )
+    block = DraftBlock(token_ids, TokenLaw(draft_probs.expand(count, -1, -1)), None)
+    verified = verify(block, torch.full((count,), length), target_probs.expand(count, -1, -1), torch.rand(count, 2))
+    first = torch.where(verified.num_accepted > 0, token_ids[:, 0], verified.next_token_ids)
+    # Four standard deviations over 100000 draws are at most 0.0064.
+    torch.testing.assert_close(frequencies(first, vocab_size), target_probs[0, 0], atol=0.0065, rtol=0)
+    one = verified.num_accepted == 1
+    if length == 2:
+        overlap = torch.minimum(target_probs[0, 0], draft_probs[0, 0]).sum()
+        assert (verified.num_accepted > 0).float().mean().item() == pytest.approx(overlap.item(), abs=0.0065)
+        reached = verified.num_accepted > 0
+        second = torch.where(verified.num_accepted > 1, token_ids[:, 1], verified.next_token_ids)[reached]
+        torch.testing.assert_close(frequencies(second, vocab_size), target_probs[0, 1], atol=0.01, rtol=0)
+    elif length == 1:
+        bonus = frequencies(verified.next_token_ids[one], vocab_size)
+        torch.testing.assert_close(bonus, target_probs[0, 1], atol=0.01, rtol=0)
+    else:
+        assert not one.any()
+
+
+def test_verify_block_is_decided_by_its_noise():
+    target_probs, law = laws_of(64, 3, 9), TokenLaw(laws_of(64, 2, 9))
+    block = DraftBlock(torch.randint(0, 9, (64, 2)), law, None)
+    coins, lengths, noise = torch.rand(64, 2), torch.full((64,), 2), torch.rand(2, 64)
+    draws = [
+        verify(block, lengths, target_probs, coins, uniform).next_token_ids.tolist()
+        for uniform in (noise[0], noise[0], noise[1])
+    ]
+    assert draws[0] == draws[1] != draws[2]
+
+
+# ---- samplers
+
+
+def test_greedy_sampler_returns_token_ids_not_candidate_indices():
+    logits = torch.tensor([[0.1, 2.0, 0.3], [5.0, 2.0, 0.3]])
+    drafted = torch.empty(2, 0, dtype=torch.long)
+    assert greedy_sampler(logits, None, drafted)[0].tolist() == [1, 0]
+    candidates = torch.tensor([[7, 4, 9], [8, 1, 2]])
+    token_ids, law = greedy_sampler(logits, candidates, drafted)
+    assert token_ids.tolist() == [4, 8] and law is None
+
+
+@pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of which the latter has many equal scores
+def test_largest_scores_are_those_of_topk(vocab_size, dtype):
+    scores = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, -1] = 100.0  # a token behind the last group
+    scores[1, 1, 4:] = -torch.inf  # fewer possible tokens than asked for
+    values, ids = largest(scores, 6)
+    assert torch.equal(values, scores.topk(6, dim=-1).values)
+    assert torch.equal(scores.gather(-1, ids), values)
+    assert all(len(set(row)) == 6 for row in ids.flatten(0, 1).tolist())
+
+
+def test_largest_scores_are_searched_by_groups_where_that_is_less(monkeypatch):
+    scores, searched, topk = torch.randn(1, sampling.LARGE_VOCABULARY), [], torch.Tensor.topk
+
+    def recording(scores, *args, **options):
+        searched.append(scores.shape[-1])
+        return topk(scores, *args, **options)
+
+    monkeypatch.setattr(torch.Tensor, "topk", recording)
+    largest(scores, 4)
+    largest(scores, scores.shape[-1] // 2)
+    assert searched == [scores.shape[-1] // sampling.GROUP_SIZE, 4 * sampling.GROUP_SIZE, scores.shape[-1]]
+
+
+@pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of which the latter has many equal scores
+def test_the_first_of_the_largest_scores_is_that_of_argmax(vocab_size, dtype):
+    scores = torch.randn(2, 6, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, -1] = 100.0  # a token behind the last group
+    scores[0, 1, [3, 5, -1]] = 100.0  # equal ones of a group, and behind the last
+    scores[0, 2, vocab_size // 2 :: sampling.GROUP_SIZE] = 100.0  # of several groups
+    scores[1, 0] = -torch.inf
+    scores[1, 1] = 0.0
+    scores[1, 2, -2] = torch.nan
+    assert torch.equal(sampling.arg_max(scores), scores.argmax(dim=-1))
+
+
+def test_scatter_to_vocabulary_forbids_every_other_token():
+    full = scatter_to_vocabulary(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 0]]), 5)
+    assert full.tolist() == [[2.0, -torch.inf, -torch.inf, 1.0, -torch.inf]]

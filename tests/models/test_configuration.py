@@ -1,0 +1,301 @@
+"""The configuration: what it refuses, what it derives from a target, and what it reads from DeepSpec."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen3Config,
+    T5Config,
+)
+
+from hf_dspark import DSparkConfig, DSparkDraftModel
+from hf_dspark.models.configuration_draft import default_target_layer_ids, select_features
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 13,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def small(**overrides) -> DSparkConfig:
+    sizes = SIZES | {"num_hidden_layers": 2, "num_target_layers": 6, "target_layer_ids": [0, 3], "markov_rank": 4}
+    return DSparkConfig(**(sizes | overrides))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        *(
+            (field, {field: 0})
+            for field in (
+                "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "max_position_embeddings",
+            )
+        ),
+        ("head_dim", {"head_dim": 7}),
+        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("layer_types", {"layer_types": ["full_attention"]}),
+        ("layer_types", {"layer_types": ["full_attention", "linear_attention"]}),
+        ("sliding_window", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("sliding_window", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}),
+        ("target_layer_ids", {"target_layer_ids": []}),
+        ("target_layer_ids", {"target_layer_ids": [1, 1]}),
+        ("target_layer_ids", {"target_layer_ids": [-2, 1]}),
+        ("target_layer_ids", {"target_layer_ids": [0, 5]}),
+        ("mask_token_id", {"mask_token_id": -1}),
+        ("mask_token_id", {"mask_token_id": 96}),
+        ("markov_rank", {"markov_rank": -1}),
+        ("markov_head_type", {"markov_head_type": "transformer"}),
+        ("confidence_head_with_markov", {"markov_rank": 0}),
+        ("draft_top_k", {"draft_top_k": 0}),
+        ("draft_top_k", {"draft_top_k": 97}),
+        ("draft_vocab_size", {"draft_vocab_size": 0}),
+        ("draft_vocab_size", {"draft_vocab_size": 10**9}),
+        ("draft_top_k", {"draft_vocab_size": 8, "draft_top_k": 9}),
+        ("rope_parameters", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+)  # fmt: skip
+def test_config_refuses_a_wrong_value_and_names_its_field(field, overrides):
+    with pytest.raises(ValueError, match=rf"DSparkConfig\.{field}"):
+        small(**overrides)
+
+
+def test_config_says_why_the_last_layer_cannot_be_tapped():
+    with pytest.raises(ValueError, match=r"lie in \[-1, 4\].*last layer \(5\).*got \[5\]"):
+        small(target_layer_ids=[5])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"target_layer_ids": [-1, 4]},
+        {"mask_token_id": 0},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7},
+        {"markov_rank": 0, "confidence_head_with_markov": False},
+        {"markov_rank": 0, "enable_confidence_head": False},
+        {"draft_top_k": 96},
+        {"head_dim": 10},
+    ],
+)
+def test_config_accepts_values_at_the_limits(overrides):
+    config = small(**overrides)
+    assert {name: getattr(config, name) for name in overrides} == overrides
+
+
+def test_config_fills_in_what_is_left_out():
+    config = small(target_layer_ids=None)
+    assert config.head_dim == 8
+    assert config.layer_types == ["full_attention", "full_attention"]
+    assert config.mask_token_id == 95
+    assert config.target_layer_ids == default_target_layer_ids(6)
+    assert config.rope_parameters["rope_type"] == "default"
+
+
+def test_config_survives_saving_and_loading(tmp_path):
+    config = small(
+        layer_types=["full_attention", "sliding_attention"], sliding_window=9, draft_top_k=11, markov_head_type="rnn",
+        target_layer_ids=[-1, 2], embedding_scale=2.5, logit_scale=0.5, final_logit_softcapping=3.0,
+        eos_token_id=[1, 2],
+        rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    for loaded in (DSparkConfig.from_pretrained(tmp_path), AutoConfig.from_pretrained(tmp_path)):
+        assert type(loaded) is DSparkConfig
+        assert loaded.to_diff_dict() == config.to_diff_dict()
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "dspark"
+
+
+# ---- tapped layers
+
+
+def test_default_target_layer_ids_are_evenly_spaced_without_the_last_layers():
+    assert default_target_layer_ids(36) == [1, 9, 17, 25, 33]
+    assert default_target_layer_ids(28) == [1, 7, 13, 19, 25]
+
+
+@pytest.mark.parametrize("num_target_layers", range(2, 70))
+def test_default_target_layer_ids_are_valid_for_every_depth(num_target_layers):
+    ids = default_target_layer_ids(num_target_layers)
+    assert ids == sorted(set(ids)) and 1 <= len(ids) <= 5
+    assert small(num_target_layers=num_target_layers, target_layer_ids=ids).target_layer_ids == ids
+    if num_target_layers >= 8:
+        assert len(ids) == 5
+
+
+def test_select_features_takes_the_embedding_for_minus_one_and_outputs_otherwise():
+    hidden_states = tuple(torch.full((1, 2, 3), float(index)) for index in range(5))
+    features = select_features(hidden_states, [-1, 0, 3])
+    assert features.shape == (1, 2, 9)
+    assert features[0, 0].tolist() == [0.0] * 3 + [1.0] * 3 + [4.0] * 3
+
+
+def test_select_features_keeps_the_order_of_the_ids():
+    hidden_states = tuple(torch.full((1, 1, 1), float(index)) for index in range(5))
+    assert select_features(hidden_states, [2, -1]).flatten().tolist() == [3.0, 0.0]
+
+
+# ---- from a target
+
+
+def test_from_target_copies_the_geometry_of_qwen3():
+    rope = {"rope_type": "default", "rope_theta": 123_456.0}
+    target = Qwen3Config(
+        **SIZES, head_dim=24, rms_norm_eps=1e-5, rope_parameters=rope, hidden_act="gelu", eos_token_id=7,
+        bos_token_id=6, pad_token_id=5, initializer_range=0.05,
+    )  # fmt: skip
+    config = DSparkConfig.from_target(target)
+    copied = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "max_position_embeddings", "rms_norm_eps", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id",
+        "initializer_range",
+    )  # fmt: skip
+    assert {name: getattr(config, name) for name in copied} == {name: getattr(target, name) for name in copied}
+    assert config.rope_parameters["rope_theta"] == 123_456.0
+    assert (config.embedding_scale, config.logit_scale, config.final_logit_softcapping) == (1.0, 1.0, None)
+    assert (config.num_target_layers, config.target_model_type) == (13, "qwen3")
+    assert config.num_hidden_layers == 2  # 13 // 6
+    assert config.target_layer_ids == default_target_layer_ids(13)
+
+
+def test_from_target_keeps_length_independent_rope_scaling_of_llama():
+    rope = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }  # fmt: skip
+    config = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=rope))
+    assert rope.items() <= config.rope_parameters.items()
+    assert config.head_dim == 8
+
+
+def test_from_target_drops_length_dependent_rope_scaling():
+    rope = {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}
+    config = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=rope))
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == ("default", 5e5)
+
+
+def test_from_target_reads_scale_and_capping_of_gemma2():
+    config = DSparkConfig.from_target(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=30.0))
+    assert config.embedding_scale == pytest.approx(32**0.5)
+    assert config.final_logit_softcapping == 30.0
+    assert config.hidden_act == "gelu_pytorch_tanh"
+    assert config.layer_types == ["full_attention"] * config.num_hidden_layers
+
+
+def test_from_target_takes_the_full_attention_rope_of_gemma3():
+    target = Gemma3TextConfig(**SIZES, head_dim=8)
+    assert target.rope_parameters["sliding_attention"]["rope_theta"] == 1e4
+    config = DSparkConfig.from_target(target)
+    assert config.rope_parameters["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"] == 1e6
+    assert "full_attention" not in config.rope_parameters
+    assert config.embedding_scale == pytest.approx(32**0.5)
+    assert config.target_model_type == "gemma3_text"
+
+
+def test_from_target_reads_the_multipliers_of_granite():
+    config = DSparkConfig.from_target(GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0))
+    assert (config.embedding_scale, config.logit_scale) == (12.0, 0.125)
+
+
+def test_from_target_reads_the_logit_scale_of_cohere():
+    config = DSparkConfig.from_target(CohereConfig(**SIZES, logit_scale=0.0625))
+    assert (config.embedding_scale, config.logit_scale) == (1.0, 0.0625)
+
+
+def test_from_target_manages_without_rope_and_head_dim():
+    target = GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=4, n_positions=64)
+    config = DSparkConfig.from_target(target)
+    assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (32, 8, 4)
+    assert (config.num_hidden_layers, config.num_target_layers, config.intermediate_size) == (1, 4, 128)
+    assert config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(("depth", "expected"), [(2, 1), (6, 1), (12, 2), (28, 4), (36, 5), (80, 5)])
+def test_from_target_chooses_the_drafts_depth_by_the_targets(depth, expected):
+    config = DSparkConfig.from_target(Qwen3Config(**SIZES | {"num_hidden_layers": depth}))
+    assert config.num_hidden_layers == len(config.layer_types) == expected
+
+
+def test_from_target_lets_overrides_win():
+    config = DSparkConfig.from_target(
+        Qwen3Config(**SIZES), num_hidden_layers=1, block_size=3, target_layer_ids=[-1], intermediate_size=8
+    )
+    assert (config.num_hidden_layers, config.block_size, config.target_layer_ids) == (1, 3, [-1])
+    assert config.intermediate_size == 8
+
+
+def test_from_target_refuses_an_encoder_decoder():
+    with pytest.raises(ValueError, match="decoder-only causal LM, got the encoder-decoder 't5'"):
+        DSparkConfig.from_target(T5Config())
+
+
+# ---- from DeepSpec
+
+
+def test_deepspec_qwen3_config_is_translated(fixtures):
+    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / "draft_rnn")
+    assert (config.model_type, config.target_model_type) == ("dspark", "qwen3")
+    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, 64, 48)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 24)
+    assert (config.block_size, config.mask_token_id, config.num_hidden_layers) == (5, 255, 1)
+    assert (config.target_layer_ids, config.num_target_layers) == ([0, 1], 3)
+    assert (config.markov_rank, config.markov_head_type) == (8, "rnn")
+    assert config.enable_confidence_head and config.confidence_head_with_markov
+    assert config.qk_norm and not config.sandwich_norms and not config.value_norm and not config.attention_k_eq_v
+    assert (config.sliding_window, config.embedding_scale, config.final_logit_softcapping) == (None, 1.0, None)
+    assert config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_deepspec_dflash_config_is_translated(fixtures):
+    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / "draft_dflash")
+    assert (config.markov_rank, config.enable_confidence_head) == (0, False)
+
+
+def test_deepspec_gemma4_config_is_translated(fixtures):
+    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / "gemma4" / "draft_vanilla")
+    assert (config.model_type, config.target_model_type) == ("dspark", "gemma4_text")
+    assert (config.head_dim, config.num_key_value_heads, config.hidden_act) == (24, 1, "gelu_pytorch_tanh")
+    assert config.attention_k_eq_v and config.value_norm and config.sandwich_norms and config.layer_scalar
+    assert config.attention_scaling == 1.0 and config.embedding_scale == pytest.approx(48**0.5)
+    assert (config.final_logit_softcapping, config.sliding_window, config.mask_token_id) == (5.0, None, 4)
+    assert config.rope_parameters["rope_type"] == "proportional"
+    assert config.rope_parameters["partial_rotary_factor"] == 0.25
+
+
+def test_deepspec_leftovers_do_not_enter_the_saved_config(fixtures, tmp_path):
+    for name in ("draft_vanilla", "gemma4/draft_vanilla"):
+        config = DSparkConfig.from_pretrained(fixtures / "deepspec" / name)
+        config.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        known = set(DSparkConfig().to_dict()) | {"dtype", "transformers_version", "architectures"}
+        assert set(saved) <= known, set(saved) - known
+        assert DSparkConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
+
+
+def test_deepspec_gemma4_draft_with_mixed_layers_is_refused(fixtures, tmp_path):
+    source = json.loads((fixtures / "deepspec" / "gemma4" / "draft_vanilla" / "config.json").read_text())
+    source["layer_types"] = ["sliding_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    with pytest.raises(ValueError, match="mixed layer types"):
+        DSparkConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("load", [DSparkConfig.from_pretrained, DSparkDraftModel.from_pretrained])
+def test_checkpoint_of_another_model_is_refused(fixtures, load):
+    with pytest.raises(ValueError, match="holds a 'qwen3' model.*which is no DSpark draft"):
+        load(fixtures / "deepspec" / "target_qwen3")

@@ -1,0 +1,743 @@
+"""The draft model: parity with DeepSpec's numbers, and with formulas written out here."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_dspark import DSparkConfig, DSparkDraftModel
+from hf_dspark.maths.sampling import TokenLaw, greedy_sampler
+from hf_dspark.models.block_attention import BlockLayout
+from hf_dspark.models.modeling_dspark import DraftPass
+from hf_dspark.models.slot_cache import SlotCache
+
+GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
+HEADS = {
+    "vanilla": {"markov_head_type": "vanilla"},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "none": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "dflash": {"markov_rank": 0, "enable_confidence_head": False},
+}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+LAYOUTS = {
+    "full": {},
+    "sliding": SLIDING,
+    "sliding_from_anchor": SLIDING | {"sliding_window": 3, "sliding_from_anchor": True, "causal_sliding": True},
+    "causal_sliding": SLIDING | {"causal_sliding": True},
+    "fill_in": SLIDING | {"sample_from_anchor": False},
+    "pruned": {"draft_vocab_size": 20},
+}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5, rtol: float = 1e-4) -> None:
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+class ForcedSampler:
+    """Returns given tokens and keeps the scores it was shown."""
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self.token_ids = token_ids
+        self.scores = []
+
+    def __call__(self, logits, candidate_ids, drafted_ids):
+        self.scores.append(logits)
+        law = TokenLaw(logits.softmax(dim=-1), candidate_ids)
+        return self.token_ids[:, drafted_ids.shape[1]], law
+
+
+VOCAB = 48  # of the tiny target
+
+
+def cached_backbone(draft, block_embeds, features, cache):
+    """Run the backbone as `draft_block` does, for one request."""
+    drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
+    with cache.writing(drafting.layout):
+        hidden = draft.backbone(block_embeds, features, drafting.position_ids, drafting)
+    cache.lengths[0] += features.shape[1]
+    return hidden
+
+
+# ---- parity with DeepSpec
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@torch.no_grad()
+def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name):
+    data = golden(name)
+    cache = SlotCache()
+    for r in ("r1", "r2"):
+        embeds = data.draft.embed(data.io[f"{r}.draft_input_ids"])
+        hidden = cached_backbone(data.draft, embeds, data.io[f"{r}.context_hidden"], cache)
+        close(hidden, data.io[f"{r}.block_hidden"])
+        close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
+        if f"{r}.draft_cache_k_layer0" in data.io:
+            keys, values = cache.rows(0, 0)
+            close(keys[None], data.io[f"{r}.draft_cache_k_layer0"])
+            close(values[None], data.io[f"{r}.draft_cache_v_layer0"])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
+    data = golden(name)
+    cache = SlotCache()
+    for r in ("r1", "r2"):
+        expected = data.io[f"{r}.greedy_tokens"]
+        anchor, features = data.io[f"{r}.draft_input_ids"][:, 0], data.io[f"{r}.context_hidden"]
+        length = cache.lengths[0]
+        block = data.draft.draft_block(anchor, features, cache, greedy_sampler)
+        assert torch.equal(block.token_ids, expected)
+        assert block.law is None
+        cache.lengths[0] = length
+        forced = ForcedSampler(expected)
+        data.draft.draft_block(anchor, features, cache, forced)
+        close(torch.stack(forced.scores, dim=1), data.io[f"{r}.corrected_logits"])
+        if f"{r}.confidence_logits" in data.io:
+            close(block.confidence_logits, data.io[f"{r}.confidence_logits"])
+        else:
+            assert block.confidence_logits is None
+
+
+@pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
+def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
+    data = golden(name)
+    cache = SlotCache()
+    for r in ("r1", "r2"):
+        block = data.draft.draft_block(
+            data.io[f"{r}.draft_input_ids"][:, 0],
+            data.io[f"{r}.context_hidden"],
+            cache,
+            ForcedSampler(data.io[f"{r}.t1_tokens"]),
+        )
+        assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
+        close(block.law.probs, data.io[f"{r}.t1_draft_probs"])
+        if f"{r}.t1_confidence_logits" in data.io:
+            close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
+
+
+@torch.no_grad()
+def test_embed_scales_rows_as_deepspec_does_for_gemma(golden):
+    data = golden("gemma4/draft_vanilla")
+    close(data.draft.embed(data.io["r1.draft_input_ids"]), data.io["r1.noise_embedding"])
+
+
+def teacher_forced(draft, input_ids, features, layout, labels):
+    """Hidden states, logits and confidences of all slots, as the training pass has them chunk by chunk."""
+    hidden = draft.block_hidden(input_ids, features, layout, labels)
+    anchors = input_ids.gather(1, layout.anchor_positions)
+    previous_ids = draft.previous_ids(anchors, labels)
+    logits = draft.slot_logits(*draft.slot_inputs(hidden, previous_ids))
+    return hidden, logits, draft.slot_confidence(hidden, previous_ids)
+
+
+def layout_of(anchors, real, length, gamma) -> BlockLayout:
+    return BlockLayout(anchors, real, torch.arange(length).expand(len(anchors), -1), gamma)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("name", GOLDEN)
+@torch.no_grad()
+def test_training_pass_matches_deepspec(golden, name, attention):
+    data = golden(name, attn_implementation=attention)
+    train, kept = data.train, data.train["block_keep_mask"].bool()
+    layout = layout_of(train["anchor_positions"], kept, train["input_ids"].shape[1], 5)
+    hidden, logits, confidence = teacher_forced(
+        data.draft, train["input_ids"], train["target_hidden_states"], layout, train["target_ids"]
+    )
+    expected = train["draft_logits"] if "draft_logits" in train else train["base_logits"]
+    close(logits[kept], expected[kept])
+    if "backbone_hidden" in train:
+        close(hidden[kept], train["backbone_hidden"][kept])
+    if "confidence_pred" in train:
+        close(confidence[kept], train["confidence_pred"][kept])
+    else:
+        assert confidence is None
+    assert logits.isfinite().all(), "dummy blocks must not yield NaN"
+
+
+# ---- borrowing from the target
+
+
+def test_draft_owns_neither_embedding_nor_head(draft, target):
+    borrowed = {target.get_input_embeddings().weight.data_ptr(), target.get_output_embeddings().weight.data_ptr()}
+    owned = {parameter.data_ptr() for parameter in draft.parameters()} | {
+        value.data_ptr() for value in draft.state_dict().values()
+    }
+    assert not owned & borrowed
+    assert not [key for key in draft.state_dict() if "embed_tokens" in key or "lm_head" in key]
+
+
+def test_draft_borrows_the_targets_storage(draft, target):
+    assert draft.get_input_embeddings().weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    assert draft.get_output_embeddings().weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
+
+
+def test_draft_leaves_the_targets_tensors_alone_when_cast(draft, target):
+    draft.to(torch.bfloat16)
+    assert draft.dtype == torch.bfloat16
+    assert target.get_input_embeddings().weight.dtype == torch.float32
+    assert draft.embed(torch.tensor([[1, 2]])).dtype == torch.bfloat16
+    assert draft.base_logits(torch.zeros(1, 2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_unbound_draft_raises_and_names_the_cure(draft):
+    unbound = DSparkDraftModel(draft.config)
+    assert unbound.get_input_embeddings() is None and unbound.get_output_embeddings() is None
+    for call in (
+        lambda: unbound.embed(torch.tensor([[1]])),
+        lambda: unbound.base_logits(torch.zeros(1, 1, 32)),
+        lambda: unbound.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), greedy_sampler),
+    ):
+        with pytest.raises(ValueError, match=r"draft\.bind\(target\)"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fact"),
+    [
+        ({"vocab_size": 50}, "vocab_size: draft 48, target 50"),
+        ({"hidden_size": 40}, "hidden_size: draft 32, target 40"),
+        ({"num_hidden_layers": 5}, "num_target_layers: draft 4, target 5"),
+    ],
+)
+def test_bind_refuses_a_target_that_does_not_fit_and_names_the_fact(make_target, draft, overrides, fact):
+    with pytest.raises(ValueError, match=fact):
+        draft.bind(make_target(**overrides))
+
+
+def test_bind_names_every_misfit_at_once(make_target, draft):
+    with pytest.raises(ValueError, match="vocab_size.*hidden_size"):
+        draft.bind(make_target(vocab_size=50, hidden_size=40))
+
+
+def test_bind_refuses_an_encoder_decoder(draft):
+    config = T5Config(vocab_size=48, d_model=32, d_ff=32, d_kv=8, num_layers=4, num_heads=4)
+    with pytest.raises(ValueError, match="encoder-decoder 't5'"):
+        draft.bind(T5ForConditionalGeneration(config))
+
+
+def test_bind_refuses_a_target_without_lm_head(draft, target):
+    with pytest.raises(ValueError, match="no LM head"):
+        draft.bind(target.model)
+
+
+FAMILY_SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+GRANITE_SIZES = {name: value for name, value in FAMILY_SIZES.items() if name != "head_dim"}
+FAMILIES = {
+    "gemma": (GemmaForCausalLM, GemmaConfig(**FAMILY_SIZES)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**FAMILY_SIZES, final_logit_softcapping=5.0)),
+    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig(**FAMILY_SIZES, final_logit_softcapping=4.0)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**GRANITE_SIZES, embedding_multiplier=3.0, logits_scaling=4.0)),
+    "cohere": (CohereForCausalLM, CohereConfig(**GRANITE_SIZES, logit_scale=0.25)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_borrowed_ends_compute_what_the_target_computes(family):
+    model_class, config = FAMILIES[family]
+    target = model_class(config).eval()
+    draft = DSparkDraftModel(DSparkConfig.from_target(config)).bind(target)
+    input_ids = torch.randint(0, 48, (1, 9))
+    output = target(input_ids, output_hidden_states=True)
+    close(draft.embed(input_ids), output.hidden_states[0])
+    last_hidden = target.get_decoder()(input_ids).last_hidden_state
+    close(draft.base_logits(last_hidden), output.logits)
+
+
+# ---- attention and cache
+
+
+def naive_backbone(draft, block_ids, features, position, window_of):
+    """One block behind all context rows, with explicit loops over layers, heads and rows."""
+    config = draft.config
+    size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+
+    def norm(x, module):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.rms_norm_eps) * module.weight
+
+    def turn(x, at):
+        half = size // 2
+        angles = at * config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+        first, second = x[:half], x[half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin])
+
+    context = norm(features @ draft.fc.weight.T, draft.hidden_norm)
+    hidden = draft._borrowed[0].embedding.weight[block_ids]
+    for index, layer in enumerate(draft.layers):
+        attention, window = layer.self_attn, window_of(index)
+        normed = norm(hidden, layer.input_layernorm)
+        rows = torch.cat([context, normed])
+        attended = torch.zeros(len(block_ids), config.num_attention_heads * size)
+        for head in range(config.num_attention_heads):
+            query_slice = slice(head * size, (head + 1) * size)
+            key_slice = slice(head // groups * size, (head // groups + 1) * size)
+            for slot in range(len(block_ids)):
+                at = position + slot
+                query = turn(norm(normed[slot] @ attention.q_proj.weight[query_slice].T, attention.q_norm), at)
+                scores, values = [], []
+                for key_at, row in enumerate(rows):
+                    if at - key_at < window:
+                        key = turn(norm(row @ attention.k_proj.weight[key_slice].T, attention.k_norm), key_at)
+                        scores.append(query @ key / math.sqrt(size))
+                        values.append(row @ attention.v_proj.weight[key_slice].T)
+                attended[slot, query_slice] = torch.stack(scores).softmax(0) @ torch.stack(values)
+        hidden = hidden + attended @ attention.o_proj.weight.T
+        inner = norm(hidden, layer.post_attention_layernorm)
+        gate = torch.nn.functional.silu(inner @ layer.mlp.gate_proj.weight.T)
+        hidden = hidden + (gate * (inner @ layer.mlp.up_proj.weight.T)) @ layer.mlp.down_proj.weight.T
+    return norm(hidden, draft.norm)
+
+
+@pytest.mark.parametrize("context_rows", [1, 3, 13])
+@pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
+@torch.no_grad()
+def test_backbone_matches_a_naive_reference(make_draft, target, overrides, context_rows):
+    draft = make_draft(target, **overrides)
+    features = torch.randn(context_rows, 64)
+    block_ids = torch.tensor([7, 47, 47, 47])
+    window = {0: 6, 1: 10**6} if overrides else {0: 10**6, 1: 10**6}
+    expected = naive_backbone(draft, block_ids, features, context_rows, window.get)
+    actual = cached_backbone(draft, draft.embed(block_ids[None]), features[None], SlotCache())
+    close(actual[0], expected)
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+@torch.no_grad()
+def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target, overrides):
+    draft = make_draft(target, **overrides)
+    features, cache, committed = torch.randn(2, 30, 64), SlotCache(2), 0
+    for new_rows in (11, 1, 3, 4, 1, 5):
+        fresh = features[:, committed : committed + new_rows]
+        committed += new_rows
+        anchors = torch.randint(0, 47, (2,))
+        forced = torch.randint(0, 20, (2, 4)) * 2
+        stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
+        at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
+        assert cache.lengths == [committed, committed]
+        close(stepwise.law.probs.log(), at_once.law.probs.log())
+        close(stepwise.confidence_logits, at_once.confidence_logits)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
+    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **overrides)
+    assert draft.config._attn_implementation == attention
+    input_ids, features = torch.randint(0, 47, (1, 24)), torch.randn(1, 24, 64)
+    anchors = torch.tensor([[1, 7, 8, 19]])
+    labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchors[0]])[None]
+    layout = draft.block_layout(anchors, anchors > 0, torch.arange(24)[None])
+    _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
+    for index, anchor in enumerate(anchors[0].tolist()):
+        block = draft.draft_block(
+            input_ids[:, anchor], features[:, :anchor], SlotCache(), ForcedSampler(labels[:, index])
+        )
+        close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
+        if block.confidence_logits is not None:
+            close(confidence[:, index], block.confidence_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
+    """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
+    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **overrides)
+    lengths = (70, 9, 61)
+    documents = [torch.randint(0, 47, (length,)) for length in lengths]
+    input_ids, features = torch.cat(documents)[None], torch.randn(1, sum(lengths), 64)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    anchors = [
+        (start, own)
+        for start, length in ((0, 70), (70, 9), (79, 61))
+        for own in range(1, length - 4)
+    ]  # fmt: skip
+    anchor_positions = torch.tensor([[start + own for start, own in anchors]])
+    labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
+    layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
+    assert len(layout.chunks) > 2 and layout.chunks[-1].context.start > 0
+    _, logits, _ = teacher_forced(draft, input_ids, features, layout, labels)
+    for index, (start, own) in enumerate(anchors):
+        block = draft.draft_block(
+            input_ids[:, start + own],
+            features[:, start : start + own],
+            SlotCache(),
+            ForcedSampler(labels[:, index]),
+        )
+        close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
+
+
+@torch.no_grad()
+def test_training_pass_keeps_blocks_and_the_future_apart(draft):
+    input_ids, features = torch.randint(0, 47, (1, 20)), torch.randn(1, 20, 64)
+    anchors = torch.tensor([[4, 9]])
+    layout, labels = layout_of(anchors, anchors > 0, 20, 4), torch.randint(0, 47, (1, 2, 4))
+    before = draft.block_hidden(input_ids, features, layout, labels)
+    changed = features.clone()
+    changed[:, 4:] += 1.0  # the anchor's own features and all behind it
+    after = draft.block_hidden(input_ids, changed, layout, labels)
+    close(after[:, 0], before[:, 0], atol=1e-6)
+    assert (after[:, 1] - before[:, 1]).abs().max() > 1e-2
+
+
+def test_gradient_checkpointing_changes_no_gradient(make_draft, target):
+    gradients = []
+    for checkpointing in (False, True):
+        draft = make_draft(target).train()
+        if checkpointing:
+            draft.gradient_checkpointing_enable()
+        torch.manual_seed(0)
+        anchors = torch.tensor([[2, 5]])
+        draft(
+            torch.randint(0, 47, (1, 12)),
+            torch.randn(1, 12, 64),
+            torch.randn(1, 2, 4, 32),
+            layout_of(anchors, anchors > 0, 12, 4),
+            torch.randint(0, 47, (1, 2, 4)),
+            torch.ones(1, 2, 4, dtype=torch.bool),
+        ).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in draft.named_parameters()})
+    assert all(gradient is not None for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        close(gradients[1][name], gradient, atol=1e-7)
+
+
+# ---- rotary embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+def test_rotary_frequencies_stay_float32_when_the_draft_is_cast(make_draft, target, dtype, theta):
+    draft = make_draft(target, rope_parameters={"rope_type": "default", "rope_theta": theta}).to(dtype)
+    cos, sin = draft.rotary(torch.tensor([[30_000]]), torch.float32)
+    angles = 30_000 * theta ** (-torch.arange(0, 12, 2, dtype=torch.float64) / 12)
+    angles = torch.cat([angles, angles])
+    # 30000 * 2 ** -24 is 2e-3: what one float32 rounding of a frequency may do. bfloat16 would be off by radians.
+    torch.testing.assert_close(cos[0, 0, 0].double(), angles.cos(), atol=4e-3, rtol=0)
+    torch.testing.assert_close(sin[0, 0, 0].double(), angles.sin(), atol=4e-3, rtol=0)
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_embedding_matches_transformers(make_draft, target, rope):
+    draft = make_draft(target, rope_parameters=dict(ROPES[rope]))
+    reference = LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=32,
+            num_attention_heads=4,
+            head_dim=12,
+            max_position_embeddings=256,
+            rope_parameters=dict(ROPES[rope]),
+        )
+    )
+    positions = torch.tensor([[0, 1, 63, 200]])
+    cos, sin = draft.rotary(positions, torch.float32)
+    expected_cos, expected_sin = reference(torch.zeros(1), positions)
+    close(cos[:, 0], expected_cos)
+    close(sin[:, 0], expected_sin)
+
+
+# ---- heads
+
+
+def w1_w2(draft):
+    return draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+
+
+@torch.no_grad()
+def test_vanilla_head_adds_a_low_rank_bias_of_the_previous_token(draft):
+    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
+    tokens, sampler = torch.tensor([[3, 9, 1, 40]]), ForcedSampler(torch.tensor([[3, 9, 1, 40]]))
+    draft.sample_block(hidden, base, torch.tensor([21]), sampler)
+    w1, w2 = w1_w2(draft)
+    for slot, previous in enumerate([21, *tokens[0, :3].tolist()]):
+        close(sampler.scores[slot][0], base[0, slot] + w2 @ w1[previous])
+
+
+@torch.no_grad()
+def test_gated_head_matches_its_formula(make_draft, target):
+    draft = make_draft(target, markov_head_type="gated")
+    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
+    tokens = torch.tensor([[3, 9, 1, 40]])
+    sampler = ForcedSampler(tokens)
+    draft.sample_block(hidden, base, torch.tensor([21]), sampler)
+    w1, w2 = w1_w2(draft)
+    gate = draft.markov_head.gate_proj
+    for slot, previous in enumerate([21, *tokens[0, :3].tolist()]):
+        embedding = w1[previous]
+        openness = torch.sigmoid(gate.weight @ torch.cat([hidden[0, slot], embedding]) + gate.bias)
+        close(sampler.scores[slot][0], base[0, slot] + w2 @ (openness * embedding))
+
+
+@torch.no_grad()
+def test_rnn_head_carries_its_state_over_the_whole_prefix(make_draft, target):
+    draft = make_draft(target, markov_head_type="rnn")
+    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
+    last_scores = []
+    for first in (3, 4):
+        sampler = ForcedSampler(torch.tensor([[first, 9, 1, 40]]))
+        draft.sample_block(hidden, base, torch.tensor([21]), sampler)
+        last_scores.append(sampler.scores[3])
+    assert (last_scores[0] - last_scores[1]).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_confidence_is_known_before_its_token_is_drawn(draft):
+    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
+    confidence = [
+        draft.sample_block(hidden, base, torch.tensor([21]), ForcedSampler(tokens)).confidence_logits[0]
+        for tokens in (torch.tensor([[3, 9, 1, 40]]), torch.tensor([[3, 8, 2, 41]]))
+    ]
+    assert torch.equal(confidence[0][:2], confidence[1][:2])
+    assert (confidence[0][2:] != confidence[1][2:]).all()
+
+
+def test_untrained_markov_head_leaves_the_base_logits_alone(target):
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=6)).bind(target)
+    hidden, base = torch.randn(1, 7, 32), torch.randn(1, 7, 48)
+    sampler = ForcedSampler(torch.randint(0, 48, (1, 7)))
+    draft.sample_block(hidden, base, torch.tensor([1]), sampler)
+    assert torch.equal(torch.stack(sampler.scores, dim=1), base)
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 5, 9])
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(make_draft, target, head, candidates):
+    tokens = torch.randint(0, 48, (2, 4))
+    hidden, base, anchors = torch.randn(2, 4, 32), torch.randn(2, 4, 48), torch.tensor([5, 6])
+    full, plain = ForcedSampler(tokens), make_draft(target, **HEADS[head])
+    plain.sample_block(hidden, base, anchors, full)
+    law = (
+        make_draft(target, draft_top_k=candidates, **HEADS[head])
+        .sample_block(hidden, base, anchors, ForcedSampler(tokens))
+        .law.dense(VOCAB)
+        .probs
+    )
+    num_successors = {1: 0, 2: 1, 5: 2, 9: 3}[candidates] if plain.markov_head is not None else 0
+    for row in range(2):
+        for slot in range(4):
+            chosen = []
+            if num_successors:
+                previous = anchors[row] if slot == 0 else tokens[row, slot - 1]
+                embedding = plain.markov_head.markov_w1(previous)
+                transition, _ = plain.markov_head.transition(embedding, torch.zeros(32), None)
+                chosen = plain.markov_head.bias(transition).topk(num_successors).indices.tolist()
+            for token in base[row, slot].argsort(descending=True).tolist():
+                if len(chosen) < candidates and token not in chosen:
+                    chosen.append(token)
+            expected = torch.zeros(48)
+            expected[chosen] = full.scores[slot][row][chosen].softmax(-1)
+            close(law[row, slot], expected, atol=1e-6)
+            assert (law[row, slot] > 0).sum() == candidates
+
+
+@torch.no_grad()
+def test_draft_top_k_of_the_whole_vocabulary_changes_nothing(make_draft, target):
+    hidden, base, anchors = torch.randn(2, 4, 32), torch.randn(2, 4, 48), torch.tensor([5, 6])
+    plain, whole = make_draft(target), make_draft(target, draft_top_k=48)
+    greedy = plain.sample_block(hidden, base, anchors, greedy_sampler)
+    assert torch.equal(whole.sample_block(hidden, base, anchors, greedy_sampler).token_ids, greedy.token_ids)
+    laws = [
+        m.sample_block(hidden, base, anchors, ForcedSampler(greedy.token_ids)).law.dense(VOCAB).probs.log()
+        for m in (plain, whole)
+    ]
+    close(laws[1], laws[0])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"logit_scale": 0.5}, {"final_logit_softcapping": 2.0}, {"draft_vocab_size": 24}],
+    ids=["plain", "scaled", "capped", "pruned"],
+)
+@torch.no_grad()
+def test_candidates_have_the_logits_that_the_whole_head_gives_them(make_draft, target, overrides):
+    draft, hidden = make_draft(target, **overrides), torch.randn(2, 3, 32)
+    candidates = torch.randint(0, 24, (2, 3, 5))
+    expected = draft.base_logits(hidden).gather(-1, candidates)
+    close(draft.candidate_logits(hidden, candidates), expected)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("overrides", [{}, {"draft_vocab_size": 24}], ids=["whole", "pruned"])
+def test_rough_logits_name_the_candidates_and_say_nothing_of_their_law(
+    make_draft, target, monkeypatch, head, overrides
+):
+    tokens, features, anchors = torch.randint(0, 24, (2, 4)) * 2, torch.randn(2, 3, 64), torch.tensor([5, 6])
+    draft, blocks = make_draft(target, draft_top_k=6, **HEADS[head], **overrides), []
+    for rough in (lambda hidden: None, lambda hidden: 7.0 * draft.base_logits(hidden) - 3.0):
+        monkeypatch.setattr(draft, "rough_logits", rough)
+        blocks.append(draft.draft_block(anchors, features, SlotCache(2), ForcedSampler(tokens)))
+    close(blocks[1].law.dense(VOCAB).probs, blocks[0].law.dense(VOCAB).probs, atol=1e-6)
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, -2], [0, 0, 46], [0, 5, 5]], ids=["twice", "outside", "right"])
+def test_pruned_vocabularies_name_distinct_tokens_of_the_target(make_draft, target, offsets):
+    draft = make_draft(target, draft_vocab_size=3, draft_top_k=None)
+    draft.d2t.copy_(torch.tensor(offsets))
+    if offsets[-1] == 5:
+        assert draft.draft_token_ids().tolist() == [0, 6, 7]
+    else:
+        with pytest.raises(ValueError, match="distinct tokens of the target's vocabulary of 48"):
+            draft.draft_token_ids()
+
+
+def test_pruned_vocabularies_follow_the_weights_that_are_loaded(make_draft, target):
+    draft = make_draft(target, draft_vocab_size=3)
+    assert draft.draft_token_ids().tolist() == [0, 2, 4]
+    draft.load_state_dict(draft.state_dict() | {"d2t": torch.tensor([0, 0, 0])})
+    assert draft.draft_token_ids().tolist() == [0, 1, 2]
+
+
+@torch.no_grad()
+def test_pruned_drafts_propose_what_an_unpruned_one_restricted_to_their_tokens_would(make_draft, target):
+    whole, pruned = make_draft(target), make_draft(target, draft_vocab_size=20)
+    kept = pruned.draft_token_ids()
+    state = whole.state_dict()
+    state |= {"d2t": pruned.d2t, "lm_head.weight": target.lm_head.weight[kept]}
+    state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][kept]
+    pruned.load_state_dict(state)
+    anchors, features, forced = torch.tensor([5, 6]), torch.randn(2, 9, 64), kept[torch.tensor([[1, 2, 3, 4]] * 2)]
+    laws = [m.draft_block(anchors, features, SlotCache(2), ForcedSampler(forced)).law for m in (whole, pruned)]
+    restricted = laws[0].probs[..., kept] / laws[0].probs[..., kept].sum(-1, keepdim=True)
+    close(laws[1].dense(VOCAB).probs[..., kept], restricted)
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("head", HEADS)
+@torch.no_grad()
+def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
+    draft = make_draft(target, **HEADS[head])
+    draft.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored.keys() == dict(draft.named_parameters()).keys()
+    assert not [key for key in stored if key.startswith(("embed_tokens", "lm_head"))]
+    loaded = DSparkDraftModel.from_pretrained(tmp_path).bind(target)
+    for name, value in draft.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    block, again = (
+        model.draft_block(torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long()))
+        for model in (draft, loaded)
+    )
+    close(block.law.probs, again.law.probs, atol=1e-6)  # some processors' products depend on the address
+
+
+def test_deepspec_checkpoint_saved_as_ours_loads_back_identical(golden, tmp_path):
+    data = golden("gemma4/draft_vanilla")
+    data.draft.save_pretrained(tmp_path)
+    loaded = DSparkDraftModel.from_pretrained(tmp_path)
+    assert loaded.config.to_diff_dict() == data.draft.config.to_diff_dict()
+    for name, value in data.draft.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+
+def test_auto_classes_load_a_saved_draft(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), DSparkConfig)
+    for auto_class in (AutoModel, AutoModelForCausalLM):
+        loaded = auto_class.from_pretrained(tmp_path)
+        assert isinstance(loaded, DSparkDraftModel)
+        assert torch.equal(loaded.fc.weight, draft.fc.weight)
+
+
+def test_from_pretrained_loads_in_the_dtype_asked_for(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    assert DSparkDraftModel.from_pretrained(tmp_path, dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("missing", "missing: fc.weight"), ("unexpected", "unexpected: stray.weight"), ("shape", "shape: norm.weight")],
+)
+def test_from_pretrained_refuses_tensors_that_do_not_match_the_config(draft, tmp_path, fault, message):
+    draft.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if fault == "missing":
+        del tensors["fc.weight"]
+    elif fault == "unexpected":
+        tensors["stray.weight"] = torch.zeros(2)
+    else:
+        tensors["norm.weight"] = torch.zeros(7)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        DSparkDraftModel.from_pretrained(tmp_path)
+
+
+def test_from_pretrained_refuses_a_head_that_the_config_denies(make_draft, target, tmp_path):
+    make_draft(target, markov_head_type="gated").save_pretrained(tmp_path)
+    config = DSparkConfig.from_pretrained(tmp_path)
+    config.markov_head_type = "rnn"
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"missing: markov_head.joint_proj.*unexpected: markov_head.gate_proj"):
+        DSparkDraftModel.from_pretrained(tmp_path)
+
+
+def test_from_pretrained_ignores_the_targets_tensors_in_a_deepspec_checkpoint(fixtures):
+    folder = fixtures / "deepspec" / "draft_vanilla"
+    assert {"embed_tokens.weight", "lm_head.weight"} <= load_file(folder / "model.safetensors").keys()
+    assert not {"embed_tokens.weight", "lm_head.weight"} & DSparkDraftModel.from_pretrained(folder).state_dict().keys()
+
+
+def test_pruned_vocabulary_that_was_used_in_inference_mode_can_be_trained_afterwards(make_target, make_draft):
+    target = make_target()
+    draft = make_draft(target, draft_vocab_size=24)
+    with torch.inference_mode():
+        draft.draft_token_ids()
+    assert not draft.draft_token_ids().is_inference()

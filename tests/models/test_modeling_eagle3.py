@@ -1,0 +1,621 @@
+"""The Eagle3 draft: parity with DeepSpec's numbers, training against decoding, and everything `generate()` offers."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TopKLogitsWarper,
+)
+
+from hf_dspark import (
+    ConfidenceThreshold,
+    DSparkConfig,
+    Eagle3Config,
+    Eagle3DraftModel,
+    FullBlock,
+    collect_rounds,
+    decode_with,
+    generate_many,
+    profile_throughput,
+)
+from hf_dspark.decoding import drafter as generator_module
+from hf_dspark.decoding.drafter import DSparkCandidateGenerator
+from hf_dspark.decoding.step_costs import Machine
+from hf_dspark.maths.losses import LossWeights
+from hf_dspark.maths.policies import Policy
+from hf_dspark.maths.sampling import DraftBlock, greedy_sampler
+from hf_dspark.models import range_attention
+from hf_dspark.models.block_attention import BlockLayout
+from hf_dspark.models.configuration_draft import select_features
+from hf_dspark.models.slot_cache import SlotCache
+from tests.decoding.test_lossless import ROUNDING, TargetLaw, extend, law_of_drafts, output_law, total_variation
+from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
+
+PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
+GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+# Weights 0.8^k, as in DeepSpec.
+LOSS = LossWeights(
+    cross_entropy=0, l1=0, confidence=0, soft_cross_entropy=1, position_decay=-1 / math.log(0.8)
+)  # fmt: skip
+
+
+def make_eagle3(target: PreTrainedModel, seed: int = 1, **overrides) -> Eagle3DraftModel:
+    """Build a tiny draft; every parameter is random, so that each of them matters."""
+    config = Eagle3Config.from_target(target.config, **{"block_size": 4, "target_layer_ids": [0, 2]} | overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = Eagle3DraftModel(config)
+        with torch.no_grad():
+            for name, parameter in draft.named_parameters():
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    return draft.bind(target).eval()
+
+
+@pytest.fixture
+def draft(target) -> Eagle3DraftModel:
+    return make_eagle3(target)
+
+
+# ---- parity with DeepSpec
+
+
+@pytest.fixture
+def folder(fixtures):
+    return fixtures / "deepspec" / "eagle3"
+
+
+@pytest.fixture
+def golden(folder):
+    """DeepSpec's draft; of its target there are the embedding, the LM head, and hidden states."""
+    stored = load_file(folder / "model.safetensors")
+    target = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=96,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+    )
+    with torch.no_grad():
+        target.get_input_embeddings().weight.copy_(stored["embed_tokens.weight"])
+        target.get_output_embeddings().weight.copy_(stored["lm_head.weight"])
+    return Eagle3DraftModel.from_pretrained(folder).bind(target.requires_grad_(False)).eval()
+
+
+def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, folder):
+    io, cache = load_file(folder / "io.safetensors"), SlotCache()
+    committed = {"r1": torch.cat([io["prompt_ids"][0, 1:], io["first_token"][0]]), "r2": io["r2.committed_tokens"][0]}
+    for r, ids in committed.items():
+        features, before = io[f"{r}.target_hidden"], cache.lengths[0]
+        hidden = golden.read_block(ids[-1:], features, cache, None, ids)
+        close(hidden, io[f"{r}.draft_hidden"][0])
+        cache.lengths[0] = before
+        block = golden.draft_block(ids[-1:], features, cache, greedy_sampler, None, ids)
+        assert block.law is None and block.confidence_logits is None
+        assert torch.equal(block.token_ids, io[f"{r}.verify_input_ids"][:, 1:])
+        cache.lengths[0] = before
+        forced = ForcedSampler(block.token_ids)
+        golden.draft_block(ids[-1:], features, cache, forced, None, ids)
+        close(torch.stack(forced.scores, dim=1), io[f"{r}.draft_logits"])
+        assert cache.lengths[0] == before + len(ids)  # what was drafted does not count
+
+
+def all_anchors(train):
+    """Every position but the first as an anchor: block k of slot i belongs to anchor i+1."""
+    ids = train["input_ids"]
+    anchors = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
+    layout = layout_of(anchors, torch.ones_like(anchors).bool(), ids.shape[1], 4)
+    behind = torch.cat([ids, torch.zeros_like(ids)], dim=1)
+    labels = torch.stack([behind[:, 2 + k : 2 + k + anchors.shape[1]] for k in range(4)], dim=-1)
+    return ids, layout, labels
+
+
+@torch.no_grad()
+def test_training_pass_matches_deepspec(golden, folder):
+    train = load_file(folder / "train.safetensors")
+    ids, layout, labels = all_anchors(train)
+    logits = golden.base_logits(golden.block_hidden(ids, train["target_hidden_states"], layout, labels))
+    for step in range(4):
+        for row, length in enumerate(train["attention_mask"].sum(dim=1).tolist()):
+            slots = slice(0, length - 1 - step)  # those whose tokens are all there
+            close(logits[row, slots, step], train[f"step{step}.draft_logits"][row, slots])
+
+
+def test_losses_match_deepspec_with_its_masks_which_are_not_those_of_the_labels(golden, folder):
+    train, info = load_file(folder / "train.safetensors"), json.loads((folder / "info.json").read_text())
+    ids, layout, labels = all_anchors(train)
+    mask, last_hidden = train["loss_mask"].bool(), train["target_last_hidden_states"]
+    padded = torch.cat([mask, torch.zeros_like(mask)], dim=1)
+    count = layout.anchor_positions.shape[1]
+
+    def masked(shift):
+        """The mask at `shift` tokens behind slot + step, `[B, N, γ]`."""
+        return torch.stack([padded[:, k + shift : k + shift + count] for k in range(4)], dim=-1)
+
+    following = torch.cat([last_hidden, torch.zeros_like(last_hidden)], dim=1)
+    label_hidden = torch.stack([following[:, 1 + k : 1 + k + count] for k in range(4)], dim=2)
+
+    def loss(supervised):
+        output = golden(
+            ids, train["target_hidden_states"], label_hidden, layout, labels, supervised, LOSS,
+            weight_sum=torch.tensor(float(ids.numel())),
+        )  # fmt: skip
+        return output.loss.item()
+
+    theirs = masked(0) & masked(1)
+    assert loss(theirs) == pytest.approx(info["total_loss"], abs=1e-5)
+    for step in range(4):
+        alone = theirs & (torch.arange(4) == step)
+        assert loss(alone) / 0.8**step == pytest.approx(info["metrics"][f"train/ploss_{step}"], abs=1e-5)
+
+    ours = masked(2)  # the label of slot i at step k is token i + k + 2
+    for row, (first, end) in enumerate([(6, 20), (4, 16)]):  # the supervised stretches
+        predicted = torch.arange(count)[:, None] + torch.arange(4) + 2
+        inside = (predicted >= first) & (predicted < end)
+        assert torch.equal(ours[row], inside)
+        assert torch.equal(theirs[row], (predicted >= first + 2) & (predicted <= end))
+    assert abs(loss(ours) - info["total_loss"]) > 0.1
+
+
+def test_deepspec_config_is_translated(folder):
+    config = Eagle3Config.from_pretrained(folder)
+    assert (config.model_type, config.target_model_type) == ("dspark_eagle3", "qwen3")
+    assert (config.block_size, config.num_hidden_layers, config.num_target_layers) == (4, 1, 8)
+    assert (config.target_layer_ids, config.head_dim) == ([0, 2, 3, 5, 6], 16)
+
+
+# ---- training and decoding
+
+
+def packed_documents(draft, lengths=((6, 5, 9), (13, 7)), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+    ids = torch.randint(0, draft.config.vocab_size, (2, 20), generator=generator)
+    features = torch.randn(2, 20, width, generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    return ids, features, positions
+
+
+def blocks_of(ids, positions, anchors, real=None):
+    anchors = torch.tensor(anchors)
+    layout = BlockLayout(anchors, torch.ones_like(anchors).bool() if real is None else real, positions, 4)
+    behind = torch.cat([ids, ids], dim=1)
+    labels = torch.stack([behind.gather(1, anchors + k) for k in range(1, 5)], dim=-1)
+    return layout, labels
+
+
+@pytest.mark.parametrize("num_hidden_layers", [1, 2])
+@torch.no_grad()
+def test_training_law_is_the_decoding_law_in_packed_documents(monkeypatch, target, num_hidden_layers):
+    monkeypatch.setattr(range_attention, "CHUNK_ROWS", 3)
+    draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
+    ids, features, positions = packed_documents(draft)
+    layout, labels = blocks_of(ids, positions, [[1, 5, 7, 9, 12, 15], [2, 3, 8, 11, 14, 16]])
+    logits = draft.base_logits(draft.block_hidden(ids, features, layout, labels))
+    for row in range(2):
+        for block, anchor in enumerate(layout.anchor_positions[row].tolist()):
+            document = slice(anchor - int(positions[row, anchor]), anchor)
+            committed = ids[row, document.start + 1 : anchor + 1]
+            forced = ForcedSampler(labels[row, block][None])
+            draft.draft_block(committed[-1:], features[row, document][None], SlotCache(), forced, None, committed)
+            close(logits[row, block], torch.cat(forced.scores), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_hidden_layers", [1, 2])
+def test_dummies_and_first_tokens_leave_no_trace(target, num_hidden_layers):
+    draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
+    ids, features, positions = packed_documents(draft)
+    real = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    layout, labels = blocks_of(ids, positions, [[0, 6, 8, 0], [5, 13, 0, 0]], real)
+    assert draft.block_hidden(ids, features, layout, labels).isfinite().all()
+    counted = torch.tensor([[False, False, True, False], [True, False, False, False]])[:, :, None].expand(-1, -1, 4)
+    label_hidden = torch.randn(2, 4, 4, draft.config.hidden_size)
+    loss = draft(ids, features, label_hidden, layout, labels, counted, LOSS).loss
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in draft.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradients_reach_every_parameter_and_are_the_same_with_checkpointing(target, use_reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        draft = make_eagle3(target, num_hidden_layers=2).train()
+        if checkpointing:
+            draft.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        ids, features, positions = packed_documents(draft)
+        layout, labels = blocks_of(ids, positions, [[1, 5, 7, 9], [2, 3, 8, 11]])
+        label_hidden = torch.ones(2, 4, 4, draft.config.hidden_size)
+        draft(ids, features, label_hidden, layout, labels, torch.ones_like(labels).bool(), LOSS).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in draft.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        close(gradients[1][name], gradient)
+
+
+# ---- decoding rounds
+
+
+@pytest.mark.parametrize("overrides", [{}, {"num_hidden_layers": 2}, {"draft_top_k": 5}], ids=str)
+def test_packed_rows_are_drafted_as_if_each_were_alone(target, overrides):
+    draft = make_eagle3(target, **overrides)
+    width = 2 * draft.config.hidden_size
+    together, alone = SlotCache(3), [SlotCache() for _ in range(3)]
+    for counts in ([5, 1, 9], [2, 4, 1], [0, 3, 2]):  # none: its last round failed
+        features = [torch.randn(count, width) for count in counts]
+        committed = [torch.randint(0, 48, (count,)) for count in counts]
+        anchors = torch.stack([ids[-1] if len(ids) else torch.tensor(7) for ids in committed])
+        drafts = torch.randint(0, 48, (3, 4))
+        forced = ForcedSampler(drafts)
+        block = draft.draft_block(anchors, torch.cat(features), together, forced, counts, torch.cat(committed))
+        for row in range(3):
+            single = ForcedSampler(drafts[row : row + 1])
+            expected = draft.draft_block(
+                anchors[row : row + 1], features[row], alone[row], single, counts[row : row + 1], committed[row]
+            )
+            close(torch.cat([scores[row] for scores in forced.scores]), torch.cat([s[0] for s in single.scores]))
+            close(block.law.probs[row], expected.law.probs[0])
+        assert together.lengths == [cache.lengths[0] for cache in alone]
+
+
+def test_context_in_one_pass_or_in_several_gives_the_same_block(target):
+    draft = make_eagle3(target, num_hidden_layers=2)
+    features, committed = torch.randn(1, 9, 2 * draft.config.hidden_size), torch.randint(0, 48, (9,))
+    results = []
+    for parts in ([9], [4, 5], [1, 7, 1]):
+        cache, forced = SlotCache(), ForcedSampler(torch.tensor([[4, 5, 6, 7]]))
+        for rows, ids in zip(features.split(parts, dim=1), committed.split(parts), strict=True):
+            forced.scores.clear()
+            draft.draft_block(ids[-1:], rows, cache, forced, None, ids)
+        results.append(torch.cat(forced.scores))
+    for result in results[1:]:
+        close(result, results[0])
+
+
+def test_missing_committed_ids_are_asked_for(draft):
+    with pytest.raises(ValueError, match="pass committed_ids"):
+        draft.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), greedy_sampler)
+
+
+# ---- generate()
+
+
+def padded(prompts):
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class Watch:
+    """Replaces drafts by the truth with an error in most blocks, and notes what the draft itself had proposed."""
+
+    def __init__(self, monkeypatch):
+        self.answers, self.seen, honest = [], [], DSparkCandidateGenerator._draft_blocks
+
+        def draft_blocks(generator, requests, noise):
+            block = honest(generator, requests, noise)
+            tokens = block.token_ids.clone()
+            for row, request in enumerate(requests):
+                prefix = request.token_ids[: request.length].tolist()
+                self.seen.append((prefix, tokens[row].tolist()))
+                truth = next((answer for answer in self.answers if answer[: len(prefix)] == prefix), prefix)
+                truth = truth[len(prefix) : len(prefix) + tokens.shape[1]]
+                tokens[row, : len(truth)] = torch.tensor(truth)
+                slot = len(prefix) % (tokens.shape[1] + 2)
+                if slot < tokens.shape[1]:
+                    tokens[row, slot] = (tokens[row, slot] + 1) % 48
+            return DraftBlock(tokens, block.law, block.confidence_logits)
+
+        monkeypatch.setattr(DSparkCandidateGenerator, "_draft_blocks", draft_blocks)
+
+    def check(self, target, draft, strip=0):
+        """What was proposed is what the draft proposes when it reads everything anew."""
+        assert self.seen
+        for prefix, proposed in self.seen:
+            ids = torch.tensor(prefix[strip:])
+            with torch.no_grad():
+                states = target(ids[None, :-1], output_hidden_states=True).hidden_states
+            features = select_features(states, draft.config.target_layer_ids)
+            block = draft.draft_block(ids[-1:], features, SlotCache(), greedy_sampler, None, ids[1:])
+            assert block.token_ids[0].tolist() == proposed
+        self.seen.clear()
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    return Watch(monkeypatch)
+
+
+def plain_answers(target, prompts, **options):
+    return [target.generate(torch.tensor([prompt]), **(GREEDY | options))[0].tolist() for prompt in prompts]
+
+
+@pytest.mark.parametrize("num_hidden_layers", [1, 2])
+def test_greedy_output_of_a_ragged_batch_is_identical(target, watch, num_hidden_layers):
+    draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
+    watch.answers = plain_answers(target, PROMPTS)
+    batch = padded(PROMPTS)
+    output = target.generate(**batch, assistant_model=draft, **GREEDY)
+    for row, (prompt, answer) in enumerate(zip(PROMPTS, watch.answers, strict=True)):
+        assert output[row, batch["input_ids"].shape[1] :].tolist() == answer[len(prompt) :]
+    statistics = draft.last_stats
+    assert len(set(statistics.accepted)) >= 3 and statistics.confidence[0] is None
+    watch.check(target, draft)
+
+
+@pytest.mark.parametrize("loop", ["own", "transformers", "custom_generate"])
+@pytest.mark.parametrize("options", [{}, {"num_assistant_tokens": 2}, {"repetition_penalty": 1.4}], ids=str)
+def test_greedy_output_of_one_sequence_is_identical_in_every_loop(target, draft, watch, loop, options):
+    processing = {name: value for name, value in options.items() if "assistant" not in name}
+    watch.answers = plain_answers(target, PROMPTS[:1], **processing)
+    draft.use_transformers_loop = loop == "transformers"
+    if loop == "custom_generate":
+        if "num_assistant_tokens" in options:
+            pytest.skip("an option of assisted decoding")
+        how = {"custom_generate": decode_with(draft)}
+    else:
+        how = {"assistant_model": draft}
+    output = target.generate(**padded(PROMPTS[:1]), **how, **(GREEDY | options))
+    assert output.tolist() == watch.answers
+    assert sum(draft.last_stats.accepted) > 3
+    if not processing:
+        watch.check(target, draft)
+    assert max(draft.last_stats.proposed) == options.get("num_assistant_tokens", 4)
+
+
+def test_left_padding_is_no_context_in_transformers_loop(target, draft, watch):
+    watch.answers = [[0, 0, 0, *answer] for answer in plain_answers(target, PROMPTS[:1])]
+    draft.use_transformers_loop = True
+    ids = torch.tensor([[0, 0, 0, *PROMPTS[0]]])
+    output = target.generate(ids, attention_mask=(ids > 0).long(), assistant_model=draft, **GREEDY)
+    assert output.tolist() == watch.answers
+    watch.check(target, draft, strip=3)
+
+
+def test_generate_many_yields_the_plain_answers(target, draft, watch):
+    watch.answers = plain_answers(target, PROMPTS)
+    for completion in generate_many(target, draft, PROMPTS, batch_size=2, progress=False, **GREEDY):
+        prompt = PROMPTS[completion.index]
+        assert completion.error is None
+        assert completion.token_ids.tolist() == watch.answers[completion.index][len(prompt) :]
+    watch.check(target, draft)
+
+
+def test_a_round_that_fails_behind_the_draft_leaves_the_others_right(target, draft, watch, monkeypatch):
+    """Then the draft has read the features, and there are no new ones."""
+    watch.answers = plain_answers(target, PROMPTS)
+    calls, honest = [], DSparkCandidateGenerator._planned_lengths
+
+    def fail_once(generator, *args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("for once")
+        return honest(generator, *args)
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "_planned_lengths", fail_once)
+    with pytest.warns(UserWarning, match="out of memory"):
+        completions = list(generate_many(target, draft, PROMPTS, batch_size=2, progress=False, **GREEDY))
+    for completion in completions:
+        assert completion.error is None
+        assert completion.token_ids.tolist() == watch.answers[completion.index][len(PROMPTS[completion.index]) :]
+
+
+def test_inputs_embeds_give_the_same_continuation(target, draft):
+    embeds = target.get_input_embeddings()(torch.tensor(PROMPTS[:1]))
+    expected = plain_answers(target, PROMPTS[:1])[0][len(PROMPTS[0]) :]
+    # Older versions decode embeddings wrongly in their own loop, where they are refused.
+    fixed = Version(transformers.__version__) >= Version("5.23.0")
+    for own in (False, True) if fixed else (False,):
+        draft.use_transformers_loop = own
+        assert target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)[0].tolist() == expected
+
+
+class EveryThird(Policy):
+    """Drafts in every third round, so that features wait."""
+
+    requires_confidence = False
+
+    def __init__(self):
+        self.round = 0
+
+    def fresh(self):
+        return EveryThird()
+
+    def plan_draft(self, load):
+        self.round += 1
+        return self.round % 3 == 0
+
+    def plan_verify(self, confidence, max_lengths, load):
+        return max_lengths
+
+
+@pytest.mark.parametrize("waiting_at_most", [1, 128])
+def test_rounds_without_drafts_lose_no_context(monkeypatch, target, draft, watch, waiting_at_most):
+    monkeypatch.setattr(generator_module, "WAITING_AT_MOST", waiting_at_most)
+    draft.policy = EveryThird()
+    watch.answers = plain_answers(target, PROMPTS)
+    target.generate(**padded(PROMPTS), assistant_model=draft, **GREEDY)
+    assert 0 in draft.last_stats.proposed
+    watch.check(target, draft)
+
+
+@pytest.mark.parametrize("turn", ["longer", "only_new", "edited", "shorter"])
+def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, turn):
+    """Of the last token that stays, the draft had read the one behind, which an edit takes away."""
+    watch.answers = plain_answers(target, PROMPTS[:1])
+    first = target.generate(
+        **padded(PROMPTS[:1]), assistant_model=draft, return_dict_in_generate=True, **GREEDY
+    )  # fmt: skip
+    said, cache = first.sequences[0].tolist(), first.past_key_values
+    watch.check(target, draft)
+    kept = {"longer": said, "only_new": said, "edited": said[:-6], "shorter": said[:-5]}[turn]
+    whole = kept if turn == "shorter" else [*kept, (said[len(kept) % len(said)] + 1) % 48, 17, 3]
+    watch.answers = plain_answers(target, [whole])
+    ids = torch.tensor([whole])
+    given = ids[:, cache.get_seq_length() :] if turn == "only_new" else ids
+    # Ids of earlier turns are not in the request then; the watch sees the end of the prefix alone.
+    output = target.generate(
+        given, attention_mask=torch.ones_like(ids), past_key_values=cache, assistant_model=draft, **GREEDY
+    )  # fmt: skip
+    assert output[0].tolist() == watch.answers[0][len(whole) - given.shape[1] :]
+    if turn == "only_new":
+        hidden = whole[: len(whole) - given.shape[1]]
+        watch.seen = [(hidden + prefix, proposed) for prefix, proposed in watch.seen]
+    watch.check(target, draft)
+
+
+# ---- losslessness
+
+
+@pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(2)]], ids=["none", "top_k"])
+@pytest.mark.parametrize(
+    ("overrides", "named_by"),
+    [({}, 0.0), ({"draft_top_k": 2}, 0.0), ({"draft_top_k": 2}, 1.0), ({"draft_top_k": 2}, -1.0)],
+    ids=["full", "draft_top_k", "rough", "naming_the_worst"],
+)
+def test_round_leaves_the_target_law_unchanged(make_target, monkeypatch, overrides, named_by, processors):
+    target = make_target(vocab_size=3, pad_token_id=None)
+    draft = make_eagle3(target, block_size=3, **overrides)
+    of_the_best = law_of_drafts(target, draft, (0, 0, 0))
+    if named_by:
+        monkeypatch.setattr(draft, "rough_logits", lambda hidden: named_by * draft.base_logits(hidden))
+    same_candidates = (law_of_drafts(target, draft, (0, 0, 0)) > 0) == (of_the_best > 0)
+    assert bool(same_candidates.all()) == (named_by >= 0.0)
+    processors = LogitsProcessorList(processors)
+    truth = extend(TargetLaw(target, processors), {(): 1.0}, 4)
+    assert total_variation(output_law(target, draft, FullBlock(), processors), truth) < ROUNDING
+
+    def flattened(block):
+        return torch.full((3, 3), 1.0 / 3, dtype=torch.double)
+
+    assert total_variation(output_law(target, draft, FullBlock(), processors, claimed_law=flattened), truth) > 0.01
+
+
+# ---- loading and saving
+
+
+def test_checkpoint_survives_saving_and_loading(draft, target, tmp_path):
+    draft.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert not [name for name in saved if "embed_tokens" in name or "lm_head" in name]
+    for auto in (Eagle3DraftModel, AutoModel, AutoModelForCausalLM):
+        loaded = auto.from_pretrained(tmp_path)
+        assert type(loaded) is Eagle3DraftModel
+        assert loaded.config.to_diff_dict() == draft.config.to_diff_dict()
+        state = loaded.state_dict()
+        assert state.keys() == saved.keys() and all(torch.equal(state[name], saved[name]) for name in saved)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is Eagle3Config
+
+
+def test_deepspec_checkpoint_is_saved_as_ours(golden, tmp_path):
+    golden.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert set(config) <= set(Eagle3Config().to_dict()) | {"dtype", "transformers_version", "architectures"}
+    assert (config["model_type"], config["architectures"]) == ("dspark_eagle3", ["Eagle3DraftModel"])
+    assert "block_size" in config and "markov_rank" not in config
+
+
+def test_checkpoint_that_does_not_match_its_config_is_refused(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["extra.weight"] = tensors.pop("fc.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing: fc\.weight.*unexpected: extra\.weight"):
+        Eagle3DraftModel.from_pretrained(tmp_path)
+
+
+def test_each_kind_of_draft_refuses_the_others_checkpoint(fixtures, draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    for path, config in (
+        (fixtures / "deepspec" / "draft_rnn", Eagle3Config), (fixtures / "deepspec" / "eagle3", DSparkConfig),
+        (tmp_path, DSparkConfig), (fixtures / "deepspec" / "target_qwen3", Eagle3Config),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"which is no {config.__name__.removesuffix('Config')} draft"):
+            config.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"model_type": "gemma4_text"}, "for Qwen3 targets"), ({"layer_types": ["sliding_attention"]}, "whole context")],
+)
+def test_deepspec_checkpoints_of_other_designs_are_refused(folder, tmp_path, change, message):
+    source = json.loads((folder / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    with pytest.raises(ValueError, match=message):
+        Eagle3Config.from_pretrained(tmp_path)
+
+
+# ---- configuration
+
+
+@pytest.mark.parametrize(
+    ("field", "overrides"),
+    [
+        ("block_size", {"block_size": 0}),
+        ("head_dim", {"head_dim": 7}),
+        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        ("target_layer_ids", {"target_layer_ids": [3]}),
+        ("draft_top_k", {"draft_top_k": 0}),
+        ("rope_parameters", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+)
+def test_config_refuses_a_wrong_value_and_names_its_field(target, field, overrides):
+    with pytest.raises(ValueError, match=rf"Eagle3Config\.{field}"):
+        Eagle3Config.from_target(target.config, **overrides)
+
+
+def test_config_takes_the_facts_of_the_target():
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 8}
+    config = Eagle3Config.from_target(Gemma2Config(**sizes, num_key_value_heads=2, final_logit_softcapping=30.0))
+    assert (config.num_hidden_layers, config.block_size, config.num_target_layers) == (1, 7, 12)
+    assert config.embedding_scale == pytest.approx(32**0.5) and config.final_logit_softcapping == 30.0
+    assert (config.markov_rank, config.enable_confidence_head, config.sts_temperatures) == (0, False, None)
+    assert config.temperatures_for(None, True) is None
+    with pytest.raises(ValueError, match="no temperatures for the domain 'math'"):
+        config.temperatures_for("math", False)
+
+
+# ---- what needs a confidence head, and what does not
+
+
+def test_confidence_is_refused_before_any_work(target, draft):
+    ids = torch.tensor(PROMPTS[:1])
+    with pytest.raises(ValueError, match="needs a draft with a confidence head"):
+        target.generate(ids, assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
+    draft.policy = ConfidenceThreshold(0.5)
+    with pytest.raises(ValueError, match="needs a draft with a confidence head"):
+        target.generate(ids, assistant_model=draft, **GREEDY)
+    with pytest.raises(ValueError, match="no confidence head"):
+        collect_rounds(target, draft, [PROMPTS[0]])
+
+
+def test_a_draft_for_another_target_is_refused(make_target, draft):
+    with pytest.raises(ValueError, match=r"vocab_size: draft 48, target 50.*Eagle3Config\.from_target"):
+        make_target(vocab_size=50).generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, **GREEDY)
+
+
+def test_costs_are_measured_and_not_taken_for_those_of_a_parallel_draft(target, draft, make_draft):
+    profile = profile_throughput(target, draft, (1, 2), (8, 16), repetitions=1, progress=False, cache=False)
+    assert profile.table.drafting > 0
+    machines = [
+        Machine.of(target, other)
+        for other in (draft, make_draft(target, num_hidden_layers=1, markov_rank=0, confidence_head_with_markov=False))
+    ]
+    assert machines[0].distance(machines[1]) is None and machines[0].distance(profile.machine) == 0

@@ -1,0 +1,123 @@
+"""Slots: what is written is read back, whatever the rows' lengths; stale slots are never seen."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_dspark.models.slot_cache import CacheMemoryError, SlotCache, SlotLayout, fold_mask, grouped_attention
+
+
+def write(cache, layout, keys):
+    with cache.writing(layout):
+        return cache.update(keys, -keys, 0)
+
+
+def test_layout_brings_packed_tokens_into_rows_and_back():
+    layout = SlotLayout(starts=(5, 0, 2), counts=(2, 4, 1))
+    packed = torch.randn(1, 3, 7, 2)
+    rows = layout.to_rows(packed)
+    assert rows.shape == (3, 3, 4, 2)
+    assert torch.equal(rows[0, :, :2], packed[0, :, :2]) and not rows[0, :, 2:].any()
+    assert torch.equal(rows[1], packed[0, :, 2:6]) and torch.equal(rows[2, :, :1], packed[0, :, 6:])
+    assert torch.equal(layout.to_packed(rows), packed.transpose(1, 2))
+    assert layout.position_ids(packed.device).tolist() == [[5, 6, 0, 1, 2, 3, 2]]
+    assert (layout.first_tokens, layout.end, layout.width) == ((0, 2, 6), 7, 4)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3,), (1, 1, 1)])
+def test_regular_layouts_are_a_reshape(counts):
+    layout = SlotLayout((0,) * len(counts), counts)
+    packed = torch.randn(1, 2, sum(counts), 4)
+    assert torch.equal(layout.to_packed(layout.to_rows(packed)), packed.transpose(1, 2))
+
+
+def test_rows_of_different_lengths_keep_their_content_while_the_cache_grows():
+    """Rounds of ragged blocks, each with two slots behind that are rolled back by never being counted."""
+    cache, truth = SlotCache(3), [torch.empty(2, 0, 4) for _ in range(3)]
+    capacities = set()
+    for turn in range(60):
+        counts = tuple(3 + (turn + row) % 4 for row in range(3))
+        layout = SlotLayout(tuple(cache.lengths), counts)
+        states = torch.randn(1, 2, sum(counts), 4)
+        keys, values = write(cache, layout, states)
+        for row, part in enumerate(states[0].split(counts, dim=1)):
+            truth[row] = torch.cat([truth[row], part], dim=1)
+            length = truth[row].shape[1]
+            assert torch.equal(keys[row, :, :length], truth[row]) and torch.equal(values[row, :, :length], -truth[row])
+            truth[row] = truth[row][:, : length - 2]
+            cache.lengths[row] = length - 2
+        capacities.add(cache._keys[0].shape[2])
+    assert 2 <= len(capacities) <= 6, "capacity must grow geometrically"
+    assert max(capacities) < 1.5 * max(cache.lengths)
+
+
+def test_growth_stops_at_the_limit():
+    cache = SlotCache(1, limit=100)
+    write(cache, SlotLayout((0,), (60,)), torch.randn(1, 1, 60, 2))
+    write(cache, SlotLayout((60,), (35,)), torch.randn(1, 1, 35, 2))
+    assert cache._keys[0].shape[2] == 100
+
+
+def test_rows_move_swap_and_shrink():
+    cache = SlotCache(3)
+    states = torch.randn(1, 2, 9, 4)
+    write(cache, SlotLayout((0, 0, 0), (2, 3, 4)), states)
+    cache.lengths = [2, 3, 4]
+    first, second, third = states[0].split((2, 3, 4), dim=1)
+    cache.swap_rows(0, 2)
+    assert cache.lengths == [4, 3, 2]
+    assert torch.equal(cache.rows(0, 0)[0], third) and torch.equal(cache.rows(0, 2)[0], first)
+    cache.move_row(0, 1)
+    assert cache.lengths == [0, 4, 2] and torch.equal(cache.rows(0, 1)[1], -third)
+    cache.shrink(2)
+    assert cache.num_rows == 2 and torch.equal(cache.rows(0, 1)[0], third)
+
+
+def test_writing_outside_of_a_pass_says_what_to_do():
+    with pytest.raises(ValueError, match="to_dynamic_cache"):
+        SlotCache().update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
+
+
+def test_a_dynamic_cache_goes_in_and_comes_out(target):
+    ids = torch.randint(0, 48, (1, 9))
+    given = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(ids, past_key_values=given)
+    cache = SlotCache(2)
+    for layer in range(4):
+        cache.take_from(given, layer, 1, 0, torch.tensor([2, 3, 4, 5, 6, 7, 8]))
+    cache.lengths = [0, 7]
+    assert torch.equal(cache.rows(3, 1)[0], given.layers[3].keys[0, :, 2:])
+    back = cache.to_dynamic_cache([torch.arange(0), torch.arange(2, 9)])
+    assert back.get_seq_length() == 9
+    assert torch.equal(back.layers[3].values[1, :, 2:], given.layers[3].values[0, :, 2:])
+
+
+def test_memory_errors_name_rows_that_fit(monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    cache = SlotCache(8, num_layers=2)
+    with cache.writing(SlotLayout((0,) * 8, (64,) * 8)):
+        states = torch.randn(1, 2, 512, 4)
+        cache.update(states, states, 0)
+        monkeypatch.setattr(torch.Tensor, "new_zeros", full)
+        with pytest.raises(CacheMemoryError, match="for 8 sequences: a batch of 4 fits"):
+            cache.update(states, states, 1)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("width", [1, 5])
+def test_grouped_attention_equals_attention_with_repeated_keys(group, width):
+    query, key, value = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
+    mask = torch.rand(2, 1, width, 11) < 0.6
+    mask[..., 0] = True
+    repeated = [states.repeat_interleave(group, dim=1) for states in (key, value)]
+    for given in (mask, None):
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=given, scale=0.3)
+        actual = grouped_attention(query, key, value, fold_mask(given, group, query.dtype), 0.3)
+        torch.testing.assert_close(actual, expected)
+    square = (query[:, :, :width], key[:, :, :width], value[:, :, :width])
+    repeated = [states[:, :, :width].repeat_interleave(group, dim=1) for states in (key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True, scale=0.3)
+    torch.testing.assert_close(grouped_attention(*square, None, 0.3, is_causal=True), expected)

@@ -1,0 +1,95 @@
+"""Whom a Markov head favours behind each token."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_dspark import DSparkConfig, DSparkDraftModel
+from hf_dspark.maths.sampling import greedy_sampler
+from hf_dspark.models.successors import Successors, with_successors
+
+COUNT = 3
+
+
+@pytest.fixture
+def draft(make_target):
+    target = make_target()
+    config = DSparkConfig.from_target(target.config, block_size=3, markov_rank=4, draft_top_k=8)
+    draft = DSparkDraftModel(config).bind(target)
+    torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
+    return draft
+
+
+def largest(head, token_ids):
+    return (head.markov_w1.weight[token_ids] @ head.markov_w2.weight.T).topk(COUNT, dim=-1).indices
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_successors_have_the_largest_markov_bias(draft, mode):
+    head = draft.markov_head
+    with mode():
+        successors = Successors(head, draft.config.hidden_size, COUNT)
+        assert torch.equal(successors(torch.tensor([3, 5, 3])), largest(head, [3, 5, 3]))
+    with torch.no_grad():  # rows that are there, and one that is not
+        assert torch.equal(successors(torch.tensor([5, 6])), largest(head, [5, 6]))
+
+
+def test_a_row_is_computed_once(draft, monkeypatch):
+    asked = []
+    bias = draft.markov_head.bias
+    monkeypatch.setattr(draft.markov_head, "bias", lambda rows: asked.append(len(rows)) or bias(rows))
+    successors = Successors(draft.markov_head, draft.config.hidden_size, COUNT)
+    for token_ids in ([3, 5, 3], [5, 3], [5, 6]):
+        successors(torch.tensor(token_ids))
+    assert asked == [2, 1]
+    assert successors.num_known == 3
+
+
+def test_rows_may_be_computed_all_at_once(draft, monkeypatch):
+    successors = Successors(draft.markov_head, draft.config.hidden_size, COUNT)
+    monkeypatch.setattr("hf_dspark.models.successors.ROWS_AT_A_TIME", 5)
+    successors.fill()
+    monkeypatch.setattr(draft.markov_head, "bias", lambda rows: pytest.fail("a row was computed again"))
+    every_token = torch.arange(draft.config.vocab_size)
+    assert torch.equal(successors(every_token), largest(draft.markov_head, every_token))
+
+
+def test_candidates_are_distinct_and_the_best_go_first():
+    best, successors = torch.tensor([[9, 4, 7, 1], [9, 4, 7, 1]]), torch.tensor([[4, 1], [5, 6]])
+    assert with_successors(best, successors).tolist() == [[9, 7, 4, 1], [9, 4, 5, 6]]
+
+
+def drafted(draft):
+    base = torch.zeros(1, 3, draft.config.vocab_size)  # the Markov head alone decides
+    return draft.sample_block(torch.zeros(1, 3, draft.config.hidden_size), base, torch.tensor([1]), greedy_sampler)
+
+
+@torch.no_grad()
+def test_weights_that_change_change_their_successors(draft):
+    def by_hand():
+        token, tokens = 1, []
+        for _ in range(3):
+            token = int(largest(draft.markov_head, [token])[0, 0])
+            tokens.append(token)
+        return tokens
+
+    assert drafted(draft).token_ids[0].tolist() == by_hand()
+    before = by_hand()
+    draft.markov_head.markov_w2.weight.neg_()
+    assert drafted(draft).token_ids[0].tolist() == by_hand() != before
+    copied = copy.deepcopy(draft)
+    copied.markov_head.markov_w1.weight.neg_()
+    assert drafted(draft).token_ids[0].tolist() == by_hand()
+    draft = copied
+    assert drafted(copied).token_ids[0].tolist() == by_hand()
+
+
+@torch.no_grad()
+def test_candidates_find_what_only_the_markov_head_favours(draft):
+    """The base logits rank the best token of both together last; without successors no draft would propose it."""
+    base = torch.zeros(1, 3, draft.config.vocab_size)
+    favoured = int(largest(draft.markov_head, [1])[0, 0])
+    base[0, 0, favoured] = -0.01
+    found = draft.sample_block(torch.zeros(1, 3, draft.config.hidden_size), base, torch.tensor([1]), greedy_sampler)
+    assert found.token_ids[0, 0] == favoured

@@ -1,0 +1,304 @@
+"""Drafts on a stand-in Hub, over HTTP, and in folders: what is published, replaced, refused; and loaded again, in
+fresh processes, with the package and without it."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load
+from transformers.dynamic_module_utils import get_imports
+
+import hf_dspark
+from hf_dspark import DSparkDraftModel, Eagle3DraftModel, save_repository, write_card, write_remote_code
+from hf_dspark.sharing.convert import convert_checkpoint
+from hf_dspark.sharing.hub import load_draft, upload_repository
+from tests.sharing.loopback_hub import TOKEN, LoopbackHub
+
+pytestmark = pytest.mark.xdist_group("hub")  # one server, one publication
+SESSION = Path(__file__).parent / "hub_session.py"
+# What transformers itself needs, and so whoever loads remote code has.
+EVERYWHERE = {"torch", "numpy", "transformers", "huggingface_hub", "safetensors", "packaging", "tqdm", "accelerate"}
+DSPARK, EAGLE3 = "someone/my-draft.v1", "someone/eagle3"
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with LoopbackHub() as server:
+        server.refuse = lambda method, path: path.startswith("/api/models/someone/refused/commit")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def session(hub, tmp_path_factory):
+    """Run a command of hub_session.py in a process with an empty cache; returns its report."""
+
+    def run(*words: str | Path, **variables: str) -> dict:
+        home = tmp_path_factory.mktemp("home")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
+        environment |= {
+            "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": str(Path(hf_dspark.__file__).parent.parent),
+        } | variables  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, str(SESSION), *map(str, words)],
+            env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def working_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("published")
+
+
+@pytest.fixture(scope="module")
+def everything(session, working_folder):
+    return session("publish", working_folder)
+
+
+@pytest.fixture(scope="module")
+def published(everything):
+    return everything["drafts"]
+
+
+@pytest.fixture(scope="module")
+def forks(hub, published, tmp_path_factory):
+    """Copies of both repositories in folders of other names."""
+    folder = tmp_path_factory.mktemp("forks")
+    for repo in (DSPARK, EAGLE3):
+        for name, content in hub.repositories[repo].files.items():
+            path = folder / f"fork-of.{_last(repo)}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    return {repo: str(folder / f"fork-of.{_last(repo)}") for repo in (DSPARK, EAGLE3)}
+
+
+@pytest.fixture(scope="module")
+def decoded_alone(session, forks):
+    """What a process without the package decodes, with all repositories one after the other."""
+    return session("decode", "remote", DSPARK, EAGLE3, *forks.values())
+
+
+# In a fresh process
+
+
+def test_remote_code_alone_decodes_the_same_tokens(decoded_alone, published):
+    report = decoded_alone
+    for repo in (DSPARK, EAGLE3):
+        assert report[repo]["alone"] == report[repo]["assistant"] == published["tokens"][repo]
+        assert report[repo]["proposed"] > 0
+        assert "trust_remote_code=True" in report[repo]["refusal"]
+    assert report[DSPARK]["temperatures"] == {"default": [1.5] * 5}
+    tokens = published["tokens"][DSPARK]
+    assert len({str(tokens[name]) for name in ("greedy", "sampled", "cut")}) == 3  # the calls do differ
+
+
+def test_the_package_loads_a_published_draft_without_its_code(session, published):
+    report = session("decode", "package", DSPARK, EAGLE3)
+    for repo in (DSPARK, EAGLE3):
+        assert report[repo]["assistant"] == report[repo]["custom_generate"] == published["tokens"][repo]
+    assert report[DSPARK]["temperatures"] == {"default": [1.5] * 5}
+
+
+def test_a_copied_and_renamed_folder_decodes_with_its_own_draft(decoded_alone, published, forks):
+    for repo, fork in forks.items():
+        assert decoded_alone[fork]["alone"] == published["tokens"][repo]
+
+
+def test_copies_of_the_code_do_not_disturb_each_other(decoded_alone, published):
+    """Each registers attention functions with transformers: the first must be found again after the others."""
+    assert decoded_alone["first again"] == published["tokens"][DSPARK]
+
+
+def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub, working_folder):
+    report = everything["trained"]
+    repository = hub.repositories["someone/trained"]
+    assert repository.private and report["tokens"]
+    *while_training, (pushed, first), (later, _) = repository.commits[1:]
+    assert pushed in report["url"] and later in report["later"]
+    assert len(while_training) == 2  # at the checkpoints
+    for _, files in while_training:
+        others = {name for name in files if not name.startswith("custom_generate/")}
+        assert others == {".gitattributes", "README.md", "config.json", "model.safetensors"}
+        assert b"Not measured" in files["README.md"] and others < files.keys()
+    others = {name for name in first if not name.startswith("custom_generate/")}
+    assert others == {".gitattributes", "README.md", "config.json", "model.safetensors", "results/training.json"}
+    result = json.loads(first["results/training.json"])
+    assert result["steps"] == 2 and result["num_rows"] == 8 and result["metrics"]["tau"] >= 1.0
+    assert TOKEN not in first["results/training.json"].decode() and str(working_folder) not in str(first)
+    card = first["README.md"].decode()
+    assert "| steps | 2 |" in card and "someone/rows" in card and "license: mit" in card
+    assert (working_folder / "trained" / "training_args.bin").exists()  # kept, and kept here
+
+
+# What was published
+
+
+def test_a_repository_holds_the_drafts_own_weights_in_shards(published, hub):
+    files = hub.repositories[DSPARK].commits[1][1]
+    shards = [name for name in files if name.endswith(".safetensors")]
+    assert len(shards) > 1 and "model.safetensors.index.json" in files
+    names = {name for shard in shards for name in load(files[shard])}
+    assert "fc.weight" in names and not names & {"embed_tokens.weight", "lm_head.weight"}
+    config = json.loads(files["config.json"])
+    assert config["sts_temperatures"] == {"default": [1.5] * 5}
+    assert config["auto_map"]["AutoModel"] == "custom_generate/generate.DSparkDraftModel"
+
+
+def test_pushing_again_replaces_shards_card_and_code(published, hub):
+    before, after = (files for _, files in hub.repositories[DSPARK].commits[1:3])
+    assert [name for name in after if name.endswith(".safetensors")] == ["model.safetensors"]
+    assert "model.safetensors.index.json" not in after
+    assert b"Not measured" in before["README.md"] and b"license: mit" in after["README.md"]
+    assert "results/acceptance.json" in after and "results/acceptance.json" not in before
+    assert {name for name in before if name.endswith(".py")} == {name for name in after if name.endswith(".py")}
+
+
+def test_repositories_are_private_when_asked_and_stay_as_they_are(published, hub):
+    assert hub.repositories[DSPARK].private
+    assert not hub.repositories["someone/refused"].private
+
+
+def test_a_branch_is_made_and_main_left_alone(published, hub):
+    repository = hub.repositories[EAGLE3]
+    assert published["branch"].endswith(repository.branches["v2"])
+    assert b"3.25" in repository.files["README.md"] and b"3.25" not in repository.at("v2")[1]["README.md"]
+
+
+def test_a_failed_upload_names_the_repository_and_changes_nothing(published, hub):
+    assert "someone/refused" in published["refused"] and "the stand-in was told to" in published["refused"]
+    assert list(hub.repositories["someone/refused"].files) == [".gitattributes"]
+
+
+def test_the_published_card_shows_the_measured_number_with_its_origin(published, hub):
+    card = hub.repositories[DSPARK].files["README.md"].decode()
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["library_name"] == "hf_dspark" and {"dspark", "speculative-decoding"} <= set(metadata["tags"])
+    assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == 3.25
+    assert "3.25" in card and "hub_session.py publish" in card
+
+
+# In a folder
+
+
+def test_save_pretrained_writes_no_code(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_a_loaded_repository_is_saved_without_code_that_is_not_there(draft, tmp_path):
+    save_repository(draft, tmp_path / "first")
+    again = DSparkDraftModel.from_pretrained(tmp_path / "first")
+    again.save_pretrained(tmp_path / "second")
+    convert_checkpoint(tmp_path / "first", tmp_path / "third", "hf_dspark")
+    for name in ("second", "third"):
+        assert "auto_map" not in json.loads((tmp_path / name / "config.json").read_text())
+
+
+def test_remote_code_is_the_same_bytes_each_time(draft, tmp_path):
+    for name in ("first", "second"):
+        save_repository(draft, tmp_path / name)
+    first, second = (_read_files(tmp_path / name) for name in ("first", "second"))
+    first.pop("README.md"), second.pop("README.md")  # they bear the folder's name
+    assert first == second
+
+
+def test_remote_code_needs_nothing_that_transformers_does_not(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    files = write_remote_code(tmp_path)
+    foreign = {name: set(get_imports(name)) - EVERYWHERE - set(sys.stdlib_module_names) for name in files}
+    assert {path.name: names for path, names in foreign.items() if names} == {}
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+
+
+def test_remote_code_is_complete(draft, tmp_path):
+    """transformers follows `from .module import name` only."""
+    draft.save_pretrained(tmp_path)
+    files = write_remote_code(tmp_path)
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module, f"{path.name}: from . import cannot be followed"
+                assert path.with_name(f"{node.module}.py") in files, f"{path.name} needs {node.module}"
+    assert "Permission is hereby granted" in (tmp_path / "custom_generate" / "LICENSE").read_text()
+
+
+def test_remote_code_of_an_older_version_is_replaced(draft, tmp_path):
+    draft.save_pretrained(tmp_path)
+    code = tmp_path / "custom_generate"
+    code.mkdir()
+    (code / "old_module.py").write_text("x = 1")
+    files = write_remote_code(tmp_path)
+    assert sorted(code.glob("*.py")) == files and not (code / "old_module.py").exists()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model_type": "qwen3"}'])
+def test_remote_code_is_refused_where_there_is_no_draft(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"save_pretrained wrote|convert it"):
+        write_remote_code(tmp_path)
+    assert not (tmp_path / "custom_generate").exists()
+
+
+def test_a_repository_in_a_folder_leaves_other_files_alone(draft, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "mine.txt").write_text("notes")
+    save_repository(draft, tmp_path)
+    assert (tmp_path / "results" / "mine.txt").read_text() == "notes"
+    assert "Not measured" in (tmp_path / "README.md").read_text()
+
+
+def test_a_wrong_result_stops_before_anything_is_written(draft, tmp_path):
+    (tmp_path / "bad.json").write_text("{}")
+    for publish in (
+        lambda: save_repository(draft, tmp_path / "new", [tmp_path / "bad.json"]),
+        lambda: draft.push_to_hub("someone/new", results=[tmp_path / "bad.json"]),
+        lambda: write_card(draft, [tmp_path / "bad.json"], tmp_path / "new" / "README.md"),
+    ):
+        with pytest.raises(ValueError, match=r"bad\.json"):
+            publish()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_card_goes_into_the_drafts_folder(draft, tmp_path):
+    draft.save_pretrained(tmp_path / "my-draft")
+    assert write_card(tmp_path / "my-draft") == tmp_path / "my-draft" / "README.md"
+    assert "# my-draft: a DSpark draft" in (tmp_path / "my-draft" / "README.md").read_text()
+    with pytest.raises(ValueError, match="pass output"):
+        write_card(draft)
+
+
+def test_folders_of_every_kind_of_draft_are_loaded_and_other_models_refused(draft, target, fixtures, tmp_path):
+    save_repository(draft, tmp_path / "ours")
+    kinds = {"ours": tmp_path / "ours", "deepspec": fixtures / "deepspec" / "trained" / "draft"}
+    assert {name: type(load_draft(folder)) for name, folder in kinds.items()} == dict.fromkeys(kinds, DSparkDraftModel)
+    assert isinstance(load_draft(str(fixtures / "deepspec" / "eagle3")), Eagle3DraftModel)
+    target.save_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match="holds a 'qwen3' model, which is no draft"):
+        write_card(tmp_path / "target")
+    assert not (tmp_path / "target" / "README.md").exists()
+
+
+def test_an_upload_that_cannot_reach_the_hub_says_so(draft, tmp_path):
+    save_repository(draft, tmp_path)
+    with pytest.raises(OSError, match="could not be uploaded to someone/new"):  # the tests are offline
+        upload_repository(tmp_path, "someone/new")
+
+
+def _read_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _last(repo: str) -> str:
+    return repo.split("/")[-1]

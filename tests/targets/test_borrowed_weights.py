@@ -1,0 +1,105 @@
+"""Embedding and LM head on their own: the same answers as the target's, whatever its weights look like."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_dspark import DSparkConfig, DSparkDraftModel
+from hf_dspark.targets.borrowed_weights import BorrowedModules
+
+COMMON = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+FAMILIES = {
+    "qwen3": ({"tie_word_embeddings": False}, {"embedding", "lm_head"}),
+    "llama": ({"tie_word_embeddings": True}, {"embedding"}),
+    "gemma2": ({"head_dim": 8}, {"embedding"}),  # scales its rows, and caps its logits
+    "gemma3_text": ({"head_dim": 8}, {"embedding"}),
+    "granite": ({"embedding_multiplier": 3.0, "logits_scaling": 2.0}, {"embedding", "lm_head"}),
+    "phi": ({}, {"embedding", "lm_head", "lm_head_bias"}),
+}
+
+
+def stored(target, folder) -> tuple[BorrowedModules, set[str]]:
+    BorrowedModules.copy_of(target).save(folder / "target.safetensors")
+    with safe_open(folder / "target.safetensors", framework="pt") as file:
+        return BorrowedModules.load(folder / "target.safetensors"), set(file.keys())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_draft_embeds_and_scores_as_with_its_target(name, dtype, tmp_path):
+    facts, tensors = FAMILIES[name]
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(COMMON | facts))).to(dtype).eval()
+    bias = target.get_output_embeddings().bias
+    if bias is not None:
+        bias.normal_()
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=4, block_size=3)).to(dtype).eval()
+    ids, hidden = torch.arange(40)[None], torch.randn(1, 5, 32).to(dtype)
+    draft.bind(target)
+    rows, logits = draft.embed(ids), draft.base_logits(hidden)
+    borrowed, names = stored(target, tmp_path)
+    assert names == tensors
+    draft._borrowed = (borrowed,)
+    assert torch.equal(draft.embed(ids), rows) and torch.equal(draft.base_logits(hidden), logits)
+
+
+def test_borrowed_modules_are_frozen_copies_that_share_a_tied_weight(make_target, tmp_path):
+    target = make_target(tie_word_embeddings=True)
+    copy = BorrowedModules.copy_of(target)
+    before = copy.embedding.weight.clone()
+    target.get_input_embeddings().weight.data.zero_()
+    assert torch.equal(copy.embedding.weight, before) and copy.dtype == torch.float32
+    assert copy.lm_head.weight is copy.embedding.weight and not copy.lm_head.weight.requires_grad
+    copy.save(tmp_path / "x")
+    again = BorrowedModules.load(tmp_path / "x")
+    assert again.lm_head.weight is again.embedding.weight and not again.lm_head.weight.requires_grad
+
+
+def test_offloaded_weights_are_read_and_left_offloaded(make_target, tmp_path):
+    from accelerate import cpu_offload
+
+    target, offloaded = make_target(), make_target()
+    cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    copy, _ = stored(offloaded, tmp_path)
+    assert torch.equal(copy.embedding.weight, target.get_input_embeddings().weight)
+    assert torch.equal(copy.lm_head.weight, target.lm_head.weight)
+    assert offloaded.lm_head.weight.is_meta
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_quantised_head_is_dequantised(make_target, tmp_path, bits):
+    pytest.importorskip("bitsandbytes")
+    make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path)
+    target = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map="cpu", dtype=torch.float32,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32,
+            llm_int8_skip_modules=["none"],
+        ),
+    )  # fmt: skip
+    assert not target.lm_head.weight.is_floating_point()
+    # In evaluation, bitsandbytes rounds 4-bit products to bfloat16 where the CPU has units for it.
+    target.train(bits == 4)
+    copy, _ = stored(target, tmp_path)
+    hidden = torch.randn(8, 64)
+    expected = target.lm_head(hidden)
+    assert (copy.lm_head(hidden) - expected).norm() < (1e-5 if bits == 4 else 0.02) * expected.norm()
+
+
+class Doubling(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * input.abs()[..., :1]
+
+
+def test_head_that_is_no_matrix_is_refused(make_target):
+    target = make_target()
+    target.lm_head = Doubling(32, 48, bias=False)
+    with pytest.raises(ValueError, match=r"LM head \(Doubling\).*cannot be stored: train with the target in process"):
+        BorrowedModules.copy_of(target)

@@ -1,0 +1,169 @@
+"""Many kinds of targets, decoded in ragged batches: every row as if it were alone.
+
+The targets are random, so a draft would hardly ever be right: the tests put the true continuation into most blocks,
+and an error into some, so that rows accept different numbers of tokens and roll back.
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
+from hf_dspark.decoding.drafter import DSparkCandidateGenerator
+from hf_dspark.maths.sampling import DraftBlock
+
+COMMON = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.3,
+}  # fmt: skip
+MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+MOE = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+TYPES = {
+    "llama": {},
+    "mistral": {"sliding_window": 6, "head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 6},
+    "qwen2": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "use_sliding_window": True},
+    "qwen3": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "use_sliding_window": True, "head_dim": 12},
+    "qwen2_moe": MOE | {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": MOE | {"head_dim": 8},
+    "gemma2": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {},
+    "gpt2": {"num_key_value_heads": 4},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "olmo2": {},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "glm4": {"head_dim": 8},
+    "gpt_oss": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8, "num_local_experts": 4},
+    "exaone4": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 2,
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    },
+    "starcoder2": {"sliding_window": 6},
+    "ministral": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8},
+    "seed_oss": {"head_dim": 8},
+}  # fmt: skip
+PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39], [14, 33, 20]]
+PLAIN = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+
+
+def make_pair(model_type, facts):
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | facts))).eval()
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    return target, draft
+
+
+def padded(prompts):
+    """Return left-padded ids and their mask."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+def know_the_answers(monkeypatch, answers):
+    """Let every block be the true continuation, with an error at a slot that differs from block to block."""
+    honest = DSparkCandidateGenerator._draft_blocks
+
+    def draft_blocks(self, requests, noise):
+        block = honest(self, requests, noise)
+        tokens = block.token_ids.clone()
+        for row, request in enumerate(requests):
+            truth = answers[request.id][request.length : request.length + tokens.shape[1]]
+            tokens[row, : len(truth)] = torch.tensor(truth)
+            slot = (request.blocks * 3 + request.id) % (tokens.shape[1] + 2)
+            if slot < tokens.shape[1]:
+                tokens[row, slot] = (tokens[row, slot] + 1) % 40
+        return DraftBlock(tokens, block.law, block.confidence_logits)
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "_draft_blocks", draft_blocks)
+
+
+@pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
+def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(monkeypatch, model_type, facts):
+    target, draft = make_pair(model_type, facts)
+    plain = [target.generate(torch.tensor([prompt]), **PLAIN)[0].tolist() for prompt in PROMPTS]
+    know_the_answers(monkeypatch, plain)
+    ids, mask = padded(PROMPTS)
+    output = target.generate(ids, attention_mask=mask, assistant_model=draft, **PLAIN)
+    for row, (prompt, alone) in enumerate(zip(PROMPTS, plain, strict=True)):
+        assert output[row, ids.shape[1] :].tolist() == alone[len(prompt) :]
+    statistics = draft.last_stats
+    assert len(set(statistics.accepted)) >= 3 and 1.5 < statistics.tau < 4.5
+
+
+OWN_ATTENTION = {
+    "bloom": {"n_layer": 4, "n_head": 4},
+    "gptj": {"rotary_dim": 4, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
+    "falcon": {"alibi": False, "new_decoder_architecture": False},
+    "falcon_alibi": {"alibi": True, "new_decoder_architecture": False},
+}
+
+
+@pytest.mark.parametrize(("name", "facts"), OWN_ATTENTION.items(), ids=OWN_ATTENTION)
+def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batches(name, facts):
+    target, draft = make_pair(name.removesuffix("_alibi"), facts)
+    ids = torch.tensor([PROMPTS[0]])
+    plain = target.generate(ids, **PLAIN)
+    assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
+    batch, mask = padded(PROMPTS)
+    with pytest.raises(ValueError, match="attention of its own.*Call generate"):
+        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+
+
+def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decode():
+    config = AutoConfig.for_model(
+        "qwen3_next", **COMMON, layer_types=["linear_attention"] * 3 + ["full_attention"], num_experts=2,
+        moe_intermediate_size=16, num_experts_per_tok=1, shared_expert_intermediate_size=16, head_dim=8,
+        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    target = AutoModelForCausalLM.from_config(config).eval()
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    row, (batch, mask) = torch.tensor([PROMPTS[0]]), padded(PROMPTS)
+    with pytest.raises(ValueError, match="stateful"):  # transformers' own words
+        target.generate(row, assistant_model=draft, **PLAIN)
+    with pytest.raises(ValueError, match="stateful"):
+        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+    for refused in (
+        lambda: target.generate(row, custom_generate=decode_with(draft), **PLAIN),
+        lambda: list(generate_many(target, draft, [PROMPTS[0]], **PLAIN)),
+        lambda: check_target(target),
+    ):
+        with pytest.raises(ValueError, match="recurrent state.*without a draft"):
+            refused()
+
+
+def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    target, draft = make_pair("llama", {"rope_parameters": rope})
+    batch, mask = padded(PROMPTS)
+    with pytest.raises(ValueError, match="depend on the longest row"):
+        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+    ids = torch.tensor([PROMPTS[0]])
+    assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == target.generate(ids, **PLAIN).tolist()
+
+
+def test_drafts_end_with_a_learned_position_table(monkeypatch):
+    target, draft = make_pair("gpt2", {"num_key_value_heads": 4, "max_position_embeddings": 30, "n_positions": 30})
+    prompt = PROMPTS[2]
+    plain = target.generate(torch.tensor([prompt]), **(PLAIN | {"max_new_tokens": 30 - len(prompt)}))[0].tolist()
+    know_the_answers(monkeypatch, [plain])
+    ids = torch.tensor([prompt])
+    ends = {"eos_token_id": plain[-1]} if plain[-1] not in plain[:-1] else {}
+    output = target.generate(ids, assistant_model=draft, **(PLAIN | {"max_new_tokens": 30 - len(prompt)} | ends))
+    assert output[0].tolist() == plain
+    draft.last_stats = None
+    with pytest.raises(IndexError):  # as plain generate() does, at the same position
+        target.generate(ids, **(PLAIN | {"max_new_tokens": 40}))
+    with pytest.raises(IndexError):
+        target.generate(ids, assistant_model=draft, **(PLAIN | {"max_new_tokens": 40}))
+    assert draft.last_stats is not None
