@@ -49,7 +49,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel, calibrate
 from hf_dspark.models.modeling_draft import DraftModel
-from hf_dspark.sharing.convert import export_checkpoint
+from hf_dspark.sharing.convert import convert_checkpoint
 
 MAX_LENGTH = 384  # tokens of a training row, as in domains.py
 ASSISTANT_LAYERS = 2  # as DSpark's draft has
@@ -202,7 +202,7 @@ def answered(
 def transformers_dflash(draft: DraftModel, target: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Return a DFlash draft in the fill-in layout as transformers' own model, exported once."""
     if not (folder / "model.safetensors").exists():
-        export_checkpoint(draft, folder, "transformers", target)
+        convert_checkpoint(draft, folder, "transformers", target)
     return AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -94,7 +94,6 @@ __all__ = [
     "convert_checkpoint",
     "decode_with",
     "evaluate",
-    "export_checkpoint",
     "find_cost",
     "generate_many",
     "load_cost",
@@ -120,7 +119,6 @@ _IMPORTED_WHEN_USED = {
     "FeatureCache": "training.feature_cache",
     "cache_features": "training.feature_cache",
     "convert_checkpoint": "sharing.convert",
-    "export_checkpoint": "sharing.convert",
     "regenerate": "decoding.regenerate",
     "regenerate_with_endpoint": "decoding.regenerate",
 }

@@ -14,14 +14,13 @@ from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTe
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
-from hf_dspark.formats.engines import ENGINES, draft_tensors
-from hf_dspark.formats.tables import FORMAT_NAMES, FORMATS, config_from_format, config_to_format, find_format
+from hf_dspark.formats.engines import ENGINES
+from hf_dspark.formats.tables import FORMAT_NAMES, FORMATS
+from hf_dspark.formats.translate import config_from_format, config_to_format, find_format
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sharing.convert import (
-    check_exported,
     convert_checkpoint,
     detect_format,
-    export_checkpoint,
     read_checkpoint,
     target_facts,
 )
@@ -242,7 +241,7 @@ def test_golden_eagle3_checkpoint_is_written_as_it_was(fixtures, tmp_path):
     with torch.no_grad():
         target.get_input_embeddings().weight.copy_(golden["embed_tokens.weight"])
         target.get_output_embeddings().weight.copy_(golden["lm_head.weight"])
-    export_checkpoint(Eagle3DraftModel.from_pretrained(folder), tmp_path / "written", "deepspec", target=target)
+    convert_checkpoint(Eagle3DraftModel.from_pretrained(folder), tmp_path / "written", "deepspec", target=target)
     assert_same_tensors(load_file(tmp_path / "written" / "model.safetensors"), golden)
     assert differences(config_file(tmp_path / "written"), config_file(folder)) <= {"transformers_version"}
 
@@ -282,7 +281,7 @@ def test_export_and_import_are_the_identity(make_draft, target, tmp_path, format
     if overrides.get("markov_rank") == 0:
         overrides = overrides | {"markov_head_type": "vanilla"}
     draft = make_draft(target, **overrides)
-    report = export_checkpoint(draft, tmp_path / "there", format, target=target)
+    report = convert_checkpoint(draft, tmp_path / "there", format, target=target)
     assert "config.json" in report.files and "model.safetensors" in report.files
     assert detect_format(config_file(tmp_path / "there")) == format
     back = read_checkpoint(tmp_path / "there", target=target)
@@ -297,7 +296,7 @@ def test_export_and_import_are_the_identity(make_draft, target, tmp_path, format
 @pytest.mark.parametrize("format", [name for name in FORMAT_NAMES if name != "transformers"])
 def test_conversion_keeps_the_type_of_the_weights(make_draft, target, tmp_path, format):
     draft = make_draft(target).to(torch.bfloat16)
-    export_checkpoint(draft, tmp_path / "there", format, target=target)
+    convert_checkpoint(draft, tmp_path / "there", format, target=target)
     assert_same_tensors(read_checkpoint(tmp_path / "there").tensors, dict(draft.state_dict()))
     assert config_file(tmp_path / "there")["dtype"] == "bfloat16"
     assert DSparkDraftModel.from_pretrained(tmp_path / "there", dtype="auto").dtype == torch.bfloat16
@@ -306,7 +305,7 @@ def test_conversion_keeps_the_type_of_the_weights(make_draft, target, tmp_path, 
 @pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
 def test_exported_drafts_load_with_from_pretrained(make_draft, target, tmp_path, format):
     draft = make_draft(target)
-    export_checkpoint(draft, tmp_path / "there", format, target=target)
+    convert_checkpoint(draft, tmp_path / "there", format, target=target)
     assert_same_tensors(
         dict(DSparkDraftModel.from_pretrained(tmp_path / "there").state_dict()), dict(draft.state_dict())
     )
@@ -315,7 +314,7 @@ def test_exported_drafts_load_with_from_pretrained(make_draft, target, tmp_path,
 def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_draft, target, tmp_path):
     temperatures = {"default": [1.0, 1.5, 2.0, 0.5], "math/greedy": [0.7] * 4}
     draft = make_draft(target, sts_temperatures=temperatures)
-    report = export_checkpoint(draft, tmp_path / "there", "sglang", target=target)
+    report = convert_checkpoint(draft, tmp_path / "there", "sglang", target=target)
     assert "sts.json" in report.files and any("sts.json" in note for note in report.notes)
     assert json.loads((tmp_path / "there" / "sts.json").read_text())["temperatures"] == temperatures["default"]
     assert read_checkpoint(tmp_path / "there").config.sts_temperatures == temperatures
@@ -323,7 +322,7 @@ def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_dra
 
 
 def test_sglangs_own_calibration_file_is_read(make_draft, target, tmp_path):
-    export_checkpoint(make_draft(target), tmp_path / "there", "sglang", target=target)
+    convert_checkpoint(make_draft(target), tmp_path / "there", "sglang", target=target)
     (tmp_path / "there" / "sts.json").write_text('{"temperatures": [1.0, 2.0, 3.0, 4.0], "dataset": "x"}')
     assert read_checkpoint(tmp_path / "there").config.sts_temperatures == {"default": [1.0, 2.0, 3.0, 4.0]}
 
@@ -380,7 +379,7 @@ def test_specforges_sliding_layers_are_causal_unless_it_says_otherwise(target):
 def test_transformers_computes_the_same_from_the_exported_draft(make_draft, target, tmp_path, window):
     sliding = {} if window is None else SLIDING | {"sliding_window": window}
     draft = make_draft(target, **fill_in(**HEADS["dflash"], **sliding))
-    export_checkpoint(draft, tmp_path / "native", "transformers", target=target)
+    convert_checkpoint(draft, tmp_path / "native", "transformers", target=target)
     native, info = MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and native.config.block_size == 5
     features = torch.randn(1, 17, 64)
@@ -403,7 +402,7 @@ def test_transformers_computes_the_same_from_the_exported_draft(make_draft, targ
 
 def test_transformers_decodes_with_the_exported_draft_as_we_do(make_draft, target, tmp_path):
     draft = make_draft(target, **fill_in(**HEADS["dflash"]))
-    export_checkpoint(draft, tmp_path / "native", "transformers", target=target)
+    convert_checkpoint(draft, tmp_path / "native", "transformers", target=target)
     native = MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native").eval()
     prompt = torch.arange(9)[None]
     options = {"max_new_tokens": 20, "attention_mask": torch.ones_like(prompt), "do_sample": False}
@@ -413,7 +412,7 @@ def test_transformers_decodes_with_the_exported_draft_as_we_do(make_draft, targe
 
 
 def test_transformers_drafts_need_their_target_to_be_read(make_draft, target, tmp_path):
-    export_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
+    convert_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
     for load in (read_checkpoint, DSparkDraftModel.from_pretrained):
         with pytest.raises(ValueError, match="neither how many tokens nor how many layers.*pass the target"):
             load(tmp_path / "native")
@@ -421,7 +420,7 @@ def test_transformers_drafts_need_their_target_to_be_read(make_draft, target, tm
 
 def test_transformers_windows_shorter_than_the_block_are_refused(make_draft, target, tmp_path):
     draft = make_draft(target, **fill_in(**HEADS["dflash"], **SLIDING, sliding_window=6))
-    export_checkpoint(draft, tmp_path / "native", "transformers")
+    convert_checkpoint(draft, tmp_path / "native", "transformers")
     edit(tmp_path / "native", sliding_window=3)
     with pytest.raises(ValueError, match="shorter than the block"):
         read_checkpoint(tmp_path / "native", target=target)
@@ -429,7 +428,7 @@ def test_transformers_windows_shorter_than_the_block_are_refused(make_draft, tar
 
 @torch.no_grad()
 def test_transformers_drafts_read_the_table_below_a_norm_in_the_targets_embedding(make_draft, target, tmp_path):
-    export_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
+    convert_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
     glimmer = MuseGlimmerTextConfig(vocab_size=48, hidden_size=32, num_hidden_layers=4)
     checkpoint = read_checkpoint(tmp_path / "native", target=glimmer)
     assert not checkpoint.config.embedding_norm
@@ -441,7 +440,7 @@ def test_transformers_drafts_read_the_table_below_a_norm_in_the_targets_embeddin
     assert torch.equal(read.embed(token_ids), embedding.weight[token_ids])
     assert torch.equal(trained.embed(token_ids), embedding(token_ids))
     with pytest.raises(ValueError, match="without the norm"):
-        export_checkpoint(trained, tmp_path / "there", "sglang")
+        convert_checkpoint(trained, tmp_path / "there", "sglang")
 
 
 # ---- what cannot be held
@@ -454,7 +453,7 @@ REFUSED = [
     ("deepspec", "vllm", HEADS["no_markov"], "would drop the anchor's slot"),
     ("speculators", "sglang", fill_in(**HEADS["dflash"]), "needs a Markov head"),
     ("speculators", "sglang", {"draft_vocab_size": 20}, "needs the full vocabulary"),
-    ("speculators", "sglang", fill_in(markov_head_type="rnn"), "behind the anchor's slot"),
+    ("speculators", "sglang", fill_in(markov_head_type="rnn"), "after the anchor's slot"),
     ("sglang", None, {"hidden_act": "gelu"}, "silu only"),
     ("sglang", None, {"target_layer_ids": [2, 0]}, "ascending order"),
     ("sglang", None, {"target_layer_ids": [-1, 0]}, "from 0 on"),
@@ -497,18 +496,18 @@ def test_drafts_are_refused_where_they_cannot_be_held(
 ):
     draft = make_draft(target, **overrides)
     with pytest.raises(ValueError, match=message):
-        export_checkpoint(draft, tmp_path / "there", format, target=target, engine=engine)
+        convert_checkpoint(draft, tmp_path / "there", format, target=target, engine=engine)
     assert not list(tmp_path.iterdir()), "nothing may be left behind"
 
 
 def test_refusals_list_every_reason_at_once(make_draft, target, tmp_path):
     draft = make_draft(target, **fill_in(draft_vocab_size=20, logit_scale=2.0))
     with pytest.raises(ValueError, match="'sglang' cannot hold this draft: .*logit_scale; .*fill-in.*; .*pruned"):
-        export_checkpoint(draft, tmp_path / "there", "sglang")
+        convert_checkpoint(draft, tmp_path / "there", "sglang")
 
 
 def test_report_says_which_engines_cannot_run_the_draft(make_draft, target, tmp_path):
-    report = export_checkpoint(make_draft(target, markov_head_type="rnn"), tmp_path / "a", "deepspec", target=target)
+    report = convert_checkpoint(make_draft(target, markov_head_type="rnn"), tmp_path / "a", "deepspec", target=target)
     assert report.engines == ("deepspec", "sglang")
     assert any(note.startswith("vllm cannot run it") for note in report.notes)
 
@@ -517,7 +516,7 @@ def test_eagle3_drafts_have_a_place_in_deepspecs_format_only(target, tmp_path):
     draft = Eagle3DraftModel(Eagle3Config.from_target(target.config))
     for format in ("speculators", "sglang", "transformers"):
         with pytest.raises(ValueError, match="no place for drafts of the kind 'dspark_eagle3'"):
-            export_checkpoint(draft, tmp_path / "there", format, target=target)
+            convert_checkpoint(draft, tmp_path / "there", format, target=target)
 
 
 @pytest.mark.parametrize(
@@ -566,18 +565,6 @@ def test_targets_that_scale_their_embedding_inside_are_refused_for_formats_that_
 # ---- tables
 
 
-def test_shape_table_says_what_the_models_have(make_draft, target):
-    cases = [*HEADS.values(), {"draft_vocab_size": 20}, {"attention_bias": True}, {"attention_output_bias": True}]
-    cases += [{"sandwich_norms": True, "layer_scalar": True, "attention_k_eq_v": True}, {"qk_norm": False}]
-    for overrides in cases:
-        draft = make_draft(target, **overrides)
-        assert draft_tensors(draft.config) == {name: tuple(t.shape) for name, t in draft.state_dict().items()}, (
-            overrides
-        )
-    eagle3 = Eagle3DraftModel(Eagle3Config.from_target(target.config))
-    assert draft_tensors(eagle3.config) == {name: tuple(t.shape) for name, t in eagle3.state_dict().items()}
-
-
 def test_every_format_has_an_engine_whose_table_is_checked():
     for entry in FORMATS:
         readers = [engine for engine in ENGINES if engine.name in entry.engines]
@@ -586,31 +573,49 @@ def test_every_format_has_an_engine_whose_table_is_checked():
 
 
 @pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
-def test_check_exported_finds_what_an_engine_would_miss(make_draft, target, tmp_path, format):
-    folder = tmp_path / "there"
-    export_checkpoint(make_draft(target), folder, format, target=target)
-    check_exported(folder)
-    whole = load_file(folder / "model.safetensors")
-    for name in ("hidden_norm.weight", "markov_head.markov_w2.weight", "confidence_head.proj.bias"):
-        save_file({key: value for key, value in whole.items() if key != name}, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=f"tensor {name} .* is missing"):
-            check_exported(folder)
-    save_file(whole | {"fc.weight": whole["fc.weight"].T.contiguous()}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"tensor fc.weight is \[64, 32\], not \[32, 64\]"):
-        check_exported(folder)
-    save_file(whole, folder / "model.safetensors")
-    edit(folder, sample_from_anchor=None)
-    with pytest.raises(ValueError, match="sample_from_anchor"):
-        check_exported(folder)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"hidden_norm.weight": None}, "missing: hidden_norm.weight"),
+        ({"markov_head.markov_w2.weight": None}, "missing: markov_head.markov_w2.weight"),
+        ({"confidence_head.proj.bias": None}, "missing: confidence_head.proj.bias"),
+        ({"fc.weight": torch.zeros(64, 32)}, r"of another shape: fc.weight \[64, 32\] instead of \[32, 64\]"),
+        ({"norm.weight": torch.zeros(32, dtype=torch.int32)}, "of another type: norm.weight"),
+        ({"stray": torch.zeros(1)}, "unexpected: stray"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_conversion_finds_tensors_that_an_engine_would_miss(
+    make_draft, target, tmp_path, monkeypatch, format, damage, message
+):
+    def save(tensors, folder):
+        written = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
+        save_file(written, folder / "model.safetensors")
+
+    monkeypatch.setattr("hf_dspark.sharing.convert.save_torch_state_dict", save)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(make_draft(target), tmp_path / "there", format, target=target)
+    assert not list(tmp_path.iterdir())
 
 
-def test_check_exported_asks_what_one_engine_wants(make_draft, target, tmp_path):
-    export_checkpoint(make_draft(target, markov_head_type="rnn"), tmp_path / "a", "deepspec", target=target)
-    check_exported(tmp_path / "a", engine="sglang")
+@pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
+def test_conversion_finds_keys_that_an_engine_would_miss(make_draft, target, tmp_path, monkeypatch, format):
+    def without_layout(*args):
+        return {name: value for name, value in config_to_format(*args).items() if name != "sample_from_anchor"}
+
+    monkeypatch.setattr("hf_dspark.sharing.convert.config_to_format", without_layout)
+    with pytest.raises(ValueError, match="needs sample_from_anchor in config.json"):
+        convert_checkpoint(make_draft(target), tmp_path / "there", format, target=target)
+
+
+def test_conversion_for_one_engine_asks_what_it_can_run(make_draft, target, tmp_path):
+    draft = make_draft(target, markov_head_type="rnn")
+    report = convert_checkpoint(draft, tmp_path / "a", "deepspec", target=target, engine="sglang")
+    assert report.engines == ("sglang",)
     with pytest.raises(ValueError, match="vllm cannot run this draft"):
-        check_exported(tmp_path / "a", engine="vllm")
+        convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="vllm")
     with pytest.raises(ValueError, match="is read by .*, not by 'transformers'"):
-        check_exported(tmp_path / "a", engine="transformers")
+        convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="transformers")
 
 
 # ---- files
@@ -637,7 +642,7 @@ def test_failed_conversion_leaves_nothing(make_draft, target, tmp_path, monkeypa
 
     monkeypatch.setattr("hf_dspark.sharing.convert.save_torch_state_dict", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        export_checkpoint(make_draft(target), tmp_path / "there", "sglang")
+        convert_checkpoint(make_draft(target), tmp_path / "there", "sglang")
     assert not list(tmp_path.iterdir())
 
 
@@ -646,18 +651,18 @@ def test_failed_conversion_leaves_nothing(make_draft, target, tmp_path, monkeypa
 )
 def test_formats_that_hold_facts_of_the_target_ask_for_it(make_draft, target, tmp_path, format, message):
     with pytest.raises(ValueError, match=message):
-        export_checkpoint(make_draft(target), tmp_path / "there", format)
+        convert_checkpoint(make_draft(target), tmp_path / "there", format)
 
 
 def test_another_models_target_is_refused(make_draft, make_target, target, tmp_path):
     with pytest.raises(ValueError, match="num_target_layers: draft 4, target 5"):
-        export_checkpoint(make_draft(target), tmp_path / "there", "deepspec", target=make_target(num_hidden_layers=5))
+        convert_checkpoint(make_draft(target), tmp_path / "there", "deepspec", target=make_target(num_hidden_layers=5))
 
 
 def test_deepspec_copies_come_from_the_files_of_a_tied_target(make_draft, make_target, tmp_path):
     target = make_target(tie_word_embeddings=True)
     target.save_pretrained(tmp_path / "target")
-    export_checkpoint(make_draft(target), tmp_path / "there", "deepspec", target=tmp_path / "target")
+    convert_checkpoint(make_draft(target), tmp_path / "there", "deepspec", target=tmp_path / "target")
     written = load_file(tmp_path / "there" / "model.safetensors")
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(written[name], target.get_input_embeddings().weight)
@@ -665,11 +670,11 @@ def test_deepspec_copies_come_from_the_files_of_a_tied_target(make_draft, make_t
 
 def test_unknown_formats_and_checkpoints_are_named(fixtures, make_draft, target, tmp_path):
     with pytest.raises(ValueError, match="no checkpoint format 'gguf': pass one of"):
-        export_checkpoint(make_draft(target), tmp_path / "there", "gguf")
+        convert_checkpoint(make_draft(target), tmp_path / "there", "gguf")
     with pytest.raises(ValueError, match="no draft in one of the formats"):
         convert_checkpoint(fixtures / "deepspec" / "target_qwen3", tmp_path / "there", "hf_dspark")
     with pytest.raises(ValueError, match="leave engine out"):
-        export_checkpoint(make_draft(target), tmp_path / "there", "hf_dspark", engine="vllm")
+        convert_checkpoint(make_draft(target), tmp_path / "there", "hf_dspark", engine="vllm")
 
 
 def test_damaged_vocabulary_maps_are_found(fixtures, tmp_path):

@@ -20,15 +20,11 @@ from transformers import (
 from ..data.prompts import Prompt, as_chat, token_ids
 from ..decoding.hook import default_policy
 from ..decoding.step_costs import find_cost
-from ..formats.files import read_config
-from ..formats.tables import OURS
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models import auto as draft_kinds
 from ..models.modeling_draft import DraftModel
-from ..sharing.convert import detect_format
 from .options import ChatOptions, DraftOptions, PolicyChoice, SamplingOptions, TargetOptions
 
-LOADED_DIRECTLY = (OURS, "deepspec")
 DESCRIPTIONS = ("config.json", "adapter_config.json")
 
 
@@ -77,18 +73,13 @@ def load_tokenizer(options: TargetOptions) -> PreTrainedTokenizerBase:
 
 
 def load_draft(name: str, dtype: str | torch.dtype = "auto", revision: str | None = None) -> DraftModel:
-    """Load a draft of whatever kind, ours or DeepSpec's.
+    """Load a draft of whatever kind, of any format that `from_pretrained` reads.
 
     Raises:
         ValueError: If it is no draft, or its tensors do not fit its config.
         OSError: If the Hub has no such model, or is out of reach.
     """
     require_model(name, "the draft")
-    found = detect_format(read_config(name, revision=revision or "main"))
-    if found not in LOADED_DIRECTLY:
-        raise ValueError(
-            f"{name} is in the format {found}: hf-dspark convert --to {OURS} {name} FOLDER makes it one of ours"
-        )
     return draft_kinds.load_draft(name, dtype=dtype, revision=revision or "main").eval()
 
 

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from ..messages import listed, shortened
+
 HUB_ARGUMENTS = (
     "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies",
 )  # fmt: skip
@@ -390,15 +392,3 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
-
-
-def shortened(value: Any, quote: bool = True, size: int = 120) -> str:
-    """Return a value for a message, which somebody else may have made as long as a file."""
-    text = repr(value) if quote else str(value)
-    return text if len(text) <= size else f"{text[:size]}..."
-
-
-def listed(names: list[str], count: int = 10) -> str:
-    """Return names for a message, which somebody else may have made long and many."""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(name[:80] for name in names[:count]) + more

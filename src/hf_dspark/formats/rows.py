@@ -1,6 +1,6 @@
 """What the tables of checkpoint formats are made of, and the rows that several formats share.
 
-Knows of no format, and nothing of files, tensors or models.
+A format says where each of our configuration's fields stands in its own `config.json`, and what it cannot hold.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,23 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-REQUIRED: Any = object()
-# Written by no format: the place stays empty.
-OMIT: Any = object()
+Source = Mapping[str, Any]  # a foreign config.json
 
-# What our config says of a draft of Qwen3 layers, which is what most formats hold.
-QWEN3_LAYERS = {
-    "qk_norm": True,
-    "value_norm": False,
-    "attention_k_eq_v": False,
-    "sandwich_norms": False,
-    "layer_scalar": False,
-    "attention_scaling": None,
-    "embedding_scale": 1.0,
-    "logit_scale": 1.0,
-    "final_logit_softcapping": None,
-    "mlp_bias": False,
-}
+REQUIRED: Any = object()
+OMIT: Any = object()  # what a `write` returns to leave its place empty
+
+# Rotary types whose frequencies do not depend on the current length: cached keys stay valid as the context grows.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 
 @dataclass(frozen=True)
@@ -33,7 +23,7 @@ class TargetFacts:
     """What a conversion may need to know of the target.
 
     Attributes:
-        vocab_size, hidden_size, num_hidden_layers (`int`): Sizes of its text model.
+        vocab_size, num_hidden_layers (`int`): Sizes of its text model.
         model_type (`str`): Of its text model.
         architectures (`list[str]`, *optional*): As its config names them.
         name_or_path (`str`, *optional*): Where serving engines find it.
@@ -43,7 +33,6 @@ class TargetFacts:
     """
 
     vocab_size: int
-    hidden_size: int
     num_hidden_layers: int
     model_type: str
     architectures: list[str] | None
@@ -53,29 +42,41 @@ class TargetFacts:
     text_config: dict[str, Any]
 
 
+Write = Callable[[PreTrainedConfig, TargetFacts | None], Any]
+
+
 @dataclass(frozen=True)
 class Field:
-    """One of our fields that stands in one place of a foreign configuration.
+    """One of our fields and its place in a foreign configuration.
 
     Attributes:
         name (`str`): Ours.
-        path (`str`): Theirs, with dots between nested names; ours unless given.
-        default (`Any`): What it means there if it is missing; without a default it must be there.
-        decode, encode (`Callable`): Their value to ours, and back.
-        written (`Callable`): For which of our configurations it is written.
+        path (`str`): Their place, with dots between nested names; our name unless given.
+        default (`Any`): What a missing value means there; without a default it must be there.
+        also (`tuple[str, ...]`): Other places that checkpoints have used; the first one that is filled counts.
+        read (`Callable`, *optional*): Our value from their whole configuration, if no single place holds it.
+        write (`Callable`, *optional*): Their value from our configuration, if it is not ours; [`OMIT`] writes nothing.
     """
 
     name: str
     path: str = ""
     default: Any = REQUIRED
-    decode: Callable[[Any], Any] = lambda value: value
-    encode: Callable[[Any], Any] = lambda value: value
-    written: Callable[[PreTrainedConfig], bool] = lambda config: True
+    also: tuple[str, ...] = ()
+    read: Callable[[Source], Any] | None = None
+    write: Write | None = None
 
     @property
     def place(self) -> str:
         """Where it stands in the foreign configuration."""
         return self.path or self.name
+
+    def read_from(self, config: Source) -> Any:
+        """Return our value."""
+        return (self.read or any_of(self.place, *self.also, default=self.default))(config)
+
+    def value_for(self, config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
+        """Return their value."""
+        return getattr(config, self.name) if self.write is None else self.write(config, facts)
 
 
 @dataclass(frozen=True)
@@ -99,31 +100,28 @@ class Format:
         name (`str`): By which it is asked for.
         model_type (`str`): Of our configuration: the kind of draft.
         recognise (`Callable`): Whether a `config.json` is of this format.
-        fields (`tuple[Field, ...]`): One to one, both ways.
-        reads (`Mapping[str, Callable]`): Our fields that need more than one of theirs, from their configuration.
-        writes (`Mapping[str, Callable]`): Their places that need more than one of our fields, from our configuration
-            and the target's facts.
-        constants (`Mapping[str, Any]`): Ours, true of all checkpoints of the format.
+        fields (`tuple[Field, ...]`): Where our fields stand, both ways.
+        constants (`Mapping[str, Any]`): Our fields that are the same in all checkpoints of the format.
+        engines (`tuple[str, ...]`): Programs that read it.
         base (`Callable`): What is written before all else.
+        writes (`Mapping[str, Callable]`): Their places that none of our fields fills alone.
         unreadable (`tuple[Refusal, ...]`): Theirs that cannot be imported.
         refusals (`tuple[Refusal, ...]`): Ours that cannot be exported.
         renamed (`Mapping[str, str]`): Our names of tensors to theirs.
         copies (`tuple[str, ...]`): The target's tensors that it holds copies of.
-        needs_target (`bool`): Whether its configuration does not say all, so that importing needs the target's.
-        names_target (`bool`): Whether it says where the target is, so that exporting needs it.
+        needs_target (`bool`): Whether importing needs the target, because the configuration leaves something out.
+        names_target (`bool`): Whether exporting needs the target, because the configuration names it.
         keeps_target_depth (`bool`): Whether it says how many layers the target has.
-        engines (`tuple[str, ...]`): Who reads it.
     """
 
     name: str
     model_type: str
-    recognise: Callable[[dict[str, Any]], bool]
+    recognise: Callable[[Source], bool]
     fields: tuple[Field, ...]
-    reads: Mapping[str, Callable[[dict[str, Any]], Any]]
-    writes: Mapping[str, Callable[[PreTrainedConfig, TargetFacts | None], Any]]
     constants: Mapping[str, Any]
     engines: tuple[str, ...]
     base: Callable[[TargetFacts | None], dict[str, Any]] = lambda facts: {}
+    writes: Mapping[str, Write] = field(default_factory=dict)
     unreadable: tuple[Refusal, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -136,7 +134,7 @@ class Format:
 # ---- reading places of a configuration
 
 
-def look_up(config: Mapping[str, Any], path: str, default: Any = REQUIRED) -> Any:
+def look_up(config: Source, path: str, default: Any = REQUIRED) -> Any:
     """Return what stands at a dotted place of a foreign configuration.
 
     Raises:
@@ -152,44 +150,42 @@ def look_up(config: Mapping[str, Any], path: str, default: Any = REQUIRED) -> An
     return value
 
 
-def integers(config: Mapping[str, Any], path: str) -> list[int]:
+def integers(config: Source, path: str) -> list[int]:
     value = look_up(config, path)
     if not isinstance(value, list) or not all(type(entry) is int for entry in value):
         raise ValueError(f"config.json: {path!r} must be a list of integers, got {value!r}")
     return value
 
 
-def integer(config: Mapping[str, Any], path: str, default: Any = REQUIRED) -> Any:
-    value = look_up(config, path, default)
+def integer(config: Source, path: str, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> Any:
+    value = any_of(path, *also, default=default)(config)
     if value is not default and type(value) is not int:
         raise ValueError(f"config.json: {path!r} must be an integer, got {value!r}")
     return value
 
 
-def mapping(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    value = look_up(config, path, None)
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"config.json: {path!r} must be an object, got {value!r}")
-    return value or {}
+def any_of(*paths: str, default: Any = REQUIRED) -> Callable[[Source], Any]:
+    """Return a function that reads the first of several places that is filled."""
 
-
-def any_of(*paths: str, default: Any = REQUIRED) -> Callable[[dict[str, Any]], Any]:
-    """Read the first of several places that is filled."""
-
-    def read(config: dict[str, Any]) -> Any:
+    def read(config: Source) -> Any:
         for path in paths:
-            value = look_up(config, path, None)
-            if value is not None:
+            if (value := look_up(config, path, None)) is not None:
                 return value
         return look_up(config, paths[0], default)
 
     return read
 
 
-def rope(prefix: str = "") -> Callable[[dict[str, Any]], dict | None]:
-    """Read rotary parameters as transformers 5 writes them, or as it did before (`rope_theta`, `rope_scaling`)."""
+def rope(prefix: str = "") -> Callable[[Source], dict[str, Any]]:
+    """Return a reader of rotary parameters, as transformers 5 or its earlier versions write them."""
 
-    def read(config: dict[str, Any]) -> dict | None:
+    def mapping(config: Source, path: str) -> Mapping[str, Any]:
+        value = look_up(config, path, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"config.json: {path!r} must be an object, got {value!r}")
+        return value or {}
+
+    def read(config: Source) -> dict[str, Any]:
         parameters = mapping(config, prefix + "rope_parameters")
         if not parameters and (theta := look_up(config, prefix + "rope_theta", None)) is not None:
             scaling = dict(mapping(config, prefix + "rope_scaling"))
@@ -197,13 +193,31 @@ def rope(prefix: str = "") -> Callable[[dict[str, Any]], dict | None]:
             parameters = {"rope_type": kind or "default", "rope_theta": theta} | scaling
         if not parameters:
             raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
-        # A draft reads text only, whose positions are the same in all sections of a multimodal target's.
+        # A draft reads text, whose positions are the same in all sections of a multimodal target's.
         return {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
 
     return read
 
 
-def architectures(config: Mapping[str, Any]) -> list[str]:
+def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the rotary parameters of a target's full-attention layers, if a draft can use them, else the default.
+
+    Gemma 3 and 4 keep one set per layer type; a draft has one, that of the full-attention layers.
+    """
+    if rope_parameters is None:
+        return None
+    flat = rope_parameters.get("full_attention", rope_parameters)
+    flat = {
+        key: value
+        for key, value in flat.items()
+        if value is not None and not isinstance(value, dict) and not key.startswith("mrope_")
+    }
+    if flat.get("rope_type", "default") not in ROPE_TYPES:
+        return {"rope_type": "default", "rope_theta": flat.get("rope_theta", 1_000_000.0)}
+    return flat
+
+
+def architectures(config: Source) -> list[str]:
     names = config.get("architectures") or []
     return [str(name) for name in names] if isinstance(names, list) else []
 
@@ -213,30 +227,16 @@ def has_sliding(layer_types: Any) -> bool:
 
 
 def slides(config: PreTrainedConfig) -> bool:
-    return "sliding_attention" in (getattr(config, "layer_types", None) or [])
+    return has_sliding(getattr(config, "layer_types", None))
 
 
-# ---- rows that several formats share
+def omit(config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
+    """Write nothing."""
+    return OMIT
 
 
-def geometry(prefix: str = "") -> tuple[Field, ...]:
-    defaults = {
-        "vocab_size": REQUIRED, "hidden_size": REQUIRED, "intermediate_size": REQUIRED,
-        "num_hidden_layers": REQUIRED, "num_attention_heads": REQUIRED, "num_key_value_heads": REQUIRED,
-        "head_dim": None, "hidden_act": "silu", "max_position_embeddings": 40960, "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6, "attention_dropout": 0.0, "attention_bias": False, "bos_token_id": None,
-        "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    return tuple(Field(name, prefix + name, default) for name, default in defaults.items())
-
-
-HEADS = (
-    Field("markov_rank", default=0),
-    Field("markov_head_type", default="vanilla"),
-    Field("enable_confidence_head"),
-    Field("confidence_head_with_markov", default=False),
-)
-TARGET_LAYERS = (Field("num_target_layers"), Field("target_layer_ids"))
+def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
+    return config.sliding_window if slides(config) else None
 
 
 def has_embedding_norm(model_type: str) -> bool:
@@ -244,6 +244,63 @@ def has_embedding_norm(model_type: str) -> bool:
     return model_type.startswith("muse_glimmer")
 
 
+# ---- rows that several formats share
+
+
+def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ...]:
+    needed = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads",
+    )  # fmt: skip
+    defaults = {
+        "head_dim": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "attention_output_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    theirs = {"attention_output_bias": "attention_bias"}  # one flag; drafts whose two differ are refused
+    return tuple(
+        Field(name, prefix + theirs.get(name, name), default)
+        for name, default in (dict.fromkeys(needed, REQUIRED) | defaults).items()
+        if name not in without
+    )
+
+
+TARGET_LAYERS = (Field("num_target_layers"), Field("target_layer_ids"))
+HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+# What our config says of a draft of Qwen3 layers, which is what most formats hold.
+QWEN3_LAYERS = {
+    "qk_norm": True,
+    "value_norm": False,
+    "attention_k_eq_v": False,
+    "sandwich_norms": False,
+    "layer_scalar": False,
+    "attention_scaling": None,
+    "embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "mlp_bias": False,
+}
+QWEN3_BASE = {"model_type": "qwen3", "tie_word_embeddings": False, "max_window_layers": 28, "use_cache": True}
+
+ONE_BIAS_FLAG = Refusal(
+    lambda c: c.attention_bias != c.attention_output_bias,
+    "it has one flag for the biases of q, k, v and o; here they differ",
+)
+NO_MLP_BIAS = Refusal(lambda c: c.mlp_bias, "it has no biases in the MLPs")
+NO_LOGIT_SCALE = Refusal(lambda c: c.logit_scale != 1.0, "it has no field for logit_scale")
+NO_RUN_SETTINGS = Refusal(
+    lambda c: c.draft_top_k is not None,
+    "it has no field for draft_top_k, which changes the draft law: set draft.config.draft_top_k = None first",
+)
 _GEMMA_FEATURES = ("value_norm", "attention_k_eq_v", "sandwich_norms", "layer_scalar")
 ONLY_QWEN3_LAYERS = (
     Refusal(lambda c: not getattr(c, "qk_norm", True), "its layers normalise queries and keys, the draft's do not"),
@@ -261,23 +318,15 @@ ONLY_QWEN3_LAYERS = (
         lambda c: has_embedding_norm(str(c.target_model_type)) and c.embedding_norm,
         "it reads embedding rows without the norm that this target has inside its embedding, this draft with it",
     ),
-    Refusal(lambda c: c.logit_scale != 1.0, "it has no field for logit_scale"),
+    NO_LOGIT_SCALE,
     Refusal(lambda c: c.final_logit_softcapping is not None, "it has no field for final_logit_softcapping"),
-    Refusal(lambda c: c.mlp_bias, "it has no biases in the MLPs"),
-    Refusal(
-        lambda c: c.attention_bias != c.attention_output_bias,
-        "it has one flag for the biases of q, k, v and o; here they differ",
-    ),
+    NO_MLP_BIAS,
+    ONE_BIAS_FLAG,
     Refusal(
         lambda c: c.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
         "it rotates whole heads and has no field for partial_rotary_factor",
     ),
-)  # fmt: skip
-NO_RUN_SETTINGS = (
-    Refusal(
-        lambda c: c.draft_top_k is not None,
-        "it has no field for draft_top_k, which changes the draft law: set draft.config.draft_top_k = None first",
-    ),
+    NO_RUN_SETTINGS,
 )
 NO_FILL_IN = Refusal(
     lambda c: not getattr(c, "sample_from_anchor", True),

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ..formats.files import HUB_ARGUMENTS, read_config
-from ..formats.tables import draft_model_type
+from ..formats.translate import draft_model_type
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel

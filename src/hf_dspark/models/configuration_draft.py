@@ -12,10 +12,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..formats.files import HUB_ARGUMENTS, read_config, read_temperatures, shortened
-from ..formats.rope import ROPE_TYPES, full_attention_rope
-from ..formats.tables import config_from_format, recognise
+from ..formats.files import HUB_ARGUMENTS, read_config, read_temperatures
+from ..formats.rows import ROPE_TYPES, full_attention_rope
+from ..formats.translate import config_from_format, recognise
 from ..maths.calibration import check_temperatures
+from ..messages import shortened
 
 # What each type needs besides rope_theta.
 ROPE_NUMBERS = {

@@ -9,10 +9,10 @@ import copy
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -22,18 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..cpu.few_rows import apply_to_few_rows, products_with_rows, rough_product
-from ..formats.files import (
-    HUB_ARGUMENTS,
-    TensorInfo,
-    listed,
-    load_tensors,
-    open_checkpoint,
-    read_tensor_infos,
-    shortened,
-)
+from ..formats.files import HUB_ARGUMENTS, TensorInfo, load_tensors, open_checkpoint, read_tensor_infos
+from ..formats.tensors import NOT_OURS, compare_tensors, kept_tokens_mask, misfit, require_finite
 from ..maths.losses import LossWeights, SlotScores, block_losses
 from ..maths.policies import Policy, RoundOutcome
 from ..maths.sampling import DraftBlock, Sampler
+from ..messages import shortened
 from .block_attention import BlockLayout
 from .configuration_draft import require_decoder_only
 from .slot_cache import SlotCache
@@ -97,8 +91,6 @@ class DraftModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     # How drafts are published is known to the edges, which models do not import: the package puts its `hub` here.
     sharing: ClassVar[ModuleType | None] = None
-    # DeepSpec stores copies of the target's tensors; the target's own are used. speculators' t2d says what d2t says.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$", r"^t2d$"]
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -141,8 +133,7 @@ class DraftModel(PreTrainedModel):
             infos = read_tensor_infos(name, **hub)
             if not isinstance(config, PreTrainedConfig):
                 config = cls.config_class.from_pretrained(config, **hub)
-        tensors = load_tensors(infos, cls._expected_tensors(config, infos, name))
-        require_finite(tensors, name)
+        tensors = cls.read_tensors(config, infos, name)
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -150,36 +141,53 @@ class DraftModel(PreTrainedModel):
         model.config._commit_hash = revision
         if cls._auto_class is None:  # the repository's code is not used, nor saved along
             vars(model.config).pop("auto_map", None)
-        try:
-            model.draft_token_ids()
-        except ValueError as error:
-            raise ValueError(f"the checkpoint {name} is damaged: {error}") from None
         return loaded
 
     @classmethod
-    def _expected_tensors(cls, config: PreTrainedConfig, infos: dict[str, TensorInfo], name: str) -> list[str]:
-        """Return the tensors that a draft of this config has, all of which must be there as it says."""
-        ignored = re.compile("|".join(cls._keys_to_ignore_on_load_unexpected))
-        layers = {match[1] for match in map(_LAYER.match, infos) if match}
-        if len(layers) < config.num_hidden_layers:
-            raise _misfit(name, f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}")
+    def expected_tensors(cls, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+        """Return the tensors of a draft of this config, on the meta device."""
         with torch.device("meta"):
-            expected = cls(copy.deepcopy(config)).state_dict()
-        faults = {
-            "missing": sorted(expected.keys() - infos.keys()),
-            "unexpected": sorted(key for key in infos.keys() - expected.keys() if not ignored.search(key)),
-            "of another shape": sorted(
-                key for key in expected.keys() & infos.keys() if tuple(expected[key].shape) != infos[key].shape
-            ),
-            "of another type": sorted(
-                key
-                for key in expected.keys() & infos.keys()
-                if infos[key].dtype not in (_FLOATING if expected[key].is_floating_point() else _INTEGER)
-            ),
-        }
-        if any(faults.values()):
-            raise _misfit(name, "; ".join(f"{fault}: {listed(keys)}" for fault, keys in faults.items() if keys))
-        return list(expected)
+            return cls(copy.deepcopy(config)).state_dict()
+
+    @classmethod
+    def read_tensors(
+        cls,
+        config: PreTrainedConfig,
+        infos: Mapping[str, TensorInfo],
+        name: str,
+        renamed: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, torch.Tensor]:
+        """Read a checkpoint's tensors, once names, shapes and types are those of its config.
+
+        Args:
+            config ([`DraftConfig`]): Of the checkpoint.
+            infos (`Mapping[str, TensorInfo]`): What the headers of its files say.
+            name (`str`): Of the checkpoint, for messages.
+            renamed (`Mapping[str, str]`): Our names of tensors to those in the files, where they differ.
+
+        Returns:
+            `dict[str, torch.Tensor]`: By our names, in the types they are stored in.
+
+        Raises:
+            ValueError: If the tensors are others than the config says, or are damaged.
+        """
+        layers = {match[1] for match in map(_LAYER.match, infos) if match}
+        if len(layers) < config.num_hidden_layers:  # before so many are built
+            raise misfit(name, f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}")
+        expected = cls.expected_tensors(config)
+        theirs = {key: renamed.get(key, key) for key in expected}
+        compare_tensors(infos, {theirs[key]: tensor for key, tensor in expected.items()}, name, ignored=NOT_OURS)
+        stored = load_tensors(infos, theirs.values())
+        tensors = {key: stored[place] for key, place in theirs.items()}
+        require_finite(tensors, name)
+        if "d2t" in tensors:
+            try:
+                kept = kept_tokens_mask(tensors["d2t"], config.vocab_size)
+            except ValueError as error:
+                raise ValueError(f"the checkpoint {name} is damaged: {error}") from None
+            if "t2d" in infos and not torch.equal(load_tensors(infos, ["t2d"])["t2d"].bool(), kept):
+                raise ValueError(f"the checkpoint {name} is damaged: its t2d and d2t name different tokens")
+        return tensors
 
     def push_to_hub(self, repo_id: str, results: Iterable[str | Path] = (), **kwargs: Any) -> str:
         """Publish the draft with its model card, and with the code that lets transformers alone decode with it.
@@ -494,7 +502,6 @@ class DraftModel(PreTrainedModel):
         )
 
 
-_FLOATING, _INTEGER = ("F64", "F32", "F16", "BF16"), ("I64",)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # What would make transformers read other files, or other tensors, than those that were checked.
 _OTHER_FILES = ("gguf_file", "ignore_mismatched_sizes", "key_mapping", "state_dict", "variant")
@@ -517,22 +524,6 @@ def _refuse_other_files(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _misfit(name: str, found: str) -> ValueError:
-    return ValueError(
-        f"the checkpoint {name} does not match its config. Tensors {found}. Check markov_rank, markov_head_type, "
-        "enable_confidence_head, num_hidden_layers and the norms in config.json."
-    )
-
-
-def require_finite(tensors: dict[str, torch.Tensor], name: str) -> None:
-    """Raise a `ValueError` if a weight is not a number or infinite, which only damage explains."""
-    for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
-            raise ValueError(
-                f"the checkpoint {name} is damaged: {key} has values that are not finite. Download or train it again"
-            )
-
-
 def input_device(module: nn.Module) -> torch.device:
     """Return where a module wants its input; between calls, offloaded weights live on the meta device."""
     hook = getattr(module, "_hf_hook", None)
@@ -543,14 +534,20 @@ def input_device(module: nn.Module) -> torch.device:
     return next(itertools.chain(module.parameters(), module.buffers())).device
 
 
-def check_fits(config: PreTrainedConfig, target: PreTrainedModel) -> None:
-    """Raise a `ValueError` that names every way in which draft and target do not fit."""
-    require_decoder_only(target.config)
-    text = target.config.get_text_config(decoder=True)
+def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedConfig) -> None:
+    """Raise a `ValueError` that names every way in which draft and target do not fit.
+
+    Args:
+        config ([`DraftConfig`]): Of the draft.
+        target (`PreTrainedModel` or `PreTrainedConfig`): The target, or its configuration if it is not loaded.
+    """
+    target_config = target if isinstance(target, PreTrainedConfig) else target.config
+    require_decoder_only(target_config)
+    text = target_config.get_text_config(decoder=True)
     facts = {
         "vocab_size": (config.vocab_size, text.vocab_size),
         "hidden_size": (config.hidden_size, text.hidden_size),
-        # Where a checkpoint does not say how deep its target was, that its last layer is not tapped is what is known.
+        # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
         "num_target_layers": (
             config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2),
             text.num_hidden_layers,
@@ -563,5 +560,5 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel) -> None:
             "trained on: load the matching pair, or train one with "
             f"{type(config).__name__}.from_target(target.config)."
         )
-    if target.get_output_embeddings() is None:
+    if target is not target_config and target.get_output_embeddings() is None:
         raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..cpu.few_rows import FewRowsLinear
+from ..formats.tensors import kept_token_ids
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
@@ -330,14 +331,7 @@ class DSparkDraftModel(DraftModel):
         if state not in self._pruned_ids:
             self._pruned_ids.clear()
             with torch.inference_mode(False):  # what is kept may be trained with
-                token_ids = torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-            known = (token_ids >= 0) & (token_ids < self.config.vocab_size)
-            if not bool(known.all()) or len(token_ids.unique()) < len(token_ids):
-                raise ValueError(
-                    "the draft's d2t must name distinct tokens of the target's vocabulary of "
-                    f"{self.config.vocab_size}; it does not: load another checkpoint"
-                )
-            self._pruned_ids[state] = token_ids
+                self._pruned_ids[state] = kept_token_ids(self.d2t, self.config.vocab_size)
         return self._pruned_ids[state]
 
     @functools.cached_property

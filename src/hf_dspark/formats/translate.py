@@ -1,0 +1,126 @@
+"""Configurations on their way between other projects' formats and ours, as dictionaries, by the tables of formats."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .rows import OMIT, Format, Refusal, TargetFacts
+from .tables import DEEPSPEC_GEMMA4, FORMAT_NAMES, FORMATS
+
+_CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
+
+
+def recognise(config: Mapping[str, Any]) -> Format | None:
+    """Return the format of a `config.json`; `None` if it is our own, or unknown."""
+    return next((entry for entry in FORMATS if entry.recognise(config)), None)
+
+
+def draft_model_type(config: Mapping[str, Any]) -> str | None:
+    """Return the `model_type` that a `config.json` of any known format has here; its own if it is of none."""
+    foreign = recognise(config)
+    return config.get("model_type") if foreign is None else foreign.model_type
+
+
+def find_format(name: str, config: PreTrainedConfig) -> Format:
+    """Return the entry of a foreign format for a draft.
+
+    Raises:
+        ValueError: If there is no such format, or it has no place for this kind of draft.
+    """
+    if name not in FORMAT_NAMES:
+        raise ValueError(f"there is no checkpoint format {name!r}: pass one of {FORMAT_NAMES}")
+    entries = [entry for entry in FORMATS if entry.name == name and entry.model_type == config.model_type]
+    if not entries:
+        raise ValueError(f"the format {name!r} has no place for drafts of the kind {config.model_type!r}")
+    gemma = str(config.target_model_type).startswith("gemma4") and getattr(config, "sandwich_norms", False)
+    return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[0]
+
+
+def refuse(subject: Any, rules: tuple[Refusal, ...], what: str) -> None:
+    """Raise a `ValueError` that begins with `what` and has the reasons of all rules that apply."""
+    reasons = [rule.reason for rule in rules if rule.applies(subject)]
+    if reasons:
+        raise ValueError(f"{what}: {'; '.join(reasons)}")
+
+
+def config_from_format(
+    source: Mapping[str, Any],
+    entry: Format,
+    facts: TargetFacts | None = None,
+    sample_from_anchor: bool | None = None,
+) -> dict[str, Any]:
+    """Translate a foreign `config.json` to ours.
+
+    Args:
+        source (`Mapping`): Theirs.
+        entry ([`Format`]): From [`recognise`].
+        facts ([`TargetFacts`], *optional*): Of the target, for formats that leave something out.
+        sample_from_anchor (`bool`, *optional*): The layout of the blocks, if the file does not say it.
+
+    Returns:
+        `dict`: Ours, with `model_type` and `architectures`.
+
+    Raises:
+        ValueError: If something is missing or not supported; with the reason.
+    """
+    config = dict(source)
+    if sample_from_anchor is not None:
+        config.setdefault("sample_from_anchor", sample_from_anchor)
+    refuse(config, entry.unreadable, f"this {entry.name} draft cannot be read")
+    if entry.needs_target and facts is None:
+        raise ValueError(
+            f"a draft in the format {entry.name!r} says neither how many tokens nor how many layers its target has: "
+            "pass the target, convert_checkpoint(..., target=...)"
+        )
+    if facts is not None and facts.embedding_scale != 1.0 and entry.constants.get("embedding_scale") == 1.0:
+        raise ValueError(
+            f"a draft in the format {entry.name!r} reads embedding rows unscaled, but those of a "
+            f"{facts.model_type!r} target are scaled by {facts.embedding_scale:g}: it is another target's"
+        )
+    ours = entry.constants | {row.name: row.read_from(config) for row in entry.fields}
+    if ours.get("markov_rank") == 0:  # without a Markov head, what is said of it means nothing
+        ours |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
+    if sample_from_anchor not in (None, ours.get("sample_from_anchor", True)):
+        raise ValueError(
+            f"sample_from_anchor={sample_from_anchor} was asked for, but the {entry.name} draft says otherwise: leave "
+            "it out"
+        )
+    if not entry.keeps_target_depth:
+        ours["num_target_layers"] = None if facts is None else facts.num_hidden_layers
+        ours["target_model_type"] = None if facts is None else facts.model_type
+    if facts is not None:
+        ours.setdefault("vocab_size", facts.vocab_size)
+        if facts.embedding_norm:
+            ours["embedding_norm"] = False
+    if "dtype" in config or "torch_dtype" in config:
+        ours["dtype"] = config.get("dtype", config.get("torch_dtype"))
+    return ours | {"model_type": entry.model_type, "architectures": [_CLASS_NAMES[entry.model_type]]}
+
+
+def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts | None = None) -> dict[str, Any]:
+    """Translate our configuration to a foreign `config.json`.
+
+    Args:
+        config (`PreTrainedConfig`): Ours.
+        entry ([`Format`]): From [`find_format`].
+        facts ([`TargetFacts`], *optional*): Of the target.
+
+    Raises:
+        ValueError: If the format cannot hold the draft; with all reasons.
+    """
+    refuse(config, entry.refusals, f"the format {entry.name!r} cannot hold this draft")
+    values = [
+        *entry.base(facts).items(),
+        *((row.place, row.value_for(config, facts)) for row in entry.fields),
+        *((place, write(config, facts)) for place, write in entry.writes.items()),
+    ]
+    written: dict[str, Any] = {}
+    for path, value in values:
+        if value is not OMIT:
+            *parents, name = path.split(".")
+            place = written
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[name] = dict(value) if isinstance(value, dict) else value
+    return written
