@@ -268,6 +268,7 @@ ROUND_TRIPS = [
     ("speculators", {"target_layer_ids": [-1, 1]}, "speculators-embeddings"),
     ("deepspec", {"attention_bias": True, "attention_output_bias": True}, "deepspec-biases"),
     ("sglang", SLIDING | {"sliding_window": 6, "causal_sliding": True}, "sglang-sliding"),
+    ("sglang", {"attention_sinks": True}, "sglang-sinks"),
     ("transformers", fill_in(**HEADS["dflash"]), "transformers"),
     ("transformers", fill_in(**HEADS["dflash"], **SLIDING, sliding_window=6), "transformers-sliding"),
     ("hf_dspark", {"draft_vocab_size": 20, "draft_top_k": 5, "logit_scale": 0.5}, "hf_dspark-all"),
@@ -464,6 +465,7 @@ REFUSED = [
     ("speculators", None, SLIDING | {"sliding_window": 6}, "this draft's from each slot"),
     ("deepspec", None, SLIDING | {"sliding_window": 6}, "no sliding windows"),
     ("deepspec", None, {"draft_vocab_size": 20}, "no pruned vocabulary"),
+    *((format, None, {"attention_sinks": True}, "no sinks") for format in ("deepspec", "speculators", "transformers")),
     ("deepspec", None, fill_in(), "fill-in layout"),
     ("transformers", None, HEADS["dflash"], "read one position late"),
     ("transformers", None, fill_in(), "no Markov head.*no confidence head"),
@@ -547,7 +549,6 @@ def test_speculators_drafts_with_unknown_features_are_refused(fixtures, tmp_path
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
         ({"sample_from_anchor": False}, "contradicts the layout"),
         ({"is_causal": True}, "is_causal is set for full-attention"),
-        ({"attention_sink_bias": True}, "attention sinks"),
         ({"rope_theta": None}, "lacks 'rope_parameters'"),
     ],
 )

@@ -14,6 +14,7 @@ from .rows import (
     NO_MLP_BIAS,
     NO_PRUNING,
     NO_RUN_SETTINGS,
+    NO_SINKS,
     NO_WINDOW_FROM_ANCHOR,
     OMIT,
     ONE_BIAS_FLAG,
@@ -113,6 +114,7 @@ DEEPSPEC_QWEN3 = Format(
         *ONLY_QWEN3_LAYERS,
         NO_FILL_IN,
         NO_PRUNING,
+        NO_SINKS,
         Refusal(slides, "DeepSpec's attention masks have no sliding windows: every layer would see everything"),
     ),
     copies=_DEEPSPEC_COPIES,
@@ -171,6 +173,7 @@ DEEPSPEC_GEMMA4 = Format(
         "logit_scale": 1.0,
         "mlp_bias": False,
         "draft_vocab_size": None,
+        "attention_sinks": False,
     },
     base=_gemma4_base,
     unreadable=(
@@ -359,6 +362,7 @@ SPECULATORS = Format(
     ),
     refusals=(
         *ONLY_QWEN3_LAYERS,
+        NO_SINKS,
         Refusal(
             lambda c: slides(c) and not c.sliding_from_anchor,
             "its sliding windows count from the anchor for all slots of a block, this draft's from each slot",
@@ -401,7 +405,8 @@ def _flat_causal(config: Source) -> bool:
 
 def _dflash_config(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
     names = ("mask_token_id", "target_layer_ids", *HEADS)
-    return {"projector_type": "dspark"} | {name: getattr(config, name) for name in names}
+    sinks = {"attention_sink_bias": True} if getattr(config, "attention_sinks", False) else {}
+    return {"projector_type": "dspark"} | {name: getattr(config, name) for name in names} | sinks
 
 
 def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
@@ -435,6 +440,7 @@ SGLANG = Format(
             write=window_if_sliding,
         ),
         Field("causal_sliding", read=_flat_causal, write=omit),
+        Field("attention_sinks", read=_flat("attention_sink_bias", False), write=omit),
         Field("rope_parameters", read=rope()),
         Field("sample_from_anchor", read=lambda c: not _is_dflash(c)),
         Field("block_size", read=lambda c: integer(c, "block_size", also=_nested("block_size")) - _is_dflash(c)),
@@ -465,10 +471,6 @@ SGLANG = Format(
                 and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"}
             ),
             "is_causal is set for full-attention layers, whose slots see the whole block here",
-        ),
-        Refusal(
-            lambda c: _flat("attention_sink_bias", False)(c) is True,
-            "attention_sink_bias is set: attention sinks are not implemented",
         ),
     ),
     refusals=(
@@ -511,21 +513,10 @@ TRANSFORMERS = Format(
         Field("rope_parameters", read=rope()),
     ),
     constants=QWEN3_LAYERS
-    | {
-        "markov_rank": 0,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
-        "confidence_head_with_markov": False,
-        "sample_from_anchor": False,
-        "attention_bias": False,
-        "attention_output_bias": False,
-        "causal_sliding": False,
-        "draft_vocab_size": None,
-    },
-    base=lambda facts: {
-        "architectures": ["MuseGlimmerAssistantModel"],
-        "model_type": "muse_glimmer_assistant",
-    },
+    | {"markov_rank": 0, "markov_head_type": "vanilla", "draft_vocab_size": None}
+    | dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"), False)
+    | dict.fromkeys(("attention_bias", "attention_output_bias", "causal_sliding"), False),
+    base=lambda facts: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
     unreadable=(
         Refusal(
             lambda c: (
@@ -538,6 +529,7 @@ TRANSFORMERS = Format(
         *ONLY_QWEN3_LAYERS,
         NO_PRUNING,
         NO_WINDOW_FROM_ANCHOR,
+        NO_SINKS,
         Refusal(
             lambda c: getattr(c, "sample_from_anchor", True),
             "DFlash drops the anchor's slot, from which this draft predicts its first token: every token would be "

@@ -46,6 +46,8 @@ class DSparkConfig(DraftConfig):
         causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
         draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
             and never proposes any other token; `None` for the target's whole vocabulary.
+        attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing, in all layers
+            (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
         kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
@@ -79,6 +81,7 @@ class DSparkConfig(DraftConfig):
     sliding_from_anchor: bool = False
     causal_sliding: bool = False
     draft_vocab_size: int | None = None
+    attention_sinks: bool = False
     embedding_norm: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
