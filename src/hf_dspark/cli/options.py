@@ -419,11 +419,9 @@ class CardFacts:
     results: list[str] = options(
         "Result files, or folders of them, that the card is made from; FOLDER/results unless given.", "FILE"
     )
-    throughput: list[str] = options("Files of hf-dspark profile --output_file: what a step costs, and where.", "FILE")
     target: str | None = option(
         "Hub id of the target; the name that the results agree on, unless given.", None, "MODEL"
     )
-    draft_name: str | None = option("What the results call the draft, if it was renamed since.", None, "NAME")
     license: str | None = option("Of the draft, as the Hub abbreviates it, such as mit.", None, "ID")
 
 

@@ -63,11 +63,8 @@ def run_card(console: Console, words: Sequence[str], options: CardOptions) -> Ou
 
 
 def _card_kwargs(options: CardFacts) -> dict[str, Any]:
-    missing = next((path for path in options.throughput if not Path(path).is_file()), None)
-    if missing is not None:
-        raise ValueError(f"--throughput: there is no file {missing}")
-    kwargs = {"target": options.target, "draft_name": options.draft_name, "license": options.license}
-    return {name: value for name, value in kwargs.items() if value is not None} | {"throughput": options.throughput}
+    kwargs = {"target": options.target, "license": options.license}
+    return {name: value for name, value in kwargs.items() if value is not None}
 
 
 def _results_of(folder: str, given: Sequence[str]) -> list[Path]:

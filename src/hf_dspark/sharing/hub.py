@@ -23,7 +23,7 @@ from ..evaluation.results import describe_draft, describe_target, read_results, 
 from ..files import replace_text
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
-from .model_card import model_card
+from .model_card import missing_facts, model_card
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 RESULTS_FOLDER = "results"
@@ -102,11 +102,13 @@ def save_repository(
         ValueError: As there; nothing was written.
     """
     draft, folder, files = _loaded(draft), Path(folder), result_files(results)
-    readme = str(model_card(draft, files, **card))
+    readme = model_card(draft, files, **card | {"repo_id": card.get("repo_id") or folder.name})
+    for fact in missing_facts(readme):
+        warnings.warn(f"the model card does not name {fact}", stacklevel=2)
     draft.save_pretrained(folder, max_shard_size=max_shard_size)
     write_remote_code(folder)
     _copy_results(files, folder / RESULTS_FOLDER)
-    replace_text(folder / CARD_FILE, readme)
+    replace_text(folder / CARD_FILE, str(readme))
     return folder
 
 
@@ -132,6 +134,9 @@ def write_card(
         if isinstance(draft, DraftModel) or not Path(draft).is_dir():
             raise ValueError("a draft that is in no folder here needs a file for its card: pass output")
         output = Path(draft) / CARD_FILE
+    folder = Path(output).resolve().parent
+    if not card.get("repo_id") and (folder / "config.json").exists():  # the draft that the card lies beside
+        card["repo_id"] = folder.name
     text = str(model_card(_loaded(draft), result_files(results), **card))
     Path(output).parent.mkdir(parents=True, exist_ok=True)
     replace_text(Path(output), text)

@@ -1,6 +1,6 @@
-"""The model card of a draft, made of its config and of result files: what no result file holds, no card claims.
+"""The model card of a draft, made of its config and of result files: a number that no result file holds is not shown.
 
-Knows nothing of the Hub beyond the form of its cards, and nothing of how anything is measured.
+The text is in `model_card.md`; here are the numbers, tables and metadata that fill it.
 """
 
 import json
@@ -11,14 +11,19 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from ..decoding.step_costs import ThroughputProfile
-from ..evaluation.results import describe_draft, read_results, short_policy
+from ..evaluation.results import describe_draft, read_results, regime_of, short_policy
+from ..evaluation.tables import markdown_table, number
 from ..models.modeling_draft import DraftModel
 
-# Of describe_draft: how a draft is called, as against what it is.
-NAMES = ("name", "revision")
 KINDS = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3"}
-NOT_MEASURED = "**Not measured:** no result file of {} was given when this card was made."
+NAMES = ("name", "revision")  # of describe_draft: how a draft is called; the rest is what it is
+# Of a training's arguments, those that a reader looks for; all of them are in its result file.
+SHOWN_ARGUMENTS = (
+    "learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "processes",
+    "num_anchors", "max_length",
+)  # fmt: skip
+
+Decoded = tuple[dict, str, dict]  # a result file, one of its tasks, and what that came to
 
 
 def model_card(
@@ -27,8 +32,6 @@ def model_card(
     *,
     repo_id: str | None = None,
     target: str | None = None,
-    draft_name: str | None = None,
-    throughput: Iterable[str | Path] = (),
     tags: Sequence[str] = (),
     **metadata: Any,
 ) -> ModelCard:
@@ -37,10 +40,9 @@ def model_card(
     Args:
         draft ([`DraftModel`]): The draft.
         results (`Iterable`): Result files, or folders of them, of this draft and its target.
-        repo_id (`str`, *optional*): Where the draft is published, `user/name`.
+        repo_id (`str`, *optional*): Where the draft is or will be: `user/name`, or a folder; by default where it was
+            loaded from.
         target (`str`, *optional*): The target's name on the Hub; by default the one that the results agree on.
-        draft_name (`str`, *optional*): What the results call the draft, if it was renamed since.
-        throughput (`Iterable`): Files that [`ThroughputProfile`] has saved: what a step costs, and where.
         tags (`Sequence[str]`): More tags than those of every draft.
         metadata: Fields of `huggingface_hub.ModelCardData`, such as `license="mit"` or `datasets=["openai/gsm8k"]`.
 
@@ -50,43 +52,58 @@ def model_card(
     Raises:
         ValueError: If a file is no result file, or belongs to another draft or target, naming the differences.
     """
-    found = read_results(results)
-    facts = describe_draft(draft)
-    title = repo_id or draft_name or facts["name"] or "draft"
-    _require_this_draft(found, facts, {draft_name or facts["name"], repo_id or ""})
-    target_facts = _agreed_target(found, target)
-    profiles = [_read_profile(path, draft.config) for path in throughput]
-    decoded = _decoded(found)
-    notes = _Notes()
-    sections = [
-        _introduction(title, draft.config, target_facts),
-        _usage(title, target_facts["name"] if _is_on_hub(target_facts["name"]) else "path/to/the/target"),
-        _architecture(draft.config, facts, target_facts),
-        _acceptance(decoded, notes),
-        *_speed(_of_kind(decoded, "evaluation"), notes),
-        _calibration(_of_kind(found, "calibration"), draft.config, notes),
-        _training(_of_kind(found, "training"), notes),
-        _step_times(profiles),
-        notes.section(),
-        WITHOUT_THE_PACKAGE,
-    ]
-    data = _metadata(title, draft.config, target_facts["name"], decoded, tags, metadata)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n")
+    found, facts, config = read_results(results), describe_draft(draft), draft.config
+    _require_this_draft(found, facts)
+    target_name, revision = _agreed_target(found, target)
+    title = repo_id or facts["name"] or "draft"
+    decoded, training = _decoded(found), _of_kind(found, "training")
+    kind = draft_kind(config)
+    earlier = next((name for result in training if (name := result["draft"].get("name"))), None)
+    return ModelCard.from_template(
+        _metadata(title, config, target_name, decoded, tags, metadata),
+        template_path=str(Path(__file__).with_suffix(".md")),
+        name=_text(_last(title)),
+        kind=KINDS[kind],
+        draft=json.dumps(title),
+        target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
+        target_link=_link(target_name) if target_name else "its target",
+        started_from=_link(earlier) if earlier and _last(earlier) != _last(title) else None,
+        headline=_headline(decoded, training),
+        decoding=_table([_speed_row(*task) for task in decoded]),
+        speed_measured=any(part.get("speedup") for _, _, part in decoded),
+        devices=_text(" and ".join(dict.fromkeys(_device(result) for result, _, _ in decoded))),
+        borrowed=_borrowed(config),
+        decodes_alone=kind != "eagle3",
+        architecture=_architecture(config, facts, target_name, revision),
+        acceptance=_table([_acceptance_row(*task) for task in decoded if task[2].get("acceptance")]),
+        temperatures=_text(", ".join(sorted(config.sts_temperatures or ()))),
+        calibration=_table([_calibration_row(result) for result in _of_kind(found, "calibration")]),
+        training=[_training_table(result) for result in training],
+        origins=_origins(found),
+    )
 
 
-def kind_of(config: PreTrainedConfig) -> str:
+def missing_facts(card: ModelCard) -> list[str]:
+    """Return what a published card should say and does not, each with its cure."""
+    cures = {
+        "license": "a license: pass license=..., such as 'mit'",
+        "base_model": "its target on the Hub: pass target='user/name'",
+    }
+    return [cure for field, cure in cures.items() if card.data.get(field) is None]
+
+
+def draft_kind(config: PreTrainedConfig) -> str:
     """Return which kind of draft a config describes: `dspark`, `dflash` or `eagle3`."""
     if config.is_autoregressive:
         return "eagle3"
     return "dspark" if config.markov_rank else "dflash"
 
 
-# Whose results they are
+# ---- whose results they are
 
 
-def _require_this_draft(results: list[dict], facts: Mapping[str, Any], names: set[str]) -> None:
-    """Refuse results of another draft; those of a training bear the name that the draft had before it."""
-    known = {_last(name) for name in names if name}
+def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
+    """Refuse results of other weights or another geometry. A name is no identity: drafts are renamed when trained."""
     for result in results:
         theirs = result["draft"]
         wrong = [
@@ -94,17 +111,14 @@ def _require_this_draft(results: list[dict], facts: Mapping[str, Any], names: se
             for name, value in facts.items()
             if name not in NAMES and theirs.get(name, "not said") != value
         ]
-        name = theirs.get("name")
-        if result["kind"] != "training" and name and known and _last(name) not in known:
-            wrong.append(f"name: {name!r} there, {' or '.join(map(repr, sorted(known)))} here")
         if wrong:
             raise ValueError(
-                f"a result of the kind {result['kind']!r} belongs to another draft ({'; '.join(wrong)}): measure this "
-                "draft, or pass draft_name if only its name has changed"
+                f"a result of the kind {result['kind']!r} belongs to another draft, "
+                f"{theirs.get('name') or 'without a name'} ({'; '.join(wrong)}): measure this draft"
             )
 
 
-def _agreed_target(results: list[dict], name: str | None) -> dict[str, Any]:
+def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, str | None]:
     """Return the name and revision of the target that all results are about."""
     described = [result["target"] for result in results]
     names = ([name] if name else []) + [facts["name"] for facts in described if facts.get("name")]
@@ -115,360 +129,189 @@ def _agreed_target(results: list[dict], name: str | None) -> dict[str, Any]:
             f"these results belong to different targets ({shown}): a card describes a draft with one target, measured "
             "under one name"
         )
-    on_hub = [each for each in names if "/" in each]
-    return {"name": (on_hub or names or [None])[0], "revision": revisions[0] if revisions else None}
-
-
-def _last(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1]
+    on_hub = [each for each in names if _is_on_hub(each)]
+    return (on_hub or names or [None])[0], revisions[0] if revisions else None
 
 
 def _of_kind(results: list[dict], kind: str) -> list[dict]:
     return [result for result in results if result["kind"] == kind]
 
 
-def _decoded(results: list[dict]) -> list[dict]:
-    """Return the results of decoding, whose `domains` say what was accepted."""
-    decoded = []
-    for result in results:
-        if result["kind"] == "evaluation":
-            domains = {name: part for name, part in result["tasks"].items() if name != "all"}
-            decoded.append(result | {"domains": domains})
-        elif result["kind"] == "acceptance":
-            decoded.append(result)
-    return decoded
+def _decoded(results: list[dict]) -> list[Decoded]:
+    """Return each task that was decoded: its result file, its name, and what it came to."""
+    parts = [(result, result.get("tasks") or result.get("domains") or {}) for result in results]
+    return [(result, name, part) for result, tasks in parts for name, part in tasks.items() if name != "all"]
 
 
-def _read_profile(path: str | Path, config: PreTrainedConfig) -> ThroughputProfile:
-    try:
-        profile = ThroughputProfile.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} holds no measured step times ({error!r}): pass a file that hf_dspark.profile_throughput(...)"
-            ".save(path) wrote"
-        ) from error
-    wrong = [
-        f"{name}: {value} there, {getattr(config, name)} here"
-        for name, value in profile.machine.draft.items()
-        if value != getattr(config, name)
-    ]
-    if wrong:
-        raise ValueError(f"{path} was measured with another draft ({'; '.join(wrong)}): profile this one")
-    return profile
+# ---- what the card says
 
 
-# The parts of the card
+def _headline(decoded: list[Decoded], training: list[dict]) -> str:
+    ratios = [part["speedup"]["ratio_of_medians"] for _, _, part in decoded if part.get("speedup")]
+    if ratios:
+        return f"it makes `generate()` **{_span(ratios)} times as fast**."
+    taus = [part["tau"] for _, _, part in decoded if part.get("tau") is not None]
+    estimates = [result["metrics"].get("eval_tau") for result in training]
+    estimates = [value for value in estimates if value is not None]
+    tokens = f"**{_span(taus or estimates)} tokens** per pass of the target" if taus or estimates else ""
+    tokens += ", as estimated on held-out rows of its training. Its" if estimates and not taus else ". Its"
+    return f"{tokens if taus or estimates else 'its'} speed was not measured for this card."
 
 
-class _Notes:
-    """Where each number comes from: one note per result, numbered as they are first named."""
-
-    def __init__(self) -> None:
-        self._results: list[dict] = []
-
-    def mark(self, result: dict) -> str:
-        """Return the mark of a result."""
-        if result not in self._results:
-            self._results.append(result)
-        return f"[{self._results.index(result) + 1}]"
-
-    def section(self) -> str:
-        """Return the section that the marks point to."""
-        lines = ["## How it was measured", ""]
-        if not self._results:
-            return "\n".join([*lines, "Nothing was measured for this card."])
-        for number, result in enumerate(self._results, start=1):
-            origin = result["provenance"]
-            facts = [f"{name} {value}" for name, value in origin.items() if name not in ("command", "device")]
-            dtype = result["target"].get("dtype", "").removeprefix("torch.")
-            facts += [f"target in {dtype}"] if dtype else []
-            lines += [
-                f"- **[{number}]** {_text(origin.get('device', 'device not said'))}; {_text('; '.join(facts))}:",
-                "",
-                *(f"      {line}" for line in origin.get("command", "command not said").splitlines()),
-                "",
-            ]
-        return "\n".join(lines).rstrip()
+def _span(values: Sequence[float]) -> str:
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
 
 
-def _introduction(title: str, config: PreTrainedConfig, target: Mapping[str, Any]) -> str:
-    kind = KINDS[kind_of(config)]
-    of = f" of [{target['name']}](https://huggingface.co/{target['name']})" if _is_on_hub(target["name"]) else ""
-    of = of or (f" of {_text(target['name'])}" if target["name"] else "")
-    return (
-        f"# {_text(_last(title))}: a {kind} draft{of}\n\n"
-        "A draft model for speculative decoding: it proposes tokens that its target verifies, so that `generate()` "
-        "needs fewer passes through the target and its output distribution stays the target's own. The draft works "
-        f"with this target only: {_borrowed(config)} borrowed from it."
-    )
+def _table(rows: list[dict[str, Any]]) -> str | None:
+    """Return rows by the names of their columns as a table, `None` if there are none."""
+    return markdown_table([*rows[0]], (row.values() for row in rows)) if rows else None
 
 
-def _usage(draft: str, target: str) -> str:
-    return f"""## Use
-
-```python
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-target = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-inputs = tokenizer("The capital of France is", return_tensors="pt").to(target.device)
-```
-
-With the package hf_dspark:
-
-```python
-import hf_dspark  # makes AutoModel and generate() know the draft
-
-draft = AutoModel.from_pretrained("{draft}", dtype="auto").to(target.device)
-ids = target.generate(**inputs, assistant_model=draft, max_new_tokens=128)
-```
-
-With transformers alone, by the code in this repository:
-
-```python
-ids = target.generate(**inputs, custom_generate="{draft}", trust_remote_code=True, max_new_tokens=128)
-```
-
-The second call loads the draft itself, once. To set something on it, load it and pass it along:
-
-```python
-draft = AutoModel.from_pretrained("{draft}", dtype="auto", trust_remote_code=True).to(target.device)
-ids = target.generate(
-    **inputs, assistant_model=draft, custom_generate="{draft}", trust_remote_code=True, max_new_tokens=128
-)
-```"""
+def _facts_table(facts: Mapping[str, Any]) -> str:
+    return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
 
 
-WITHOUT_THE_PACKAGE = """## What is lost without hf_dspark
-
-The code in `custom_generate/` is that of hf_dspark (MIT licence), as far as decoding needs it. The tokens are the
-same. What only the package can do:
-
-- `generate(assistant_model=draft)` alone, and all that calls it so, such as `pipeline`: without the package, every
-  call names `custom_generate`.
-- Scheduling by measured step times: neither the package's tables nor its profiler are here, so the full block is
-  verified unless `draft.policy` is set, or the package has measured this machine before.
-- Targets whose attention cannot be packed (ALiBi, recurrent and hybrid layers, images): they are refused here.
-- Queues of prompts (`generate_many`), training, calibration, measuring, conversion to other engines, publishing."""
-
-
-def _architecture(config: PreTrainedConfig, facts: Mapping[str, Any], target: Mapping[str, Any]) -> str:
-    kind = kind_of(config)
-    rank = config.markov_rank
-    rows = {
-        "target": _text(target["name"] or "not named by any result"),
-        "target's revision": _text(target["revision"] or "not known"),
-        "target's geometry": f"{config.target_model_type or 'type not known'}, {config.num_target_layers} layers, "
-        f"width {config.hidden_size}, vocabulary {config.vocab_size}",
-        "draft": f"{KINDS[kind]}, {config.num_hidden_layers} layers, MLP {config.intermediate_size}, "
-        f"{config.num_attention_heads} heads / {config.num_key_value_heads} kv heads of {config.head_dim}",
-        "block size γ": f"{config.block_size} tokens",
-        "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
-        "Markov head": f"{config.markov_head_type}, rank {rank}" if rank else "none",
-        "confidence head": _confidence_head(config),
-        "vocabulary of the draft": _vocabulary(config),
-        "parameters": f"{facts['num_parameters']:,} ({_borrowed(config)} the target's)",
+def _speed_row(result: dict, task: str, part: dict) -> dict[str, Any]:
+    return _task(result, task) | {
+        "batch": result.get("batch_size"),
+        "speed-up": _speedup(part.get("speedup")),
+        "tau": number(part.get("tau")),
+        "tokens/s": number(part.get("tokens_per_second"), 1),
     }
-    return "## Draft and target\n\n" + _table(("", ""), rows.items())
 
 
-def _confidence_head(config: PreTrainedConfig) -> str:
-    if not config.enable_confidence_head:
-        return "none"
-    return "reads the hidden state" + (
-        " and the Markov embedding of the previous token" if config.confidence_head_with_markov else ""
-    )
+def _acceptance_row(result: dict, task: str, part: dict) -> dict[str, Any]:
+    counts = {"policy": short_policy(result["policy"]), "prompts": part.get("prompts"), "rounds": part.get("rounds")}
+    rates = {str(position): number(rate) for position, rate in enumerate(part.get("acceptance", ()), start=1)}
+    return _task(result, task) | counts | rates
 
 
-def _borrowed(config: PreTrainedConfig) -> str:
-    pruned = getattr(config, "draft_vocab_size", None) is not None
-    return "the embedding is" if pruned else "embedding and LM head are"
-
-
-def _vocabulary(config: PreTrainedConfig) -> str:
-    size = getattr(config, "draft_vocab_size", None)
-    return "the target's" if size is None else f"{size} of the target's {config.vocab_size} tokens"
-
-
-def _acceptance(results: list[dict], notes: _Notes) -> str:
-    lines = ["## Accepted tokens", ""]
-    if not results:
-        return "\n".join([*lines, NOT_MEASURED.format("acceptance")])
-    rows = [
-        (
-            domain, _sampling(result["sampling"]), _shortened(result["policy"]), part.get("prompts"),
-            part.get("rounds"), _number(part.get("tau")),
-            " ".join(_number(rate) for rate in part.get("acceptance", ())), notes.mark(result),
-        )
-        for result in results
-        for domain, part in result["domains"].items()
-    ]  # fmt: skip
-    head = ("task", "sampling", "policy", "prompts", "rounds", "tau", "acceptance, position 1 to γ", "")
-    return "\n".join(
-        [
-            *lines,
-            "tau is the mean number of tokens per round, the bonus token included; the acceptance of a position is "
-            "the share accepted where all before it were.",
-            "",
-            _table(head, rows),
-        ]
-    )
-
-
-def _speed(results: list[dict], notes: _Notes) -> list[str]:
-    """Return the section about speed, if evaluations say anything of it."""
-    rows = [
-        (
-            task, _sampling(result["sampling"]), _shortened(result["policy"]), result["batch_size"],
-            _number(part["tokens_per_second"], 1), _speedup(part["speedup"]), notes.mark(result),
-        )
-        for result in results
-        for task, part in result["domains"].items()
-    ]  # fmt: skip
-    if not rows:
-        return []
-    explanation = (
-        "The speed-up is the ratio of the medians of seconds per token, plain decoding of the same turns in the same "
-        "process over decoding with the draft; in brackets the quartiles of single turns. It holds for this machine."
-    )
-    head = ("task", "sampling", "policy", "batch", "tokens/s", "speed-up", "")
-    return ["\n".join(["## Speed", "", explanation, "", _table(head, rows)])]
+def _task(result: dict, task: str) -> dict[str, Any]:
+    return {"task": _text(task), "sampling": regime_of(result["sampling"])}
 
 
 def _speedup(found: Mapping[str, Any] | None) -> str | None:
     if found is None:
         return None
-    return f"{found['ratio_of_medians']:.2f} ({found['lower_quartile']:.2f} to {found['upper_quartile']:.2f})"
+    quartiles = f"{number(found['lower_quartile'])} to {number(found['upper_quartile'])}"
+    return f"**{number(found['ratio_of_medians'])}** ({quartiles})"
 
 
-def _calibration(results: list[dict], config: PreTrainedConfig, notes: _Notes) -> str:
-    lines = ["## Calibration of the confidences", ""]
-    fitted = sorted(config.sts_temperatures or ())
-    lines += [
-        f"`config.json` holds temperatures for: {', '.join(fitted)}."
-        if fitted
-        else "`config.json` holds no temperatures: the confidences are as the head says them.",
-        "",
-    ]
-    if not results:
-        return "\n".join([*lines, NOT_MEASURED.format("calibration")])
-    rows = [
-        (
-            result["domain"], result["num_prompts"], _mean_percent(result["ece_before"]),
-            _mean_percent(result["ece_after"]), _percents(result["ece_after"]), _number(result["auc"]),
-            notes.mark(result),
-        )
-        for result in results
-    ]  # fmt: skip
-    head = ("domain", "prompts", "mean ECE, raw", "mean ECE, calibrated", "by position, calibrated", "AUC of c_k", "")
-    return "\n".join([*lines, "ECE: expected calibration error of the survival of the block.", "", _table(head, rows)])
+def _calibration_row(result: dict) -> dict[str, Any]:
+    return {
+        "domain": _text(result["domain"]),
+        "prompts": result["num_prompts"],
+        "mean ECE, raw": _percent(result["ece_before"]),
+        "mean ECE, calibrated": _percent(result["ece_after"]),
+        "AUC of c_k": number(result["auc"]),
+    }
 
 
-def _training(results: list[dict], notes: _Notes) -> str:
-    lines = ["## Training", ""]
-    if not results:
-        return "\n".join([*lines, NOT_MEASURED.format("training")])
+def _percent(values: Sequence[float]) -> str:
+    return f"{100 * sum(values) / len(values):.1f} %"
+
+
+def _architecture(config: PreTrainedConfig, facts: Mapping[str, Any], target: str | None, revision: str | None) -> str:
+    geometry = f"{config.num_target_layers or '?'} layers, width {config.hidden_size}, vocabulary {config.vocab_size}"
+    heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} kv heads of {config.head_dim}"
+    pruned = getattr(config, "draft_vocab_size", None)
+    confidence = "reads the hidden state" if config.enable_confidence_head else "none"
+    if config.confidence_head_with_markov:
+        confidence += " and the Markov embedding of the previous token"
+    return _facts_table(
+        {
+            "target": f"{target or 'not named'}, {config.target_model_type or 'type not known'}, {geometry}",
+            "target's revision": revision or "not known",
+            "layers": f"{config.num_hidden_layers}, MLP {config.intermediate_size}, {heads}",
+            "block size γ": f"{config.block_size} tokens",
+            "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
+            "Markov head": f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none",
+            "confidence head": confidence,
+            "vocabulary": "the target's" if pruned is None else f"{pruned} of the target's {config.vocab_size} tokens",
+            "parameters": f"{facts['num_parameters']:,} ({_borrowed(config)} the target's)",
+        }
+    )
+
+
+def _borrowed(config: PreTrainedConfig) -> str:
+    return "embedding and LM head are" if getattr(config, "draft_vocab_size", None) is None else "the embedding is"
+
+
+def _training_table(result: dict) -> str:
+    metrics, arguments = result["metrics"], result["arguments"]
+    facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
+    facts |= {f"`{name}`": arguments[name] for name in SHOWN_ARGUMENTS if name in arguments}
+    if "eval_tau" in metrics:
+        facts["tau on held-out rows, estimated"] = number(metrics["eval_tau"])
+    rates = [value for name, value in metrics.items() if name.startswith("eval_acceptance_")]
+    if rates:
+        facts["acceptance by position on held-out rows, estimated"] = " ".join(map(number, rates))
+    return _facts_table(facts)
+
+
+def _origins(results: list[dict]) -> str:
+    """Return a line about each machine and set of versions, with what was measured there."""
+    kinds: dict[str, list[str]] = {}
     for result in results:
-        facts = {"rows": result["num_rows"], "steps": result["steps"]}
-        facts |= {"data": result["data"]} if "data" in result else {}
-        facts |= {f"`{name}`": value for name, value in result["arguments"].items()}
-        facts |= {f"reported {name}": _number(value, 4) for name, value in result["metrics"].items()}
-        lines += [f"{notes.mark(result)}", "", _table(("", ""), facts.items()), ""]
-    return "\n".join(lines).rstrip()
+        origin, dtype = result["provenance"], result["target"].get("dtype", "").removeprefix("torch.")
+        named = ("hf_dspark", "revision", "torch", "transformers")
+        facts = [_device(result), *(f"{name} {origin[name]}" for name in named if name in origin)]
+        facts += [f"target in {dtype}"] if dtype else []
+        kinds.setdefault(_text("; ".join(facts)), []).append(result["kind"])
+    return "\n".join(f"- {', '.join(dict.fromkeys(names))}: {line}" for line, names in kinds.items())
 
 
-def _step_times(profiles: list[ThroughputProfile]) -> str:
-    lines = ["## Step times (SPS)", ""]
-    if not profiles:
-        return "\n".join(
-            [
-                *lines,
-                "**Not measured:** no file of step times was given when this card was made. They describe a machine, "
-                "not the draft: `hf_dspark.profile_throughput(target, draft)` measures yours.",
-            ]
-        )
-    for profile in profiles:
-        machine = profile.machine
-        versions = ", ".join(f"{name} {value}" for name, value in machine.versions.items())
-        lines += [f"{_text(machine.device)}; {machine.threads} threads; target in {machine.dtype}; {versions}:", ""]
-        rates = zip(profile.table.verify_tokens, profile.table.steps_per_second, strict=True)
-        rows = [(tokens, _number(rate, 1)) for tokens, rate in rates]
-        lines += [_table(("tokens verified per step", "steps per second"), rows), ""]
-    return "\n".join(lines).rstrip()
+def _device(result: dict) -> str:
+    return result["provenance"].get("device", "a device that is not named")
 
 
 def _metadata(
     title: str,
     config: PreTrainedConfig,
     target: str | None,
-    acceptance: list[dict],
+    decoded: list[Decoded],
     tags: Sequence[str],
     fields: Mapping[str, Any],
 ) -> ModelCardData:
-    known: dict[str, Any] = {
-        "library_name": "hf_dspark",
-        "tags": [*dict.fromkeys(["speculative-decoding", kind_of(config), "draft-model", "custom_generate", *tags])],
-    }
+    own = ("speculative-decoding", draft_kind(config), "draft-model", "custom_generate")
+    known: dict[str, Any] = {"library_name": "hf_dspark", "tags": [*dict.fromkeys([*own, *tags])]}
     if _is_on_hub(target):
-        # The closest of the relations that the Hub knows: nothing but this target can use it, and it is no fine-tune.
+        # The closest of the relations that the Hub knows: only this target can use it, and it is no fine-tune.
         known |= {"base_model": target, "base_model_relation": "adapter"}
-    if acceptance:
-        known |= {"model_name": _last(title), "eval_results": _eval_results(acceptance)}
-    return ModelCardData(**(known | dict(fields)))
-
-
-def _eval_results(acceptance: list[dict]) -> list[EvalResult]:
-    return [
+    measured = [
         EvalResult(
             task_type="text-generation",
             task_name="Speculative decoding",
-            dataset_type=domain,
-            dataset_name=domain,
+            dataset_type=task,
+            dataset_name=task,
             metric_type="tau",
-            metric_name=f"tau, tokens per round ({_sampling(result['sampling'])}; {_shortened(result['policy'])})",
+            metric_name=f"tau, tokens per pass ({regime_of(result['sampling'])}; {short_policy(result['policy'])})",
             metric_value=part["tau"],
         )
-        for result in acceptance
-        for domain, part in result["domains"].items()
+        for result, task, part in decoded
         if part.get("tau") is not None
     ]
+    if measured:
+        known |= {"model_name": _last(title), "eval_results": measured}
+    return ModelCardData(**(known | dict(fields)))
 
 
-# Words and numbers
+# ---- words
+
+
+def _last(name: str) -> str:
+    return name.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _is_on_hub(name: str | None) -> bool:
-    return bool(name) and "/" in name
+    return bool(name) and name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_text("–" if cell is None else cell) for cell in line) + " |" for line in lines)
+def _link(name: str) -> str:
+    return f"[{_text(name)}](https://huggingface.co/{name})" if _is_on_hub(name) else f"`{_text(name)}`"
 
 
 def _text(value: Any) -> str:
-    """Return a value as it may stand in a line or a table cell."""
-    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _sampling(sampling: Mapping[str, Any]) -> str:
-    others = [f"{name} {value}" for name, value in sampling.items() if name != "do_sample" and value is not None]
-    return ", ".join(["sampled" if sampling.get("do_sample") else "greedy", *others])
-
-
-def _shortened(policy: str) -> str:
-    shown = short_policy(policy) if "[" in policy else policy  # tables of costs by their hashes are for comparing
-    return shown if len(shown) <= 60 else f"{shown[:59]}…"
-
-
-def _number(value: Any, digits: int = 2) -> str:
-    return "–" if value is None else f"{value:.{digits}f}" if isinstance(value, float) else str(value)
-
-
-def _mean_percent(value: float | Sequence[float]) -> str:
-    values = value if isinstance(value, Sequence) else [value]
-    return f"{100 * sum(values) / len(values):.1f} %"
-
-
-def _percents(value: float | Sequence[float]) -> str:
-    return " ".join(f"{100 * each:.1f}" for each in value) + " %" if isinstance(value, Sequence) else "–"
+    """Return a value as it may stand in a line of Markdown."""
+    return " ".join(str(value).split()).replace("<", "&lt;")
