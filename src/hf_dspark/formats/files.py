@@ -1,8 +1,7 @@
-"""Reading a checkpoint that somebody else may have made: its `config.json`, and what its safetensors files hold.
+"""Reading a checkpoint that a stranger may have made: its `config.json`, and what its safetensors files hold.
 
 Nothing here runs code, unpickles, follows a path out of the checkpoint, or allocates what a file merely claims to
-hold: JSON is parsed under limits, and of the weights the headers alone are read until [`load_tensors`] is called.
-Knows nothing of what a config means or which tensors a model needs.
+hold: JSON is parsed under limits, and only the headers of the weights are read until [`load_tensors`] is called.
 """
 
 import json
@@ -10,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from transformers.utils.hub import extract_commit_hash
 
 from ..messages import listed, shortened
 
-HUB_ARGUMENTS = (
-    "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies",
-)  # fmt: skip
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 STS_FILE = "sts.json"  # as SGLang reads it, and with the temperatures of all domains
 # Far above what real checkpoints have; parsing takes some thirty times the bytes in memory.
@@ -102,29 +99,15 @@ def open_checkpoint(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> Check
 
 
 def read_config(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, Any]:
-    """Read a checkpoint's `config.json` alone, or a JSON file of any name.
-
-    Args:
-        name_or_path, hub_kwargs: As in [`open_checkpoint`].
-
-    Raises:
-        ValueError, TypeError, OSError: As there.
-    """
+    """Read a checkpoint's `config.json` alone, or a JSON file of any name; see [`open_checkpoint`]."""
     path = Path(name_or_path)
     return read_json(path if path.is_file() else _Place.of(name_or_path, hub_kwargs).require(CONFIG_FILE))
 
 
 def read_temperatures(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, list[float]] | None:
-    """Read the temperatures of the confidence head that lie beside a checkpoint whose format has no field for them.
+    """Read the temperatures of the confidence head, by domain, that lie beside a checkpoint without a field for them.
 
-    Args:
-        name_or_path, hub_kwargs: As in [`open_checkpoint`].
-
-    Returns:
-        `dict`: By domain; `None` if there are none.
-
-    Raises:
-        ValueError, TypeError, OSError: As there.
+    Returns `None` if there are none. See [`open_checkpoint`].
     """
     if os.path.isfile(name_or_path):
         return None
@@ -136,25 +119,16 @@ def read_temperatures(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dic
 
 
 def read_tensor_infos(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, TensorInfo]:
-    """Read what the headers of a checkpoint's safetensors files say.
-
-    Args:
-        name_or_path, hub_kwargs: As in [`open_checkpoint`].
-
-    Raises:
-        ValueError, TypeError, OSError: As there.
-    """
+    """Read what the headers of a checkpoint's safetensors files say; see [`open_checkpoint`]."""
     return _read_headers(_Place.of(name_or_path, hub_kwargs))
 
 
-def load_tensors(
-    tensors: CheckpointFiles | dict[str, TensorInfo], names: Collection[str] | None = None
-) -> dict[str, torch.Tensor]:
+def load_tensors(infos: Mapping[str, TensorInfo], names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Read tensors on the CPU, in the type they are stored in.
 
     Args:
-        tensors ([`CheckpointFiles`] or its `tensors`): What was found.
-        names (`Collection[str]`, *optional*): Those to read; all of them unless given.
+        infos (`Mapping[str, TensorInfo]`): The `tensors` of [`CheckpointFiles`].
+        names (`Collection[str]`, *optional*): Which to read; all of them unless given.
 
     Returns:
         `dict[str, torch.Tensor]`: They lie on the mapped files until they are written to or moved.
@@ -162,7 +136,6 @@ def load_tensors(
     Raises:
         ValueError: If a file has changed since, or torch has no such type.
     """
-    infos = tensors.tensors if isinstance(tensors, CheckpointFiles) else tensors
     wanted = infos.keys() if names is None else names
     loaded = {}
     for file in sorted({infos[name].file for name in wanted}):
@@ -179,11 +152,7 @@ def load_tensors(
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON object under limits of its size, depth and numbers.
-
-    Args:
-        path (`Path`): A file in UTF-8.
-        max_bytes (`int`): Size of the file at most.
+    """Read a JSON object from a file in UTF-8, under limits of its size, depth and numbers.
 
     Raises:
         ValueError: If it is no such file; says why.
@@ -350,7 +319,7 @@ def _read_bytes(path: Path, max_bytes: int | None, count: int = -1) -> bytes:
     """Return the first bytes of a regular file; nothing else is opened, since reading it might never end."""
     try:
         if not path.is_file():
-            raise ValueError("it is no regular file" if path.exists() else "it leads nowhere")
+            raise ValueError("it is no regular file" if path.exists() else "there is no such file")
         if max_bytes is not None and path.stat().st_size > max_bytes:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, at most {max_bytes:,} are read")
         with open(path, "rb") as file:

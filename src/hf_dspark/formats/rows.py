@@ -23,23 +23,19 @@ class TargetFacts:
     """What a conversion may need to know of the target.
 
     Attributes:
-        vocab_size, num_hidden_layers (`int`): Sizes of its text model.
-        model_type (`str`): Of its text model.
-        architectures (`list[str]`, *optional*): As its config names them.
+        config (`PreTrainedConfig`): Its configuration.
         name_or_path (`str`, *optional*): Where serving engines find it.
         embedding_scale (`float`): Factor on its embedding rows.
-        embedding_norm (`bool`): Whether its embedding has a norm inside.
-        text_config (`dict`): Its text configuration, as it would be saved.
     """
 
-    vocab_size: int
-    num_hidden_layers: int
-    model_type: str
-    architectures: list[str] | None
+    config: PreTrainedConfig
     name_or_path: str | None
     embedding_scale: float
-    embedding_norm: bool
-    text_config: dict[str, Any]
+
+    @property
+    def text(self) -> PreTrainedConfig:
+        """The configuration of its text model."""
+        return self.config.get_text_config(decoder=True)
 
 
 Write = Callable[[PreTrainedConfig, TargetFacts | None], Any]
@@ -101,12 +97,13 @@ class Format:
         model_type (`str`): Of our configuration: the kind of draft.
         recognise (`Callable`): Whether a `config.json` is of this format.
         fields (`tuple[Field, ...]`): Where our fields stand, both ways.
-        constants (`Mapping[str, Any]`): Our fields that are the same in all checkpoints of the format.
+        constants (`Mapping[str, Any]`): Our fields that are the same in all checkpoints of the format. It cannot hold
+            drafts with other values, for the reasons in [`REASONS`].
         engines (`tuple[str, ...]`): Programs that read it.
         base (`Callable`): What is written before all else.
         writes (`Mapping[str, Callable]`): Their places that none of our fields fills alone.
         unreadable (`tuple[Refusal, ...]`): Theirs that cannot be imported.
-        refusals (`tuple[Refusal, ...]`): Ours that cannot be exported.
+        refusals (`tuple[Refusal, ...]`): Ours that cannot be exported for other reasons.
         renamed (`Mapping[str, str]`): Our names of tensors to theirs.
         copies (`tuple[str, ...]`): The target's tensors that it holds copies of.
         needs_target (`bool`): Whether importing needs the target, because the configuration leaves something out.
@@ -276,19 +273,30 @@ def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ..
 TARGET_LAYERS = (Field("num_target_layers"), Field("target_layer_ids"))
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
-# What our config says of a draft of Qwen3 layers, which is what most formats hold.
-QWEN3_LAYERS = {
-    "qk_norm": True,
-    "value_norm": False,
-    "attention_k_eq_v": False,
-    "sandwich_norms": False,
-    "layer_scalar": False,
-    "attention_scaling": None,
-    "embedding_scale": 1.0,
-    "logit_scale": 1.0,
-    "final_logit_softcapping": None,
-    "mlp_bias": False,
-    "attention_sinks": False,
+# What every format but ours takes for granted, and what most do: Qwen3's layers.
+COMMON = {"logit_scale": 1.0, "mlp_bias": False, "draft_top_k": None}
+QWEN3_EMBEDDING = COMMON | {"embedding_scale": 1.0, "final_logit_softcapping": None}
+_GEMMA_FEATURES = ("value_norm", "attention_k_eq_v", "sandwich_norms", "layer_scalar")
+QWEN3_LAYERS = QWEN3_EMBEDDING | dict.fromkeys(_GEMMA_FEATURES, False) | {"qk_norm": True, "attention_sinks": False}
+# Why a draft cannot be held whose field has another value than the constant of a format.
+REASONS = dict.fromkeys(
+    ((name, False) for name in _GEMMA_FEATURES),
+    "its layers are those of Qwen3: it has no place for Gemma's value norm, shared keys and values, norms around the "
+    "sublayers or layer scalars",
+) | {
+    ("qk_norm", True): "its layers normalise queries and keys, the draft's do not",
+    ("mlp_bias", False): "it has no biases in the MLPs",
+    ("attention_bias", False): "its projections have no biases",
+    ("attention_sinks", False): "its attention has no sinks: use the format 'sglang'",
+    ("markov_rank", 0): "it has no Markov head",
+    ("enable_confidence_head", False): "it has no confidence head",
+    ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",
+    (
+        "draft_top_k",
+        None,
+    ): "it has no field for draft_top_k, which changes the draft law: set draft.config.draft_top_k = None first",
+    ("sample_from_anchor", False): "it drops the anchor's slot, from which this draft predicts its first token: every "
+    "token would be read one position late. Train one with sample_from_anchor=False",
 }
 QWEN3_BASE = {"model_type": "qwen3", "tie_word_embeddings": False, "max_window_layers": 28, "use_cache": True}
 
@@ -296,50 +304,25 @@ ONE_BIAS_FLAG = Refusal(
     lambda c: c.attention_bias != c.attention_output_bias,
     "it has one flag for the biases of q, k, v and o; here they differ",
 )
-NO_MLP_BIAS = Refusal(lambda c: c.mlp_bias, "it has no biases in the MLPs")
-NO_LOGIT_SCALE = Refusal(lambda c: c.logit_scale != 1.0, "it has no field for logit_scale")
-NO_RUN_SETTINGS = Refusal(
-    lambda c: c.draft_top_k is not None,
-    "it has no field for draft_top_k, which changes the draft law: set draft.config.draft_top_k = None first",
-)
-_GEMMA_FEATURES = ("value_norm", "attention_k_eq_v", "sandwich_norms", "layer_scalar")
 ONLY_QWEN3_LAYERS = (
-    Refusal(lambda c: not getattr(c, "qk_norm", True), "its layers normalise queries and keys, the draft's do not"),
-    Refusal(
-        lambda c: any(getattr(c, name, False) for name in _GEMMA_FEATURES),
-        "its layers are those of Qwen3: it has no place for Gemma's value norm, shared keys and values, norms around "
-        "the sublayers or layer scalars",
-    ),
     Refusal(
         lambda c: getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5),
         "it scales attention scores by head_dim ** -0.5 and has no field for another factor",
     ),
-    Refusal(lambda c: c.embedding_scale != 1.0, "it has no field for embedding_scale and reads the rows as they are"),
     Refusal(
         lambda c: has_embedding_norm(str(c.target_model_type)) and c.embedding_norm,
         "it reads embedding rows without the norm that this target has inside its embedding, this draft with it",
     ),
-    NO_LOGIT_SCALE,
-    Refusal(lambda c: c.final_logit_softcapping is not None, "it has no field for final_logit_softcapping"),
-    NO_MLP_BIAS,
     ONE_BIAS_FLAG,
     Refusal(
         lambda c: c.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
         "it rotates whole heads and has no field for partial_rotary_factor",
     ),
-    NO_RUN_SETTINGS,
 )
 NO_FILL_IN = Refusal(
     lambda c: not getattr(c, "sample_from_anchor", True),
     "it drafts from the anchor's slot; this draft has the fill-in layout, whose anchor predicts nothing, and would be "
     "read one position early: use the format 'speculators'",
-)
-NO_PRUNING = Refusal(
-    lambda c: getattr(c, "draft_vocab_size", None) is not None,
-    "it has no pruned vocabulary: use the format 'speculators'",
-)
-NO_SINKS = Refusal(
-    lambda c: getattr(c, "attention_sinks", False), "its attention has no sinks: use the format 'sglang'"
 )
 NO_WINDOW_FROM_ANCHOR = Refusal(
     lambda c: slides(c) and getattr(c, "sliding_from_anchor", False),

@@ -8,18 +8,15 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .rows import (
+    COMMON,
     HEADS,
     NO_FILL_IN,
-    NO_LOGIT_SCALE,
-    NO_MLP_BIAS,
-    NO_PRUNING,
-    NO_RUN_SETTINGS,
-    NO_SINKS,
     NO_WINDOW_FROM_ANCHOR,
     OMIT,
     ONE_BIAS_FLAG,
     ONLY_QWEN3_LAYERS,
     QWEN3_BASE,
+    QWEN3_EMBEDDING,
     QWEN3_LAYERS,
     REQUIRED,
     TARGET_LAYERS,
@@ -113,8 +110,6 @@ DEEPSPEC_QWEN3 = Format(
     refusals=(
         *ONLY_QWEN3_LAYERS,
         NO_FILL_IN,
-        NO_PRUNING,
-        NO_SINKS,
         Refusal(slides, "DeepSpec's attention masks have no sliding windows: every layer would see everything"),
     ),
     copies=_DEEPSPEC_COPIES,
@@ -126,7 +121,7 @@ _GEMMA4_DROPPED = ("architectures", "dtype", "per_layer_config", "transformers_v
 
 
 def _gemma4_base(facts: TargetFacts | None) -> dict[str, Any]:
-    text = {} if facts is None else facts.text_config
+    text = {} if facts is None else facts.text.to_diff_dict()
     kept = {name: value for name, value in text.items() if name not in _GEMMA4_DROPPED}
     return kept | {"architectures": ["Gemma4DSparkModel"], "tie_word_embeddings": False, "num_anchors": 512}
 
@@ -152,29 +147,18 @@ DEEPSPEC_GEMMA4 = Format(
         Field(
             "rope_parameters",
             read=_deepspec_rope,
-            write=lambda config, facts: (
-                facts.text_config["rope_parameters"] | {"full_attention": config.rope_parameters}
-            ),
+            write=lambda config, facts: facts.text.rope_parameters | {"full_attention": config.rope_parameters},
         ),
         Field(
             "target_model_type",
             read=any_of("model_type"),
-            write=lambda config, facts: facts.model_type.removesuffix("_text"),
+            write=lambda config, facts: facts.text.model_type.removesuffix("_text"),
         ),
     ),
-    writes={"target_text_model_type": lambda config, facts: facts.model_type},
-    constants={
-        "qk_norm": True,
-        "value_norm": True,
-        "sandwich_norms": True,
-        "layer_scalar": True,
-        "attention_scaling": 1.0,
-        "sliding_window": None,
-        "logit_scale": 1.0,
-        "mlp_bias": False,
-        "draft_vocab_size": None,
-        "attention_sinks": False,
-    },
+    writes={"target_text_model_type": lambda config, facts: facts.text.model_type},
+    constants=COMMON
+    | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
+    | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False},
     base=_gemma4_base,
     unreadable=(
         _ONLY_ANCHORED,
@@ -185,9 +169,7 @@ DEEPSPEC_GEMMA4 = Format(
         ),
     ),
     refusals=(
-        NO_RUN_SETTINGS,
         NO_FILL_IN,
-        NO_PRUNING,
         Refusal(
             lambda c: (
                 not (c.qk_norm and c.value_norm and c.layer_scalar and c.attention_scaling == 1.0)
@@ -197,9 +179,7 @@ DEEPSPEC_GEMMA4 = Format(
             "embedding rows scaled by the root of their size; this draft's differ",
         ),
         Refusal(slides, "Gemma 4 drafts with sliding layers have two head sizes in one model"),
-        NO_MLP_BIAS,
         ONE_BIAS_FLAG,
-        NO_LOGIT_SCALE,
     ),
     copies=_DEEPSPEC_COPIES,
     engines=("deepspec",),
@@ -221,7 +201,7 @@ DEEPSPEC_EAGLE3 = Format(
         "draft_num_hidden_layers": lambda config, facts: config.num_hidden_layers,
         "target_model_name_or_path": lambda config, facts: None if facts is None else facts.name_or_path,
     },
-    constants={"embedding_scale": 1.0, "logit_scale": 1.0, "final_logit_softcapping": None, "mlp_bias": False},
+    constants=QWEN3_EMBEDDING,
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
     unreadable=(
@@ -267,7 +247,7 @@ def _speculators_vocab(config: Source) -> int | None:
 
 def _verifier(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
     return {
-        "architectures": None if facts is None else facts.architectures,
+        "architectures": None if facts is None else facts.config.architectures,
         "name_or_path": None if facts is None else facts.name_or_path,
     }
 
@@ -362,7 +342,6 @@ SPECULATORS = Format(
     ),
     refusals=(
         *ONLY_QWEN3_LAYERS,
-        NO_SINKS,
         Refusal(
             lambda c: slides(c) and not c.sliding_from_anchor,
             "its sliding windows count from the anchor for all slots of a block, this draft's from each slot",
@@ -453,7 +432,8 @@ SGLANG = Format(
         "rope_theta": lambda config, facts: config.rope_parameters["rope_theta"],
         "rope_scaling": _old_rope_scaling,
     },
-    constants=QWEN3_LAYERS | {"draft_vocab_size": None, "sliding_from_anchor": False},
+    constants={name: value for name, value in QWEN3_LAYERS.items() if name != "attention_sinks"}
+    | {"draft_vocab_size": None},
     base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
     unreadable=(
         Refusal(
@@ -476,7 +456,6 @@ SGLANG = Format(
     refusals=(
         *ONLY_QWEN3_LAYERS,
         NO_FILL_IN,
-        NO_PRUNING,
         NO_WINDOW_FROM_ANCHOR,
         Refusal(
             lambda c: slides(c) and not c.causal_sliding,
@@ -513,9 +492,8 @@ TRANSFORMERS = Format(
         Field("rope_parameters", read=rope()),
     ),
     constants=QWEN3_LAYERS
-    | {"markov_rank": 0, "markov_head_type": "vanilla", "draft_vocab_size": None}
-    | dict.fromkeys(("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"), False)
-    | dict.fromkeys(("attention_bias", "attention_output_bias", "causal_sliding"), False),
+    | dict.fromkeys(("enable_confidence_head", "sample_from_anchor", "attention_bias", "attention_output_bias"), False)
+    | {"markov_rank": 0, "draft_vocab_size": None},
     base=lambda facts: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
     unreadable=(
         Refusal(
@@ -527,17 +505,7 @@ TRANSFORMERS = Format(
     ),
     refusals=(
         *ONLY_QWEN3_LAYERS,
-        NO_PRUNING,
         NO_WINDOW_FROM_ANCHOR,
-        NO_SINKS,
-        Refusal(
-            lambda c: getattr(c, "sample_from_anchor", True),
-            "DFlash drops the anchor's slot, from which this draft predicts its first token: every token would be "
-            "read one position late. Train one with sample_from_anchor=False",
-        ),
-        Refusal(lambda c: c.markov_rank > 0, "DFlash has no Markov head"),
-        Refusal(lambda c: c.enable_confidence_head, "DFlash has no confidence head"),
-        Refusal(lambda c: c.attention_bias, "its projections have no biases"),
         Refusal(
             lambda c: slides(c) and getattr(c, "causal_sliding", False),
             "its sliding layers see the whole block, this draft's only its earlier slots",

@@ -16,10 +16,7 @@ _STORED_AS = {torch.int64: ("I64",), torch.bool: ("BOOL",)}
 
 
 def compare_tensors(
-    found: Mapping[str, TensorInfo],
-    expected: Mapping[str, torch.Tensor],
-    name: str,
-    ignored: Collection[str] = (),
+    found: Mapping[str, TensorInfo], expected: Mapping[str, torch.Tensor], name: str, ignored: Collection[str] = ()
 ) -> None:
     """Raise a `ValueError` that lists every tensor that is missing, unexpected, of another shape or of another type.
 

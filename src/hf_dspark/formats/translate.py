@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .rows import OMIT, Format, Refusal, TargetFacts
+from .rows import OMIT, REASONS, Format, Refusal, TargetFacts, has_embedding_norm
 from .tables import DEEPSPEC_GEMMA4, FORMAT_NAMES, FORMATS
 
 _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
@@ -37,18 +37,13 @@ def find_format(name: str, config: PreTrainedConfig) -> Format:
     return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[0]
 
 
-def refuse(subject: Any, rules: tuple[Refusal, ...], what: str) -> None:
-    """Raise a `ValueError` that begins with `what` and has the reasons of all rules that apply."""
-    reasons = [rule.reason for rule in rules if rule.applies(subject)]
-    if reasons:
-        raise ValueError(f"{what}: {'; '.join(reasons)}")
+def reasons_of(rules: tuple[Refusal, ...], subject: Any) -> list[str]:
+    """Return the reasons of all rules that apply to a configuration, ours or theirs."""
+    return [rule.reason for rule in rules if rule.applies(subject)]
 
 
 def config_from_format(
-    source: Mapping[str, Any],
-    entry: Format,
-    facts: TargetFacts | None = None,
-    sample_from_anchor: bool | None = None,
+    source: Mapping[str, Any], entry: Format, facts: TargetFacts | None = None, sample_from_anchor: bool | None = None
 ) -> dict[str, Any]:
     """Translate a foreign `config.json` to ours.
 
@@ -67,7 +62,8 @@ def config_from_format(
     config = dict(source)
     if sample_from_anchor is not None:
         config.setdefault("sample_from_anchor", sample_from_anchor)
-    refuse(config, entry.unreadable, f"this {entry.name} draft cannot be read")
+    if reasons := reasons_of(entry.unreadable, config):
+        raise ValueError(f"this {entry.name} draft cannot be read: {'; '.join(reasons)}")
     if entry.needs_target and facts is None:
         raise ValueError(
             f"a draft in the format {entry.name!r} says neither how many tokens nor how many layers its target has: "
@@ -76,7 +72,7 @@ def config_from_format(
     if facts is not None and facts.embedding_scale != 1.0 and entry.constants.get("embedding_scale") == 1.0:
         raise ValueError(
             f"a draft in the format {entry.name!r} reads embedding rows unscaled, but those of a "
-            f"{facts.model_type!r} target are scaled by {facts.embedding_scale:g}: it is another target's"
+            f"{facts.text.model_type!r} target are scaled by {facts.embedding_scale:g}: it is another target's"
         )
     ours = entry.constants | {row.name: row.read_from(config) for row in entry.fields}
     if ours.get("markov_rank") == 0:  # without a Markov head, what is said of it means nothing
@@ -87,11 +83,11 @@ def config_from_format(
             "it out"
         )
     if not entry.keeps_target_depth:
-        ours["num_target_layers"] = None if facts is None else facts.num_hidden_layers
-        ours["target_model_type"] = None if facts is None else facts.model_type
+        ours["num_target_layers"] = None if facts is None else facts.text.num_hidden_layers
+        ours["target_model_type"] = None if facts is None else facts.text.model_type
     if facts is not None:
-        ours.setdefault("vocab_size", facts.vocab_size)
-        if facts.embedding_norm:
+        ours.setdefault("vocab_size", facts.text.vocab_size)
+        if has_embedding_norm(facts.text.model_type):
             ours["embedding_norm"] = False
     if "dtype" in config or "torch_dtype" in config:
         ours["dtype"] = config.get("dtype", config.get("torch_dtype"))
@@ -109,7 +105,14 @@ def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts
     Raises:
         ValueError: If the format cannot hold the draft; with all reasons.
     """
-    refuse(config, entry.refusals, f"the format {entry.name!r} cannot hold this draft")
+    reasons = [
+        REASONS.get((name, value), f"it has no field for {name}, which is {value!r} there")
+        for name, value in entry.constants.items()
+        if getattr(config, name, value) != value
+    ]
+    reasons += reasons_of(entry.refusals, config)
+    if reasons:
+        raise ValueError(f"the format {entry.name!r} cannot hold this draft: {'; '.join(reasons)}")
     values = [
         *entry.base(facts).items(),
         *((row.place, row.value_for(config, facts)) for row in entry.fields),

@@ -20,10 +20,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..formats.engines import ENGINES, missing_keys
 from ..formats.files import CONFIG_FILE, STS_FILE, CheckpointFiles, load_tensors, open_checkpoint, read_temperatures
-from ..formats.rows import Format, TargetFacts, has_embedding_norm
+from ..formats.rows import Format, TargetFacts
 from ..formats.tables import FORMAT_NAMES, OURS
 from ..formats.tensors import compare_tensors, kept_tokens_mask
-from ..formats.translate import config_from_format, config_to_format, find_format, recognise, refuse
+from ..formats.translate import config_from_format, config_to_format, find_format, reasons_of, recognise
 from ..models.auto import DRAFTS, is_draft
 from ..models.configuration_draft import DraftConfig, embedding_scale
 from ..models.modeling_draft import DraftModel, check_fits
@@ -130,10 +130,7 @@ def convert_checkpoint(
 
 
 def read_checkpoint(
-    source: str | os.PathLike,
-    target: Target | None = None,
-    sample_from_anchor: bool | None = None,
-    **hub_kwargs: Any,
+    source: str | os.PathLike, target: Target | None = None, sample_from_anchor: bool | None = None, **hub_kwargs: Any
 ) -> Checkpoint:
     """Read a draft of any format, from safetensors alone, checked against its own configuration before it is loaded.
 
@@ -185,24 +182,12 @@ def detect_format(config: Mapping[str, Any]) -> str:
 
 def target_facts(target: Target) -> TargetFacts:
     """Return what a conversion needs to know of a target. No remote code is run."""
-    config = _target_config(target)
-    text = config.get_text_config(decoder=True)
-    return TargetFacts(
-        vocab_size=text.vocab_size,
-        num_hidden_layers=text.num_hidden_layers,
-        model_type=text.model_type,
-        architectures=config.architectures,
-        name_or_path=os.fspath(target) if isinstance(target, (str, os.PathLike)) else config.name_or_path or None,
-        embedding_scale=embedding_scale(text),
-        embedding_norm=has_embedding_norm(text.model_type),
-        text_config=text.to_diff_dict(),
-    )
-
-
-def _target_config(target: Target) -> PreTrainedConfig:
     if isinstance(target, (str, os.PathLike)):
-        return AutoConfig.from_pretrained(target, trust_remote_code=False)
-    return target if isinstance(target, PreTrainedConfig) else target.config
+        name, config = os.fspath(target), AutoConfig.from_pretrained(target, trust_remote_code=False)
+    else:
+        config = target if isinstance(target, PreTrainedConfig) else target.config
+        name = config.name_or_path or None
+    return TargetFacts(config, name, embedding_scale(config.get_text_config(decoder=True)))
 
 
 def _weights_of(draft: DraftModel) -> dict[str, torch.Tensor]:
@@ -281,7 +266,7 @@ def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -
             f"the format {entry.name!r} says where the target is, which this one in memory does not know: pass its "
             "folder or its name on the Hub, or set target.config.name_or_path"
         )
-    check_fits(config, _target_config(target))
+    check_fits(config, facts.config)
     return facts
 
 
@@ -292,13 +277,11 @@ def _engines(config: DraftConfig, entry: Format, wanted: str | None) -> Written:
         ValueError: If there is none, or the one that is wanted cannot.
     """
     readers = {engine.name: engine for engine in ENGINES if engine.name in entry.engines}
-    if wanted is not None:
-        if wanted not in readers:
-            raise ValueError(f"the format {entry.name!r} is read by {', '.join(readers)}, not by {wanted!r}")
-        refuse(config, readers[wanted].refusals, f"{wanted} cannot run this draft")
-    reasons = {
-        name: [row.reason for row in reader.refusals if row.applies(config)] for name, reader in readers.items()
-    }
+    reasons = {name: reasons_of(reader.refusals, config) for name, reader in readers.items()}
+    if wanted is not None and wanted not in readers:
+        raise ValueError(f"the format {entry.name!r} is read by {', '.join(readers)}, not by {wanted!r}")
+    if wanted is not None and reasons[wanted]:
+        raise ValueError(f"{wanted} cannot run this draft: {'; '.join(reasons[wanted])}")
     notes = tuple(f"{name} cannot run it: {'; '.join(found)}" for name, found in reasons.items() if found)
     able = tuple(name for name, found in reasons.items() if not found)
     if not able:
@@ -333,7 +316,7 @@ def _stored_copies(files: CheckpointFiles) -> dict[str, torch.Tensor]:
         raise ValueError(
             f"the embedding and the LM head of {files.name} cannot be told by their names: pass the loaded model"
         )
-    stored = load_tensors(files, {found[0] for found in names.values()})
+    stored = load_tensors(files.tensors, {found[0] for found in names.values()})
     return {wanted: stored[found[0]] for wanted, found in names.items()}
 
 
