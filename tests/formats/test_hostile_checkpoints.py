@@ -199,7 +199,7 @@ def test_attention_named_by_a_checkpoint_is_not_fetched(folder, key):
 
 
 def test_package_never_unpickles_and_never_trusts_remote_code_by_itself():
-    for path in Path(hf_dspark.__file__).parent.glob("*.py"):
+    for path in Path(hf_dspark.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 modules = {alias.name for alias in node.names} | {getattr(node, "module", None)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DFlashCache
 from transformers.models.muse_glimmer import MuseGlimmerTextConfig
 from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextNormedEmbedding
@@ -217,22 +217,10 @@ def test_golden_checkpoints_are_written_as_they_were(fixtures, tmp_path, monkeyp
     assert differences(config_file(written), config_file(fixtures / name)) <= allowed
 
 
-def test_golden_eagle3_checkpoint_is_written_as_it_was(fixtures, tmp_path):
+def test_golden_eagle3_checkpoint_is_written_as_it_was(fixtures, make_target, tmp_path):
     folder = fixtures / "deepspec" / "eagle3"
     golden = load_file(folder / "model.safetensors")
-    target = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=96,
-            hidden_size=48,
-            intermediate_size=8,
-            num_hidden_layers=8,
-            num_attention_heads=2,
-            head_dim=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-            name_or_path="tiny",
-        )  # fmt: skip
-    )
+    target = make_target(vocab_size=96, hidden_size=48, num_hidden_layers=8, name_or_path="tiny")
     with torch.no_grad():
         target.get_input_embeddings().weight.copy_(golden["embed_tokens.weight"])
         target.get_output_embeddings().weight.copy_(golden["lm_head.weight"])
@@ -250,28 +238,24 @@ def formats_for(head: str) -> list[str]:
 
 
 ROUND_TRIPS = [
-    *((format, HEADS[head], f"{format}-{head}") for head in HEADS for format in formats_for(head)),
-    *(("speculators", fill_in(**HEADS[head]), f"speculators-fill_in-{head}") for head in HEADS),
-    ("speculators", {"draft_vocab_size": 20}, "speculators-pruned"),
-    ("speculators", fill_in(draft_vocab_size=20, markov_head_type="rnn"), "speculators-fill_in-pruned"),
-    ("speculators", SLIDING | {"sliding_window": 3, "sliding_from_anchor": True}, "speculators-sliding"),
-    (
-        "speculators",
-        SLIDING | {"sliding_window": 6, "sliding_from_anchor": True, "causal_sliding": True},
-        "speculators-causal_sliding",
-    ),
-    ("speculators", {"target_layer_ids": [-1, 1]}, "speculators-embeddings"),
-    ("deepspec", {"attention_bias": True, "attention_output_bias": True}, "deepspec-biases"),
-    ("sglang", SLIDING | {"sliding_window": 6, "causal_sliding": True}, "sglang-sliding"),
-    ("sglang", {"attention_sinks": True}, "sglang-sinks"),
-    ("transformers", fill_in(**HEADS["dflash"]), "transformers"),
-    ("transformers", fill_in(**HEADS["dflash"], **SLIDING, sliding_window=6), "transformers-sliding"),
-    ("hf_dspark", {"draft_vocab_size": 20, "draft_top_k": 5, "logit_scale": 0.5}, "hf_dspark-all"),
+    *((format, HEADS[head]) for head in HEADS for format in formats_for(head)),
+    *(("speculators", fill_in(**HEADS[head])) for head in HEADS),
+    ("speculators", {"draft_vocab_size": 20}),
+    ("speculators", fill_in(draft_vocab_size=20, markov_head_type="rnn")),
+    ("speculators", SLIDING | {"sliding_window": 3, "sliding_from_anchor": True}),
+    ("speculators", SLIDING | {"sliding_window": 6, "sliding_from_anchor": True, "causal_sliding": True}),
+    ("speculators", {"target_layer_ids": [-1, 1]}),
+    ("deepspec", {"attention_bias": True, "attention_output_bias": True}),
+    ("sglang", SLIDING | {"sliding_window": 6, "causal_sliding": True}),
+    ("sglang", {"attention_sinks": True}),
+    ("transformers", fill_in(**HEADS["dflash"])),
+    ("transformers", fill_in(**HEADS["dflash"], **SLIDING, sliding_window=6)),
+    ("hf_dspark", {"draft_vocab_size": 20, "draft_top_k": 5, "logit_scale": 0.5}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("format", "overrides"), [case[:2] for case in ROUND_TRIPS], ids=[case[2] for case in ROUND_TRIPS]
+    ("format", "overrides"), ROUND_TRIPS, ids=[f"{format}-{overrides}" for format, overrides in ROUND_TRIPS]
 )
 def test_export_and_import_are_the_identity(make_draft, target, tmp_path, format, overrides):
     if overrides.get("markov_rank") == 0:
@@ -284,9 +268,9 @@ def test_export_and_import_are_the_identity(make_draft, target, tmp_path, format
     assert differences(back.config.to_diff_dict(), draft.config.to_diff_dict()) <= {"architectures", "dtype"}
     assert_same_tensors(back.tensors, dict(draft.state_dict()))
     convert_checkpoint(tmp_path / "there", tmp_path / "back", "hf_dspark", target=target)
-    assert_same_tensors(
-        dict(DSparkDraftModel.from_pretrained(tmp_path / "back").state_dict()), dict(draft.state_dict())
-    )
+    for folder in ("back",) if format == "transformers" else ("there", "back"):
+        loaded = DSparkDraftModel.from_pretrained(tmp_path / folder)
+        assert_same_tensors(dict(loaded.state_dict()), dict(draft.state_dict()))
 
 
 @pytest.mark.parametrize("format", [name for name in FORMAT_NAMES if name != "transformers"])
@@ -298,15 +282,6 @@ def test_conversion_keeps_the_type_of_the_weights(make_draft, target, tmp_path, 
     assert DSparkDraftModel.from_pretrained(tmp_path / "there", dtype="auto").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
-def test_exported_drafts_load_with_from_pretrained(make_draft, target, tmp_path, format):
-    draft = make_draft(target)
-    convert_checkpoint(draft, tmp_path / "there", format, target=target)
-    assert_same_tensors(
-        dict(DSparkDraftModel.from_pretrained(tmp_path / "there").state_dict()), dict(draft.state_dict())
-    )
-
-
 def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_draft, target, tmp_path):
     temperatures = {"default": [1.0, 1.5, 2.0, 0.5], "math/greedy": [0.7] * 4}
     draft = make_draft(target, sts_temperatures=temperatures)
@@ -315,10 +290,7 @@ def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_dra
     assert json.loads((tmp_path / "there" / "sts.json").read_text())["temperatures"] == temperatures["default"]
     assert read_checkpoint(tmp_path / "there").config.sts_temperatures == temperatures
     assert DSparkDraftModel.from_pretrained(tmp_path / "there").config.sts_temperatures == temperatures
-
-
-def test_sglangs_own_calibration_file_is_read(make_draft, target, tmp_path):
-    convert_checkpoint(make_draft(target), tmp_path / "there", "sglang", target=target)
+    # SGLang's own file
     (tmp_path / "there" / "sts.json").write_text('{"temperatures": [1.0, 2.0, 3.0, 4.0], "dataset": "x"}')
     assert read_checkpoint(tmp_path / "there").config.sts_temperatures == {"default": [1.0, 2.0, 3.0, 4.0]}
 
@@ -347,24 +319,26 @@ def read_flat(config: dict) -> DSparkConfig:
     return DSparkConfig.from_dict(config_from_format(config, entry))
 
 
-def test_specforges_nested_heads_and_old_rotary_fields_are_read(target):
-    config = read_flat(specforge(target))
-    assert (config.markov_rank, config.target_layer_ids, config.mask_token_id) == (6, [0, 2], 47)
-    assert (config.block_size, config.sample_from_anchor, config.enable_confidence_head) == (5, True, True)
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+NO_HEADS = {"dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 2]}}
+SLIDING_ONLY = {"layer_types": ["sliding_attention"], "sliding_window": 8}
 
 
-def test_specforges_dflash_drafts_have_an_anchor_that_predicts_nothing(target):
-    nested = {"mask_token_id": 47, "target_layer_ids": [0, 2]}
-    config = read_flat(specforge(target, dflash_config=nested))
-    assert (config.markov_rank, config.enable_confidence_head) == (0, False)
-    assert (config.block_size, config.num_slots, config.sample_from_anchor) == (4, 5, False)
-
-
-def test_specforges_sliding_layers_are_causal_unless_it_says_otherwise(target):
-    sliding = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-    assert read_flat(specforge(target, **sliding)).causal_sliding
-    assert not read_flat(specforge(target, **sliding, is_causal=False)).causal_sliding
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"markov_rank": 6, "target_layer_ids": [0, 2], "mask_token_id": 47, "enable_confidence_head": True}),
+        ({}, {"block_size": 5, "sample_from_anchor": True}),
+        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
+        (NO_HEADS, {"markov_rank": 0, "enable_confidence_head": False}),
+        (NO_HEADS, {"block_size": 4, "num_slots": 5, "sample_from_anchor": False}),  # as in DFlash
+        (SLIDING_ONLY, {"causal_sliding": True}),
+        (SLIDING_ONLY | {"is_causal": False}, {"causal_sliding": False}),
+        ({"attention_sink_bias": True}, {"attention_sinks": True}),
+    ],
+)
+def test_what_specforge_wrote_is_read_as_it_was_meant(target, changes, expected):
+    config = read_flat(specforge(target, **changes))
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 # ---- transformers' own DFlash

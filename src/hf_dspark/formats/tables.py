@@ -44,6 +44,14 @@ OURS = "hf_dspark"
 # ---- DeepSpec
 
 
+def _is_deepspec(config: Source) -> bool:
+    return any(name.endswith("DSparkModel") for name in architectures(config))
+
+
+def _is_gemma4(config: Source) -> bool:
+    return str(config.get("model_type")).startswith("gemma4")
+
+
 def _deepspec_rope(config: Source) -> dict[str, Any] | None:
     return full_attention_rope(rope()(config))  # the config is a copy of the target's
 
@@ -60,18 +68,12 @@ def _target_model_type(config: PreTrainedConfig, facts: TargetFacts | None) -> A
 # DeepSpec leaves out what says nothing about a draft without the head.
 _DEEPSPEC_HEADS = (
     Field("markov_rank", default=0),
-    Field(
-        "markov_head_type",
-        default="vanilla",
-        write=lambda config, facts: config.markov_head_type if config.markov_rank else OMIT,
-    ),
+    Field("markov_head_type", default="vanilla", write=lambda c, facts: c.markov_head_type if c.markov_rank else OMIT),
     Field("enable_confidence_head"),
     Field(
         "confidence_head_with_markov",
         default=False,
-        write=lambda config, facts: (
-            config.confidence_head_with_markov if config.markov_rank or config.enable_confidence_head else OMIT
-        ),
+        write=lambda c, facts: c.confidence_head_with_markov if c.markov_rank or c.enable_confidence_head else OMIT,
     ),
 )
 _DEEPSPEC_BLOCK = (
@@ -91,10 +93,7 @@ _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": Fal
 DEEPSPEC_QWEN3 = Format(
     name="deepspec",
     model_type="dspark",
-    recognise=lambda c: (
-        any(name.endswith("DSparkModel") for name in architectures(c))
-        and not str(c.get("model_type")).startswith("gemma4")
-    ),
+    recognise=lambda c: _is_deepspec(c) and not _is_gemma4(c),
     fields=(
         *geometry(),
         *_DEEPSPEC_BLOCK,
@@ -129,10 +128,7 @@ def _gemma4_base(facts: TargetFacts | None) -> dict[str, Any]:
 DEEPSPEC_GEMMA4 = Format(
     name="deepspec",
     model_type="dspark",
-    recognise=lambda c: (
-        any(name.endswith("DSparkModel") for name in architectures(c))
-        and str(c.get("model_type")).startswith("gemma4")
-    ),
+    recognise=lambda c: _is_deepspec(c) and _is_gemma4(c),
     fields=(
         *geometry(without=("head_dim", "num_key_value_heads", "hidden_act")),
         *_DEEPSPEC_BLOCK,
@@ -147,15 +143,15 @@ DEEPSPEC_GEMMA4 = Format(
         Field(
             "rope_parameters",
             read=_deepspec_rope,
-            write=lambda config, facts: facts.text.rope_parameters | {"full_attention": config.rope_parameters},
+            write=lambda c, facts: facts.text.rope_parameters | {"full_attention": c.rope_parameters},
         ),
         Field(
             "target_model_type",
             read=any_of("model_type"),
-            write=lambda config, facts: facts.text.model_type.removesuffix("_text"),
+            write=lambda c, facts: facts.text.model_type.removesuffix("_text"),
         ),
     ),
-    writes={"target_text_model_type": lambda config, facts: facts.text.model_type},
+    writes={"target_text_model_type": lambda c, facts: facts.text.model_type},
     constants=COMMON
     | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
     | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False},
@@ -171,12 +167,8 @@ DEEPSPEC_GEMMA4 = Format(
     refusals=(
         NO_FILL_IN,
         Refusal(
-            lambda c: (
-                not (c.qk_norm and c.value_norm and c.layer_scalar and c.attention_scaling == 1.0)
-                or abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6
-            ),
-            "its layers are those of Gemma 4, with all norms, layer scalars, attention scores that are not scaled and "
-            "embedding rows scaled by the root of their size; this draft's differ",
+            lambda c: abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6,
+            "its embedding rows are scaled by the root of their size, this draft's by another factor",
         ),
         Refusal(slides, "Gemma 4 drafts with sliding layers have two head sizes in one model"),
         ONE_BIAS_FLAG,
@@ -197,9 +189,9 @@ DEEPSPEC_EAGLE3 = Format(
         Field("target_model_type", "model_type", write=omit),
     ),
     writes={
-        "layer_types": lambda config, facts: ["full_attention"] * config.num_hidden_layers,
-        "draft_num_hidden_layers": lambda config, facts: config.num_hidden_layers,
-        "target_model_name_or_path": lambda config, facts: None if facts is None else facts.name_or_path,
+        "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers,
+        "draft_num_hidden_layers": lambda c, facts: c.num_hidden_layers,
+        "target_model_name_or_path": lambda c, facts: None if facts is None else facts.name_or_path,
     },
     constants=QWEN3_EMBEDDING,
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
@@ -279,7 +271,7 @@ SPECULATORS = Format(
             "causal_sliding",
             "sliding_window_non_causal",
             read=lambda c: _speculators_slides(c) and not look_up(c, "sliding_window_non_causal", False),
-            write=lambda config, facts: slides(config) and not config.causal_sliding,
+            write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
         Field("sliding_from_anchor", read=_speculators_slides, write=omit),
         Field("rope_parameters", _LAYERS + "rope_parameters", read=rope(_LAYERS)),
@@ -287,23 +279,17 @@ SPECULATORS = Format(
             "target_layer_ids",
             "aux_hidden_state_layer_ids",
             read=lambda c: [id_ - 1 for id_ in integers(c, "aux_hidden_state_layer_ids")],
-            write=lambda config, facts: [id_ + 1 for id_ in config.target_layer_ids],
+            write=lambda c, facts: [id_ + 1 for id_ in c.target_layer_ids],
         ),
         Field("sample_from_anchor", read=lambda c: not _is_fill_in(c)),
         # The anchor's slot counts, whether it predicts or not.
         Field(
-            "block_size",
-            read=lambda c: integer(c, "block_size") - _is_fill_in(c),
-            write=lambda config, facts: config.num_slots,
+            "block_size", read=lambda c: integer(c, "block_size") - _is_fill_in(c), write=lambda c, facts: c.num_slots
         ),
-        Field(
-            "draft_vocab_size",
-            read=_speculators_vocab,
-            write=lambda config, facts: config.draft_vocab_size or config.vocab_size,
-        ),
+        Field("draft_vocab_size", read=_speculators_vocab, write=lambda c, facts: c.draft_vocab_size or c.vocab_size),
     ),
     writes={
-        _LAYERS + "use_sliding_window": lambda config, facts: slides(config),
+        _LAYERS + "use_sliding_window": lambda c, facts: slides(c),
         "speculators_config.verifier": _verifier,
         "speculators_config.proposal_methods": _proposal_methods,
     },
@@ -372,7 +358,7 @@ def _is_dflash(config: Source) -> bool:
 
 
 def _flat_head(name: str, default: Any, without: Any) -> Field:
-    return Field(name, read=lambda config: without if _is_dflash(config) else _flat(name, default)(config))
+    return Field(name, read=lambda c: without if _is_dflash(c) else _flat(name, default)(c))
 
 
 def _flat_causal(config: Source) -> bool:
@@ -427,9 +413,9 @@ SGLANG = Format(
     ),
     writes={
         "dflash_config": _dflash_config,
-        "use_sliding_window": lambda config, facts: slides(config),
+        "use_sliding_window": lambda c, facts: slides(c),
         # Where versions before transformers 5 look for it.
-        "rope_theta": lambda config, facts: config.rope_parameters["rope_theta"],
+        "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
         "rope_scaling": _old_rope_scaling,
     },
     constants={name: value for name, value in QWEN3_LAYERS.items() if name != "attention_sinks"}
@@ -477,23 +463,19 @@ TRANSFORMERS = Format(
         Field("mask_token_id"),
         Field("target_layer_ids"),
         # The anchor's slot counts.
-        Field(
-            "block_size",
-            read=lambda c: integer(c, "block_size") - 1,
-            write=lambda config, facts: config.block_size + 1,
-        ),
+        Field("block_size", read=lambda c: integer(c, "block_size") - 1, write=lambda c, facts: c.block_size + 1),
         Field("layer_types"),
         # Theirs is the largest distance, ours the number of tokens; for layers that do not slide, any number does.
         Field(
             "sliding_window",
             read=lambda c: integer(c, "sliding_window") + 1 if has_sliding(c.get("layer_types")) else None,
-            write=lambda config, facts: config.sliding_window - 1 if slides(config) else 2048,
+            write=lambda c, facts: c.sliding_window - 1 if slides(c) else 2048,
         ),
         Field("rope_parameters", read=rope()),
     ),
     constants=QWEN3_LAYERS
-    | dict.fromkeys(("enable_confidence_head", "sample_from_anchor", "attention_bias", "attention_output_bias"), False)
-    | {"markov_rank": 0, "draft_vocab_size": None},
+    | {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False, "draft_vocab_size": None}
+    | {"attention_bias": False, "attention_output_bias": False},
     base=lambda facts: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
     unreadable=(
         Refusal(
