@@ -155,7 +155,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read a JSON object from a file in UTF-8, under limits of its size, depth and numbers.
 
     Raises:
-        ValueError: If it is no such file; says why.
+        ValueError: If it holds something else; says what is wrong.
     """
     try:
         content = _read_bytes(path, max_bytes).decode("utf-8")

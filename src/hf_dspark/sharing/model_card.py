@@ -67,7 +67,7 @@ def model_card(
         draft=json.dumps(title),
         target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
         target_link=_link(target_name) if target_name else "its target",
-        started_from=_link(earlier) if earlier and _last(earlier) != _last(title) else None,
+        started_from=_link(earlier) if earlier not in (None, title, _last(title)) else None,
         headline=_headline(decoded, training),
         decoding=_table([_speed_row(*task) for task in decoded]),
         speed_measured=any(part.get("speedup") for _, _, part in decoded),
