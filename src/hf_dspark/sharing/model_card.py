@@ -66,17 +66,17 @@ def model_card(
         kind=KINDS[kind],
         draft=json.dumps(title),
         target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
-        target_link=_link(target_name) if target_name else "its target",
+        target_link=_link(target_name) if target_name else None,
+        revision=_text(revision) if revision else None,
         started_from=_link(earlier) if earlier not in (None, title, _last(title)) else None,
         headline=_headline(decoded, training),
         decoding=_table([_speed_row(*task) for task in decoded]),
         speed_measured=any(part.get("speedup") for _, _, part in decoded),
         devices=_text(" and ".join(dict.fromkeys(_device(result) for result, _, _ in decoded))),
-        borrowed=_borrowed(config),
-        decodes_alone=kind != "eagle3",
-        architecture=_architecture(config, facts, target_name, revision),
+        config=config,
+        pruned=getattr(config, "draft_vocab_size", None),
+        num_parameters=f"{facts['num_parameters']:,}",
         acceptance=_table([_acceptance_row(*task) for task in decoded if task[2].get("acceptance")]),
-        temperatures=_text(", ".join(sorted(config.sts_temperatures or ()))),
         calibration=_table([_calibration_row(result) for result in _of_kind(found, "calibration")]),
         training=[_training_table(result) for result in training],
         origins=_origins(found),
@@ -168,10 +168,6 @@ def _table(rows: list[dict[str, Any]]) -> str | None:
     return markdown_table([*rows[0]], (row.values() for row in rows)) if rows else None
 
 
-def _facts_table(facts: Mapping[str, Any]) -> str:
-    return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
-
-
 def _speed_row(result: dict, task: str, part: dict) -> dict[str, Any]:
     return _task(result, task) | {
         "batch": result.get("batch_size"),
@@ -212,32 +208,6 @@ def _percent(values: Sequence[float]) -> str:
     return f"{100 * sum(values) / len(values):.1f} %"
 
 
-def _architecture(config: PreTrainedConfig, facts: Mapping[str, Any], target: str | None, revision: str | None) -> str:
-    geometry = f"{config.num_target_layers or '?'} layers, width {config.hidden_size}, vocabulary {config.vocab_size}"
-    heads = f"{config.num_attention_heads} heads / {config.num_key_value_heads} kv heads of {config.head_dim}"
-    pruned = getattr(config, "draft_vocab_size", None)
-    confidence = "reads the hidden state" if config.enable_confidence_head else "none"
-    if config.confidence_head_with_markov:
-        confidence += " and the Markov embedding of the previous token"
-    return _facts_table(
-        {
-            "target": f"{target or 'not named'}, {config.target_model_type or 'type not known'}, {geometry}",
-            "target's revision": revision or "not known",
-            "layers": f"{config.num_hidden_layers}, MLP {config.intermediate_size}, {heads}",
-            "block size γ": f"{config.block_size} tokens",
-            "tapped target layers": ", ".join(map(str, config.target_layer_ids)),
-            "Markov head": f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none",
-            "confidence head": confidence,
-            "vocabulary": "the target's" if pruned is None else f"{pruned} of the target's {config.vocab_size} tokens",
-            "parameters": f"{facts['num_parameters']:,} ({_borrowed(config)} the target's)",
-        }
-    )
-
-
-def _borrowed(config: PreTrainedConfig) -> str:
-    return "embedding and LM head are" if getattr(config, "draft_vocab_size", None) is None else "the embedding is"
-
-
 def _training_table(result: dict) -> str:
     metrics, arguments = result["metrics"], result["arguments"]
     facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
@@ -247,7 +217,7 @@ def _training_table(result: dict) -> str:
     rates = [value for name, value in metrics.items() if name.startswith("eval_acceptance_")]
     if rates:
         facts["acceptance by position on held-out rows, estimated"] = " ".join(map(number, rates))
-    return _facts_table(facts)
+    return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
 
 
 def _origins(results: list[dict]) -> str:
