@@ -471,8 +471,8 @@ def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: Gen
     asked = [name for name, value in inputs.items() if not (isinstance(value, Tensor) and not value.any())]
     asked += [name for name in RECORDS if call.return_dict_in_generate and getattr(call, name)]
     unsupported = {
-        f"batches, and got {len(ids)} sequences": len(ids) != 1,
         f"the decoding mode {mode.value!r}": mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
+        f"batches, and got {len(ids)} sequences": len(ids) != 1,
         " and ".join(asked): asked,
         "empty prompts, and prompts as embeddings": ids.shape[1] == 0,
         "padded prompts": mask is not None and not mask.all(),
