@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on the loopback interface: what pushing, listing and loading models needs of it.
 
-Real HTTP for huggingface_hub's own client. Repositories are kept in memory; a write needs the token, and so does
-reading a private repository. Every request is kept, so that tests can see what was asked for.
+Real HTTP for huggingface_hub's own client. Repositories are kept in memory, all files as small ones; a write needs
+the token, and so does reading a private repository.
 """
 
 import base64
@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_loopback"
-# Files that the real Hub would store as large ones.
-LARGE = (".safetensors", ".bin")
 
 
 @dataclass
@@ -48,14 +46,11 @@ class LoopbackHub:
 
     Attributes:
         repositories (`dict[str, Repository]`): By id, `user/name`.
-        requests (`list[tuple[str, str]]`): Method and path of each request.
         refuse (`Callable[[str, str], bool]`): Tells requests that fail, by method and path.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.large: dict[str, bytes] = {}
-        self.requests: list[tuple[str, str]] = []
         self.refuse = lambda method, path: False
         self.lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -87,24 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
         url = urlsplit(self.path)
         path = unquote(url.path)
         body = self._body()
         with self.hub.lock:
-            self.hub.requests.append((self.command, path))
             try:
                 if self.hub.refuse(self.command, path):
                     raise _Error(403, "the stand-in was told to refuse this")
@@ -116,6 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
             except _Error as error:
                 headers = {"X-Error-Message": str(error)} | ({"X-Error-Code": error.code} if error.code else {})
                 self._send(error.status, json.dumps({"error": str(error)} | error.facts).encode(), headers)
+
+    do_GET = do_HEAD = do_POST = _answer
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
@@ -203,28 +187,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, body: bytes, query: dict, repo: str, revision: str) -> tuple[bytes]:
         self._require_user()
-        names = [file["path"] for file in json.loads(body)["files"]]
         modes = [
-            {"path": name, "uploadMode": "lfs" if name.endswith(LARGE) else "regular", "shouldIgnore": False}
-            for name in names
+            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+            for file in json.loads(body)["files"]
         ]
         return (json.dumps({"files": modes}).encode(),)
-
-    def batch(self, body: bytes, query: dict, repo: str) -> tuple[bytes]:
-        self._require_user()
-        objects = [
-            asked
-            if asked["oid"] in self.hub.large
-            else asked | {"actions": {"upload": {"href": f"{self.hub.url}/large/{asked['oid']}"}}}
-            for asked in json.loads(body)["objects"]
-        ]
-        return (json.dumps({"transfer": "basic", "objects": objects}).encode(),)
-
-    def store(self, body: bytes, query: dict, oid: str) -> tuple[bytes]:
-        if hashlib.sha256(body).hexdigest() != oid:
-            raise _Error(400, "the content does not match its name")
-        self.hub.large[oid] = body
-        return (b"",)
 
     def commit(self, body: bytes, query: dict, repo: str, revision: str) -> tuple[bytes]:
         self._require_user()
@@ -235,8 +202,6 @@ class _Handler(BaseHTTPRequestHandler):
             value = item["value"]
             if item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif item["key"] == "lfsFile":
-                files[value["path"]] = self.hub.large[value["oid"]]
             elif item["key"] == "deletedFile":
                 files.pop(value["path"], None)
         digest = self._repository(repo).add(revision, files)
@@ -252,10 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(name: str, content: bytes) -> dict:
-    entry = {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-    if name.endswith(LARGE):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-    return entry
+    return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
@@ -270,7 +232,5 @@ _ROUTES = (
     ("POST", rf"/api/models/{_REPO}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
     ("POST", rf"/api/models/{_REPO}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
     ("POST", rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", _Handler.commit),
-    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
-    ("PUT", r"/large/(?P<oid>[0-9a-f]{64})", _Handler.store),
     ("GET HEAD", rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
 )
