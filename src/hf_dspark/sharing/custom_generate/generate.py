@@ -9,7 +9,7 @@ token. So a small draft model proposes a block of tokens, and one pass of the ta
    light head then draws x_1..x_γ from left to right. A confidence threshold may end the block early.
 2. Verify. The target reads the block in one pass. x_k is kept with probability min(1, p_t(x_k) / p_d(x_k)). The first
    token that is not kept is replaced by one from max(p_t - p_d, 0). If all are kept, one more is drawn from p_t. The
-   output then follows the target's own law; greedy output is the target's own, token by token.
+   output then follows the target's own law. Greedy output is the target's own, but for ties that rounding decides.
 3. Commit. The target's cache forgets the rejected tokens. The draft will read the hidden states of the accepted ones.
 
 Equations are those of the DSpark paper; DFlash is the case without heads. The file decodes one sequence at a time. If
@@ -38,7 +38,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class DSparkConfig(PreTrainedConfig):
-    """What `config.json` says; it states every field.
+    """What `config.json` says.
 
     γ is `block_size`, d `hidden_size`, V `vocab_size`, r `markov_rank`. The draft uses the target's embedding and LM
     head: `embedding_scale`, `logit_scale` and `final_logit_softcapping` repeat what the target does around them.
@@ -48,6 +48,8 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
+    # Of drafts that were saved before there was a choice.
+    draft_vocab_size, embedding_norm, sliding_from_anchor, causal_sliding = None, True, False, False
 
 
 # ---- Backbone: one parallel pass over the block. DSpark Section 3.1, Eq. 2-3
