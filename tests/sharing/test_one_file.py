@@ -394,24 +394,16 @@ def test_what_the_file_leaves_to_the_package_is_refused_with_the_cure(one_file, 
         one_file.generate(target, assistant_model=copied(draft), **{"inputs": PROMPT} | GREEDY | call)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [({"num_assistant_tokens": 0}, "1 or more"), ({"assistant_confidence_threshold": 1.5}, r"lies in \[0, 1\]")],
-)
-def test_wrong_cut_offs_are_refused(one_file, copied, pair, call, message):
-    target, draft = pair
-    with pytest.raises(ValueError, match=message):
-        one_file.generate(target, assistant_model=copied(draft), inputs=PROMPT, **GREEDY, **call)
-
-
-def test_drafts_that_do_not_fit_are_refused(one_file, copied, pair, make_target, make_draft):
-    other = make_target()
-    flash = copied(make_draft(other, **DFLASH))
-    with pytest.raises(ValueError, match="was made for a target of vocabulary"):
-        one_file.generate(pair[0], assistant_model=flash, inputs=PROMPT, **GREEDY)
-    with pytest.raises(ValueError, match="has no confidence head"):
-        one_file.generate(other, assistant_model=flash, inputs=PROMPT, assistant_confidence_threshold=0.5, **GREEDY)
-    with pytest.raises(ValueError, match="drafts of the type 'qwen3'"):
-        one_file.generate(other, assistant_model=other, inputs=PROMPT, **GREEDY)
-    with pytest.raises(ValueError, match="where is the draft"):
-        one_file.generate(other, inputs=PROMPT, **GREEDY)
+def test_drafts_and_cut_offs_that_do_not_fit_are_refused(one_file, copied, pair, make_target, make_draft):
+    target = make_target()
+    draft = copied(make_draft(target, **DFLASH))
+    for message, call in {
+        "was made for a target of vocabulary": {"model": pair[0]},
+        "has no confidence head": {"assistant_confidence_threshold": 0.5},
+        r"a threshold lies in \[0, 1\]": {"assistant_confidence_threshold": 1.5},
+        "drafts are 1 or more": {"num_assistant_tokens": 0},
+        "drafts of the type 'qwen3'": {"assistant_model": target},
+        "where is the draft": {"assistant_model": None},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            one_file.generate(**{"model": target, "assistant_model": draft, "inputs": PROMPT} | GREEDY | call)

@@ -87,7 +87,7 @@ def save_repository(
     """Write everything that [`push_draft`] publishes into a folder.
 
     Args:
-        draft, results, max_shard_size: As there.
+        draft, results, max_shard_size: As for [`push_draft`].
         folder (`str` or `Path`): Where to write; other files in it stay.
         card: For [`~model_card.model_card`].
 
@@ -95,7 +95,7 @@ def save_repository(
         `Path`: The folder.
 
     Raises:
-        ValueError: As there; nothing was written.
+        ValueError: As for [`push_draft`]; nothing was written.
     """
     draft, folder, files = _loaded(draft), Path(folder), result_files(results)
     readme = str(model_card(draft, files, **card))
