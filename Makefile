@@ -16,10 +16,10 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/transfor
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-min style quality bench figures wheel check-python
+.PHONY: help setup demo test test-slow test-gpu accelerator test-min style quality bench figures docs wheel check-python
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(VENV)/.setup.stamp ## create the virtual environment with everything that development needs
 
@@ -31,6 +31,12 @@ test: setup ## run the tests
 
 test-slow: setup ## run the tests that take minutes
 	$(PY) -m pytest -m "slow and not gpu and not hub" $(ARGS)
+
+test-gpu: setup ## run the tests that need a GPU
+	$(PY) -m pytest tests/gpu -m gpu $(ARGS)
+
+accelerator: setup ## measure and test what only a GPU can tell, most important first, in 25 minutes
+	$(PY) benchmarks/accelerator.py $(ARGS)
 
 test-min: $(VENV_MIN)/.setup.stamp ## run the tests with the oldest supported transformers
 	$(PY_MIN) -m pytest $(WORKERS) $(ARGS)
@@ -48,6 +54,9 @@ bench: setup ## measure the speed; the last line is JSON
 
 figures: setup ## draw every figure again from benchmarks/results
 	$(PY) -m hf_dspark report benchmarks/results --output_dir benchmarks/report --overwrite $(ARGS)
+
+docs: setup ## build the manual into build/site
+	$(PY) -m mkdocs build --strict --quiet $(ARGS)
 
 wheel: setup ## build the wheel and try it in a clean environment
 	@echo "== building dist/*.whl"

@@ -1,6 +1,6 @@
 """What test_hub.py does in processes of their own: publish drafts, train one, decode with published ones.
 
-python tests/sharing/hub_session.py publish FOLDER | decode package|remote REPOSITORY...
+python tests/sharing/hub_session.py publish FOLDER | decode package|alone REPOSITORY...
 
 The last line of the output is JSON.
 """
@@ -10,31 +10,29 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 torch.set_num_threads(1)
 TRAINED = Path(__file__).parents[1] / "fixtures" / "deepspec" / "trained"
 CALLS = {
-    "greedy": {"do_sample": False, "max_new_tokens": 24},
-    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 24},
-    "cut": {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 24, "num_assistant_tokens": 2},
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    "cut": {"do_sample": True, "temperature": 0.9, "top_k": 20, "num_assistant_tokens": 2},
 }
+ROWS = torch.tensor([[3, 9, 12, 30], [5, 11, 4, 8]])
 
 
 def load_target():
     return AutoModelForCausalLM.from_pretrained(TRAINED / "target").eval()
 
 
-def decoded(target, **how) -> dict:
-    """Two rows of tokens for each kind of call."""
-    ids = torch.tensor([[3, 9, 12, 30], [5, 11, 4, 8]])
+def decoded(target, names=tuple(CALLS), ids=ROWS, **how) -> dict:
+    """Tokens of each kind of call."""
     found = {}
-    for name, call in CALLS.items():
+    for name in names:
         torch.manual_seed(0)
-        kwargs = call | how
-        found[name] = target.generate(
-            ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **kwargs
-        ).tolist()
+        call = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0} | CALLS[name] | how
+        found[name] = target.generate(ids, attention_mask=torch.ones_like(ids), **call).tolist()
     return found
 
 
@@ -65,6 +63,10 @@ def publish_drafts(folder: Path) -> dict:
         for options in ({"private": True, "max_shard_size": "20KB"}, {"results": [path], "license": "mit"}):
             report["urls"].append(draft.push_to_hub(repo_id, **options))
     report["branch"] = draft.push_to_hub("someone/eagle3", revision="v2")
+    dspark = make_drafts(target)["someone/my-draft.v1"]
+    with torch.no_grad():
+        dspark.fc.weight.zero_()
+    dspark.push_to_hub("someone/my-draft.v1", revision="worse")
     try:
         draft.push_to_hub("someone/refused")
     except OSError as error:
@@ -108,32 +110,40 @@ def decode_with_package(repositories: list[str]) -> dict:
 
 
 def decode_with_transformers_alone(repositories: list[str]) -> dict:
+    """Greedy tokens of both rows, one after the other, by the one file of each repository; the last one is refused."""
     sys.modules["hf_dspark"] = None  # installed in this environment; importing it fails from now on
     target = load_target()
-    report = {}
-    for repository in repositories:
+    *repositories, unsupported = repositories
+
+    def greedy(**how) -> list:
+        how["trust_remote_code"] = True
+        return [decoded(target, ["greedy"], row[None], **how)["greedy"][0] for row in ROWS]
+
+    report = {"tokens": {repository: greedy(custom_generate=repository) for repository in repositories}}
+    report["worse"] = greedy(custom_generate=repositories[0], revision="worse")
+    modules = [module for name, module in sys.modules.items() if name.endswith("custom_generate.generate")]
+    kept = [draft for module in modules for draft in getattr(module, "_drafts", {}).get(target, {}).values()]
+    report["weights"] = [float(draft.fc.weight.abs().sum()) for draft in kept]
+    report["refusals"] = []
+    for refused in (
+        lambda: greedy(custom_generate=unsupported),
+        lambda: decoded(target, ["greedy"], custom_generate=repositories[0], trust_remote_code=True),
+        lambda: AutoModel.from_pretrained(repositories[0], trust_remote_code=False),
+    ):
         try:
-            AutoModel.from_pretrained(repository, trust_remote_code=False)
+            refused()
         except ValueError as error:
-            report[repository] = {"refusal": str(error)}
-        trusting = {"custom_generate": repository, "trust_remote_code": True}
-        draft = AutoModel.from_pretrained(repository, trust_remote_code=True).eval()
-        report[repository] |= {
-            "alone": decoded(target, **trusting),
-            "assistant": decoded(target, assistant_model=draft, **trusting),
-            "proposed": sum(draft.last_stats.proposed),
-            "temperatures": AutoConfig.from_pretrained(repository, trust_remote_code=True).sts_temperatures,
-        }
-    report["first again"] = decoded(target, custom_generate=repositories[0], trust_remote_code=True)
-    loaded = [name for name, module in sys.modules.items() if name.split(".")[0] == "hf_dspark" and module]
-    assert not loaded, loaded
+            report["refusals"].append(str(error))
+    draft = AutoModel.from_pretrained(repositories[0], trust_remote_code=True).eval()
+    report["loaded"] = greedy(custom_generate=repositories[0], assistant_model=draft)
+    report["rounds"] = draft.rounds
     return report
 
 
 if __name__ == "__main__":
-    command, *words = sys.argv[1:]
-    if command == "decode":
-        decode = {"package": decode_with_package, "remote": decode_with_transformers_alone}[words[0]]
-        print(json.dumps(decode(words[1:])))
+    command, first, *words = sys.argv[1:]
+    if command == "publish":
+        print(json.dumps(publish(first)))
     else:
-        print(json.dumps(publish(words[0])))
+        decode = {"package": decode_with_package, "alone": decode_with_transformers_alone}[first]
+        print(json.dumps(decode(words)))

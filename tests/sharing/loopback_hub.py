@@ -1,7 +1,7 @@
 """A stand-in for the Hugging Face Hub on the loopback interface: what pushing, listing and loading models needs of it.
 
-Real HTTP for huggingface_hub's own client. Repositories are kept in memory; a write needs the token, and so does
-reading a private repository. Every request is kept, so that tests can see what was asked for.
+Real HTTP for huggingface_hub's own client. Repositories are kept in memory, all files as small ones; a write needs
+the token, and so does reading a private repository.
 """
 
 import base64
@@ -11,11 +11,9 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_loopback"
-# Files that the real Hub would store as large ones.
-LARGE = (".safetensors", ".bin")
 
 
 @dataclass
@@ -48,36 +46,30 @@ class LoopbackHub:
 
     Attributes:
         repositories (`dict[str, Repository]`): By id, `user/name`.
-        requests (`list[tuple[str, str]]`): Method and path of each request.
-        refuse (`Callable[[str, str], bool]`): Tells requests that fail, by method and path.
+        refuse (`Callable[[str], bool]`): Tells requests that fail, by their paths.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}
-        self.large: dict[str, bytes] = {}
-        self.requests: list[tuple[str, str]] = []
-        self.refuse = lambda method, path: False
+        self.refuse = lambda path: False
         self.lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "LoopbackHub":
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
 
 
 class _Error(Exception):
-    def __init__(self, status: int, message: str, code: str | None = None, **facts: str) -> None:
+    def __init__(self, status: int, message: str, code: str = "", **facts: str) -> None:
         super().__init__(message)
-        self.status, self.code, self.facts = status, code, facts
+        self.status, self.headers, self.facts = status, {"X-Error-Message": message, "X-Error-Code": code}, facts
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -87,190 +79,126 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
-        url = urlsplit(self.path)
-        path = unquote(url.path)
-        body = self._body()
+        path, body, headers = unquote(urlsplit(self.path).path), self._body(), {}
         with self.hub.lock:
-            self.hub.requests.append((self.command, path))
             try:
-                if self.hub.refuse(self.command, path):
+                if self.hub.refuse(path):
                     raise _Error(403, "the stand-in was told to refuse this")
-                for method, pattern, respond in _ROUTES:
-                    match = re.fullmatch(pattern, path)
-                    if match and self.command in method:
-                        return self._send(200, *respond(self, body, parse_qs(url.query), **match.groupdict()))
-                raise _Error(404, f"the stand-in knows no {self.command} {path}")
+                found = [(respond, match) for route, respond in _ROUTES if (match := re.fullmatch(route, path))]
+                if not found:
+                    raise _Error(404, f"the stand-in knows no {self.command} {path}")
+                respond, match = found[0]
+                status, answer = 200, respond(self, body, **match.groupdict())
+                if isinstance(answer, tuple):
+                    answer, headers = answer
             except _Error as error:
-                headers = {"X-Error-Message": str(error)} | ({"X-Error-Code": error.code} if error.code else {})
-                self._send(error.status, json.dumps({"error": str(error)} | error.facts).encode(), headers)
+                status, answer, headers = error.status, {"error": str(error)} | error.facts, error.headers
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_GET = do_HEAD = do_POST = _answer
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
         parts = []
         while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
+            parts.append(self.rfile.read(size + 2)[:-2])
         self.rfile.readline()
         return b"".join(parts)
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    # What is there
-
-    def _is_known_user(self) -> bool:
+    def _is_user(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
     def _require_user(self) -> None:
-        if not self._is_known_user():
+        if not self._is_user():
             raise _Error(401, "log in to write")
 
-    def _repository(self, repo: str) -> Repository:
+    def _repository(self, repo: str, writing: bool = False) -> Repository:
+        if writing:
+            self._require_user()
         found = self.hub.repositories.get(repo)
-        if found is None or (found.private and not self._is_known_user()):
+        if found is None or (found.private and not self._is_user()):
             raise _Error(404, "Repository not found", "RepoNotFound")
         return found
 
-    def _commit(self, repo: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        commit = self._repository(repo).at(revision)
+    def _commit(self, repo: str, revision: str, writing: bool = False) -> tuple[str, dict[str, bytes]]:
+        commit = self._repository(repo, writing).at(revision)
         if commit is None:
             raise _Error(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit
 
     # Answers
 
-    def create(self, body: bytes, query: dict) -> tuple[bytes]:
-        self._require_user()
+    def create(self, body: bytes) -> dict:
         asked = json.loads(body)
         repo = f"{asked.get('organization') or 'someone'}/{asked['name']}"
         url = f"{self.hub.url}/{repo}"
         if repo in self.hub.repositories:
             raise _Error(409, "You already created this model repo", url=url)
-        self.hub.repositories[repo] = Repository(bool(asked.get("private")) or asked.get("visibility") == "private")
-        self.hub.repositories[repo].add("main", {".gitattributes": b""})
-        return (json.dumps({"url": url, "name": repo}).encode(),)
-
-    def whoami(self, body: bytes, query: dict) -> tuple[bytes]:
         self._require_user()
-        return (json.dumps({"type": "user", "name": "someone", "orgs": []}).encode(),)
+        private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        self.hub.repositories[repo] = repository = Repository(private)
+        repository.add("main", {".gitattributes": b""})
+        return {"url": url, "name": repo}
 
-    def validate_card(self, body: bytes, query: dict) -> tuple[bytes]:
-        return (json.dumps({"errors": [], "warnings": []}).encode(),)
+    def validate_card(self, body: bytes) -> dict:
+        return {"errors": [], "warnings": []}
 
-    def branch(self, body: bytes, query: dict, repo: str, branch: str) -> tuple[bytes]:
-        self._require_user()
-        repository = self._repository(repo)
-        if branch in repository.branches:
+    def branch(self, body: bytes, repo: str, branch: str) -> dict:
+        branches = self._repository(repo, writing=True).branches
+        if branch in branches:
             raise _Error(409, "Reference already exists")
-        repository.branches[branch] = repository.branches["main"]
-        return (b"{}",)
+        branches[branch] = branches["main"]
+        return {}
 
-    def info(self, body: bytes, query: dict, repo: str, revision: str = "main") -> tuple[bytes]:
+    def info(self, body: bytes, repo: str, revision: str = "main") -> dict:
         digest, files = self._commit(repo, revision)
         siblings = [{"rfilename": name} for name in sorted(files)]
         private = self._repository(repo).private
-        answer = {"id": repo, "modelId": repo, "sha": digest, "private": private, "siblings": siblings, "tags": []}
-        return (json.dumps(answer).encode(),)
+        return {"id": repo, "modelId": repo, "sha": digest, "private": private, "siblings": siblings, "tags": []}
 
-    def tree(self, body: bytes, query: dict, repo: str, revision: str) -> tuple[bytes]:
-        _, files = self._commit(repo, revision)
-        entries = [_entry(name, content) for name, content in sorted(files.items())]
-        return (json.dumps(entries).encode(),)
+    def tree(self, body: bytes, repo: str, revision: str) -> list:
+        files = sorted(self._commit(repo, revision)[1].items())
+        return [{"type": "file", "path": name, "size": len(content), "oid": "0" * 40} for name, content in files]
 
-    def paths_info(self, body: bytes, query: dict, repo: str, revision: str) -> tuple[bytes]:
-        _, files = self._commit(repo, revision)
-        asked = json.loads(body)["paths"]
-        return (json.dumps([_entry(name, files[name]) for name in asked if name in files]).encode(),)
-
-    def preupload(self, body: bytes, query: dict, repo: str, revision: str) -> tuple[bytes]:
-        self._require_user()
+    def preupload(self, body: bytes, repo: str, revision: str) -> dict:
+        self._commit(repo, revision, writing=True)
         names = [file["path"] for file in json.loads(body)["files"]]
-        modes = [
-            {"path": name, "uploadMode": "lfs" if name.endswith(LARGE) else "regular", "shouldIgnore": False}
-            for name in names
-        ]
-        return (json.dumps({"files": modes}).encode(),)
+        return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
 
-    def batch(self, body: bytes, query: dict, repo: str) -> tuple[bytes]:
-        self._require_user()
-        objects = [
-            asked
-            if asked["oid"] in self.hub.large
-            else asked | {"actions": {"upload": {"href": f"{self.hub.url}/large/{asked['oid']}"}}}
-            for asked in json.loads(body)["objects"]
-        ]
-        return (json.dumps({"transfer": "basic", "objects": objects}).encode(),)
-
-    def store(self, body: bytes, query: dict, oid: str) -> tuple[bytes]:
-        if hashlib.sha256(body).hexdigest() != oid:
-            raise _Error(400, "the content does not match its name")
-        self.hub.large[oid] = body
-        return (b"",)
-
-    def commit(self, body: bytes, query: dict, repo: str, revision: str) -> tuple[bytes]:
-        self._require_user()
-        _, before = self._commit(repo, revision)
-        files = dict(before)
-        for line in body.splitlines():
-            item = json.loads(line)
-            value = item["value"]
+    def commit(self, body: bytes, repo: str, revision: str) -> dict:
+        files = dict(self._commit(repo, revision, writing=True)[1])
+        for item in map(json.loads, body.splitlines()):
             if item["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif item["key"] == "lfsFile":
-                files[value["path"]] = self.hub.large[value["oid"]]
+                files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
             elif item["key"] == "deletedFile":
-                files.pop(value["path"], None)
+                files.pop(item["value"]["path"], None)
         digest = self._repository(repo).add(revision, files)
-        answer = {"commitUrl": f"{self.hub.url}/{repo}/commit/{digest}", "commitOid": digest}
-        return (json.dumps(answer).encode(),)
+        return {"commitUrl": f"{self.hub.url}/{repo}/commit/{digest}", "commitOid": digest}
 
-    def resolve(self, body: bytes, query: dict, repo: str, revision: str, path: str) -> tuple[bytes, dict[str, str]]:
+    def resolve(self, body: bytes, repo: str, revision: str, path: str) -> tuple[bytes, dict[str, str]]:
         digest, files = self._commit(repo, revision)
-        headers = {"X-Repo-Commit": digest}
         if path not in files:
             raise _Error(404, f"{path} is not in this repository", "EntryNotFound")
-        return files[path], headers | {"ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"'}
-
-
-def _entry(name: str, content: bytes) -> dict:
-    entry = {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-    if name.endswith(LARGE):
-        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
-    return entry
+        return files[path], {"X-Repo-Commit": digest, "ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"'}
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
 _ROUTES = (
-    ("POST", r"/api/repos/create", _Handler.create),
-    ("GET", r"/api/whoami-v2", _Handler.whoami),
-    ("POST", r"/api/validate-yaml", _Handler.validate_card),
-    ("POST", rf"/api/models/{_REPO}/branch/(?P<branch>.+)", _Handler.branch),
-    ("GET", rf"/api/models/{_REPO}", _Handler.info),
-    ("GET", rf"/api/models/{_REPO}/revision/(?P<revision>.+)", _Handler.info),
-    ("GET", rf"/api/models/{_REPO}/tree/(?P<revision>[^/]+)", _Handler.tree),
-    ("POST", rf"/api/models/{_REPO}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
-    ("POST", rf"/api/models/{_REPO}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
-    ("POST", rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", _Handler.commit),
-    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
-    ("PUT", r"/large/(?P<oid>[0-9a-f]{64})", _Handler.store),
-    ("GET HEAD", rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
+    (r"/api/repos/create", _Handler.create),
+    (r"/api/validate-yaml", _Handler.validate_card),
+    (rf"/api/models/{_REPO}/branch/(?P<branch>.+)", _Handler.branch),
+    (rf"/api/models/{_REPO}", _Handler.info),
+    (rf"/api/models/{_REPO}/revision/(?P<revision>.+)", _Handler.info),
+    (rf"/api/models/{_REPO}/tree/(?P<revision>[^/]+)", _Handler.tree),
+    (rf"/api/models/{_REPO}/preupload/(?P<revision>[^/]+)", _Handler.preupload),
+    (rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", _Handler.commit),
+    (rf"/{_REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
 )

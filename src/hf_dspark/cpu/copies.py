@@ -247,8 +247,7 @@ def free_memory() -> int:
     """Return the bytes that this process may still take: of the machine, and of what its control groups are allowed.
 
     Files that this process has mapped do not count as free: weights may be read from there. 0 where the system does
-    not say so as Linux does. (psutil knows others, too; this module is part of the code that a draft's repository
-    carries, which asks for nothing that transformers does not need.)
+    not say so as Linux does.
     """
     try:
         mapped = _kilobytes(PROCESS_FILE, "RssFile")

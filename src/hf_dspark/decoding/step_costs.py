@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 GEOMETRY = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
             "vocab_size")  # fmt: skip
-# Not there where this module is part of a draft's remote code.
 SHIPPED_TABLES = Path(__file__).parents[1] / "tables"
 
 

@@ -37,7 +37,7 @@ def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
 
 
 def is_draft(model: Any) -> bool:
-    """Tell one of our drafts by its config, never by its class: remote-code classes live elsewhere."""
+    """Tell one of our drafts by its config."""
     return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS
 
 

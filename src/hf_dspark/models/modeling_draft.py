@@ -205,11 +205,6 @@ class DraftModel(PreTrainedModel):
             ValueError: If a result belongs to another draft or target; nothing was uploaded.
             OSError: If the upload failed.
         """
-        if self.sharing is None:
-            raise ValueError(
-                "this draft came with the code of its repository, which cannot publish: install hf_dspark, load the "
-                "draft with it, and push that"
-            )
         return self.sharing.push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,14 +1,14 @@
 """Sharing a draft: its repository, as a folder or on the Hub.
 
-A repository holds the weights without the target's embedding and head, the config with its temperatures, a model card
-made of result files, these files, and the code that lets transformers alone decode with the draft. There is no
-`generation_config.json`: a draft generates nothing by itself, and how to sample belongs to the target. Knows nothing
-of other projects' formats.
+A repository holds the draft's weights and config, a model card with the result files that it is made of, and one file
+of code, with which transformers alone decodes with the draft. There is no `generation_config.json`: how to sample
+belongs to the target.
 """
 
 import itertools
 import json
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable
@@ -17,24 +17,32 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from ..evaluation.results import describe_draft, describe_target, read_results, write_result
 from ..files import replace_text
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
+from ..models.modeling_dspark import DSparkDraftModel
 from .model_card import missing_facts, model_card
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
+DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
 RESULTS_FOLDER = "results"
 CARD_FILE = "README.md"
 # All that is published; a training's folder has more in it, pickled arguments among others.
 REPOSITORY_FILES = (
-    CARD_FILE, "config.json", "model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json",
-    f"{CODE_FOLDER}/*.py", f"{CODE_FOLDER}/LICENSE", f"{RESULTS_FOLDER}/*.json",
-)  # fmt: skip
+    CARD_FILE,
+    "config.json",
+    "model.safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
+    f"{CODE_FOLDER}/{DECODER.name}",
+    f"{CODE_FOLDER}/LICENSE",
+    f"{RESULTS_FOLDER}/*.json",
+)
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
+UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
 
 
 def push_draft(
@@ -42,14 +50,8 @@ def push_draft(
     repo_id: str,
     results: Iterable[str | Path] = (),
     *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
     max_shard_size: int | str = "5GB",
-    **card: Any,
+    **options: Any,
 ) -> str:
     """Publish a draft on the Hub; what its repository held before is replaced in one commit.
 
@@ -57,28 +59,21 @@ def push_draft(
         draft ([`DraftModel`], `str` or `Path`): The draft, or the folder or repository to load it from.
         repo_id (`str`): The repository, `user/name`; made if it does not exist.
         results (`Iterable`): Result files, or folders of them, that the model card is made of; published, too.
-        private (`bool`, *optional*): Of a repository that is made now.
-        token (`str` or `bool`, *optional*): Of the user; the one that `hf auth login` has saved unless given.
-        revision (`str`, *optional*): Branch to commit to.
-        create_pr (`bool`): Open a pull request instead.
-        commit_message, commit_description (`str`, *optional*): Of the commit.
         max_shard_size (`int` or `str`): Bytes of a weight file at most, such as `"500MB"`.
-        card: For [`~model_card.model_card`].
+        options: Those of [`upload_repository`]; all others are for [`~model_card.model_card`].
 
     Returns:
         `str`: URL of the commit.
 
     Raises:
-        ValueError: If a result file is none, or belongs to another draft or target; nothing was uploaded.
+        ValueError: If a result file is not sound, or belongs to another draft or target; nothing was uploaded.
         OSError: If the upload failed.
     """
     draft = _loaded(draft)
+    upload = {name: options.pop(name) for name in UPLOAD_OPTIONS if name in options}
     with tempfile.TemporaryDirectory() as folder:
-        save_repository(draft, folder, results, max_shard_size=max_shard_size, **{"repo_id": repo_id} | card)
-        return upload_repository(
-            folder, repo_id, private=private, token=token, revision=revision, create_pr=create_pr,
-            commit_message=commit_message, commit_description=commit_description,
-        )  # fmt: skip
+        save_repository(draft, folder, results, max_shard_size=max_shard_size, **{"repo_id": repo_id} | options)
+        return upload_repository(folder, repo_id, **upload)
 
 
 def save_repository(
@@ -92,14 +87,15 @@ def save_repository(
     """Write everything that [`push_draft`] publishes into a folder.
 
     Args:
-        draft, results, max_shard_size, card: As there.
-        folder (`str` or `Path`): Where to; other files in it stay.
+        draft, results, max_shard_size: As for [`push_draft`].
+        folder (`str` or `Path`): Where to write; other files in it stay.
+        card: For [`~model_card.model_card`].
 
     Returns:
         `Path`: The folder.
 
     Raises:
-        ValueError: As there; nothing was written.
+        ValueError: As for [`push_draft`]; nothing was written.
     """
     draft, folder, files = _loaded(draft), Path(folder), result_files(results)
     readme = model_card(draft, files, **card | {"repo_id": card.get("repo_id") or folder.name})
@@ -127,8 +123,8 @@ def write_card(
         `Path`: The file.
 
     Raises:
-        ValueError: If there is nowhere to write to, a result file is none, or it belongs to another draft or target;
-            nothing was written.
+        ValueError: If there is nowhere to write to, or a result file is not sound or belongs to another draft or
+            target; nothing was written.
     """
     if output is None:
         if isinstance(draft, DraftModel) or not Path(draft).is_dir():
@@ -143,39 +139,31 @@ def write_card(
     return Path(output)
 
 
-def write_remote_code(folder: str | Path) -> list[Path]:
-    """Make a draft's folder work with `trust_remote_code=True` where this package is not installed.
-
-    Copies the modules that decoding needs into `custom_generate/`, and names them in `config.json`.
+def write_remote_code(folder: str | Path) -> Path:
+    """Add the one-file decoder to a draft's folder, for decoding where this package is not installed.
 
     Args:
-        folder (`str` or `Path`): A folder that `draft.save_pretrained` has written.
+        folder (`str` or `Path`): A folder that `draft.save_pretrained` has written. Its `config.json` then names the
+            file's classes, so that `AutoModel` finds them with `trust_remote_code=True`; the file has none for Eagle3.
 
     Returns:
-        `list[Path]`: The files of code, the same bytes for the same version of this package.
+        `Path`: The file, the same bytes for the same version of this package.
 
     Raises:
         ValueError: If there is no draft in the folder.
     """
     folder = Path(folder)
-    config = _read_config(folder)
-    code = folder / CODE_FOLDER
+    config, code = _read_config(folder), folder / CODE_FOLDER
     code.mkdir(exist_ok=True)
     for stale in code.glob("*.py"):
         stale.unlink()
-    root = Path(__file__).with_name("remote_generate.py")
-    sources = {"generate.py": root} | {Path(file).name: Path(file) for file in get_relative_import_files(root)}
-    for name, source in sources.items():
-        (code / name).write_bytes(source.read_bytes())
     (code / "LICENSE").write_text(_license(), encoding="utf-8")
     model = DRAFTS[config["model_type"]]
-    module = f"{CODE_FOLDER}/generate"
-    config["auto_map"] = {
-        "AutoConfig": f"{module}.{model.config_class.__name__}",
-        "AutoModel": f"{module}.{model.__name__}",
-    }
-    replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return [code / name for name in sorted(sources)]
+    if model is DSparkDraftModel:
+        classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
+        config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
+        replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return Path(shutil.copyfile(DECODER, code / DECODER.name))
 
 
 def _license() -> str:
@@ -256,7 +244,12 @@ def upload_repository(
 
     Args:
         folder (`str` or `Path`): The folder; files that do not belong to a draft's repository stay here.
-        repo_id, private, token, revision, create_pr, commit_message, commit_description: As for [`push_draft`].
+        repo_id (`str`): The repository, `user/name`; made if it does not exist.
+        private (`bool`, *optional*): Of a repository that is made now.
+        token (`str` or `bool`, *optional*): Of the user; the one that `hf auth login` has saved unless given.
+        revision (`str`, *optional*): Branch to commit to.
+        create_pr (`bool`): Open a pull request instead.
+        commit_message, commit_description (`str`, *optional*): Of the commit.
 
     Returns:
         `str`: URL of the commit.
@@ -270,10 +263,15 @@ def upload_repository(
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=os.fspath(folder), revision=revision, create_pr=create_pr,
-            allow_patterns=list(REPOSITORY_FILES), delete_patterns=list(STALE_FILES),
-            commit_message=commit_message or "Upload draft", commit_description=commit_description,
-        )  # fmt: skip
+            repo_id=repo_id,
+            folder_path=os.fspath(folder),
+            revision=revision,
+            create_pr=create_pr,
+            allow_patterns=list(REPOSITORY_FILES),
+            delete_patterns=list(STALE_FILES),
+            commit_message=commit_message or "Upload draft",
+            commit_description=commit_description,
+        )
     except Exception as error:  # of the server, the network or the disk; their classes have no common base
         raise OSError(
             f"the draft could not be uploaded to {repo_id}, whose files are as they were: {error}. Check the name, "
@@ -288,7 +286,7 @@ def _loaded(draft: DraftModel | str | Path) -> DraftModel:
 
 
 def result_files(results: Iterable[str | Path]) -> list[Path]:
-    """Return the files behind paths of files and folders."""
+    """Return the files that paths of files and folders name."""
     paths = [Path(path) for path in results]
     return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 

@@ -6,7 +6,6 @@ at a time. Knows nothing of drafts, caches or models.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -42,20 +41,11 @@ def outliers_of_each(counts: Sequence[int]) -> Iterator[None]:
         _counts.reset(token)
 
 
-def _bitsandbytes() -> Any:
-    """Return the package, which whoever gets here has.
-
-    Without an import statement: transformers refuses a draft's remote code, of which this file is a part, wherever a
-    package that it imports is missing.
-    """
-    return importlib.import_module("bitsandbytes")
-
-
 def _wrap_matmul() -> None:
     """Wrap the product that 8-bit layers call; it stays what it was outside of [`outliers_of_each`]."""
-    bitsandbytes = _bitsandbytes()
-    # Once for each copy of this module: drafts may bring their own code.
-    if __name__ not in getattr(bitsandbytes.matmul, "_hf_dspark_wrapped", ()):
+    import bitsandbytes
+
+    if not hasattr(bitsandbytes.matmul, "_hf_dspark_wrapped"):
         bitsandbytes.matmul = _grouped(bitsandbytes.matmul)
 
 
@@ -68,7 +58,7 @@ def _grouped(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         product = _product(A.reshape(-1, A.shape[-1]), state, kwargs.get("bias"), groups)
         return product.reshape(*A.shape[:-1], -1)
 
-    matmul._hf_dspark_wrapped = (*getattr(original, "_hf_dspark_wrapped", ()), __name__)
+    matmul._hf_dspark_wrapped = True
     return matmul
 
 
@@ -83,7 +73,8 @@ def _groups(num_tokens: int) -> Sequence[int] | None:
 
 def _product(activations: torch.Tensor, state: Any, bias: torch.Tensor | None, groups: Sequence[int]) -> torch.Tensor:
     """Return what the layer says to `[T, in]`, `[T, out]`, with the outlier columns of each group of tokens."""
-    functional = _bitsandbytes().functional
+    from bitsandbytes import functional
+
     ops = torch.ops.bitsandbytes
     half = activations.to(torch.float16)
     outliers = half.abs() >= state.threshold

@@ -4,7 +4,6 @@ Registered as an attention implementation of transformers. The masks are the tar
 sliding, chunked), asked about slots and positions instead of columns. Knows nothing of drafts.
 """
 
-import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,8 +19,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ..models.slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
-# transformers keeps one function per name, and there is a copy of this module for each draft that brings its own code.
-NAME = f"hf_dspark_slots_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
+NAME = "hf_dspark_slots"
 
 
 @dataclass(frozen=True)
