@@ -1,9 +1,9 @@
 """A simulated serving engine with continuous batching: arrivals from a trace, rounds replayed from a recording.
 
-python benchmarks/simulator.py trace --trace adaspec_conv.csv --curve "A100 Llama-2-7B" --curves curves.csv \\
-    --rates 1 2 4 8 16 32 --output benchmarks/results/simulator.json
-python benchmarks/simulator.py frontier --curve "A100 Llama-2-7B" --curves curves.csv \\
-    --table src/hf_dspark/tables/cpu_2_cores.pair.float32.json --output benchmarks/results/frontier.json
+python benchmarks/simulator.py trace --trace adaspec_conv.csv --curves vidur_linear_layer_ms_vs_tokens.csv \\
+    --num_requests 1000 --rates 2 4 6 8 10 12 14 16 18 20 24 28 --output benchmarks/results/simulator.json
+python benchmarks/simulator.py frontier --curves vidur_linear_layer_ms_vs_tokens.csv \\
+    --curve "A100 Llama-2-7B" "H100 Llama-2-7B" --output benchmarks/results/frontier.json
 
 Each step decodes one round of all active requests. Its duration comes from a cost, its tokens from the recording.
 Prefill, memory limits and the scheduler's own time are not modelled.
@@ -563,7 +563,7 @@ def chosen_cost(options: argparse.Namespace) -> StepCost:
     if options.table:
         return load_cost(options.table)
     if options.curves:
-        return load_curves(options.curves, DRAFT_SHARE)[options.curve]
+        return load_curves(options.curves, DRAFT_SHARE)[options.curve[0]]
     return LINE
 
 
@@ -591,7 +591,7 @@ def trace(options: argparse.Namespace) -> dict[str, Any]:
         results.append({"rate": rate, "requests_per_second": requests_per_second, "policies": summaries})
     return {
         "trace": Path(options.trace).name,
-        "cost": options.table or options.curve or "line",
+        "cost": options.table or (options.curve[0] if options.curves else "line"),
         "num_requests": len(served),
         "max_requests": options.max_requests,
         "tpot_ms": 1e3 * limit,
@@ -600,14 +600,14 @@ def trace(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def frontiers(options: argparse.Namespace) -> dict[str, Any]:
-    """Draw the frontier for the step times of a GPU and of a table, as far as they are given."""
-    recording, found = load_rounds(options.rounds), {}
-    if options.curves:
-        cost = load_curves(options.curves, DRAFT_SHARE)[options.curve]
-        found[options.curve] = frontier(recording, cost, CONCURRENCIES)
-    if options.table:
-        found[Path(options.table).stem] = frontier(recording, load_cost(options.table), CONCURRENCIES[:7])
-    return {"machines": found or {"line": frontier(recording, LINE, CONCURRENCIES)}}
+    """Measure the frontier of each curve, or of the one cost that is given."""
+    recording = load_rounds(options.rounds)
+    if options.curves and not options.table:
+        curves = load_curves(options.curves, DRAFT_SHARE)
+        costs: dict[str, StepCost] = {name: curves[name] for name in options.curve}
+    else:
+        costs = {Path(options.table).stem if options.table else "line": chosen_cost(options)}
+    return {"machines": {name: frontier(recording, cost, CONCURRENCIES) for name, cost in costs.items()}}
 
 
 PARTS = {"trace": trace, "frontier": frontiers}
@@ -622,7 +622,7 @@ def main() -> None:
         "--table", help="cost for hf_dspark.load_cost; default: 20 ms + .03 ms per token, 1.5 ms draft"
     )
     parser.add_argument("--curves", help="CSV of step times; see load_curves")
-    parser.add_argument("--curve", default="A100 Llama-2-7B", help="which of them")
+    parser.add_argument("--curve", nargs="+", default=["A100 Llama-2-7B"], help="which of them; one for `trace`")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="multiples of the recorded rate")
     parser.add_argument("--num_requests", type=int, default=500, help="the first of the trace")
     parser.add_argument("--max_requests", type=int, default=256, help="cap of the active requests")
