@@ -27,13 +27,16 @@ def figure_5_threshold() -> Figure:
         twin.plot(places, rates, color=INK, marker="o", label="acceptance rate")
         for place in (0, len(rows) - 1):
             at = place, rates[place]
-            twin.annotate(f"{at[1]:.0f} %", at, (0, 7), textcoords="offset points", ha="center", fontsize=9)
+            twin.annotate(
+                f"{at[1]:.0f} %", at, (0, 9), textcoords="offset points", ha="center", fontsize=9,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )  # fmt: skip
         twin.set(ylim=(0, 105))
         twin.grid(False)
         twin.spines["right"].set_visible(regime == "sampled")
         twin.tick_params(right=regime == "sampled", labelright=regime == "sampled")
     axes["greedy"].set_ylabel("tokens per round")
-    twins["sampled"].set_ylabel("accepted of the verified drafts, %")
+    twins["sampled"].set_ylabel("acceptance rate, %")
     legend = {
         "tokens per round": Patch(facecolor=blue, alpha=0.85),
         "rejected drafts": Patch(facecolor="white", edgecolor=blue, hatch="////"),
@@ -78,7 +81,7 @@ def figure_6_reliability() -> Figure:
     return finish(
         figure,
         "Calibrated confidences predict what survives",
-        f"{PAIR} {found['num_held_out']} questions that were not fitted on. Survival of position k: the first k "
-        "drafts are all accepted. Shaded: share of the rounds.",
+        f"{PAIR} {found['num_held_out']} questions that were not fitted on. Survival: all drafts up to this "
+        "position are accepted. Shaded: share of rounds.",
         axes["greedy 1"],
     )

@@ -45,7 +45,7 @@ def figure_2_position_wise() -> Figure:
     return finish(
         figure,
         "DSpark's acceptance stays level along the block; DFlash's decays",
-        f"{SMALL_TARGET} γ = 7. Only positions that {FEWEST_ROUNDS} rounds or more came to.",
+        f"{SMALL_TARGET} γ = 7. Positions that {FEWEST_ROUNDS} rounds or more reached.",
         axes["math"],
     )
 

@@ -19,7 +19,7 @@ REPORT = Path(__file__).parents[1] / "report"
 WIDTH = 8.4  # inches: text of 9 points is easy to read at the width of a page on GitHub
 LETTERS = 146  # of a footnote's line
 MARGIN, LEGEND_INCHES = 0.008, 0.32  # at the left, of the width; from the top to the legend
-INK, GREY, PALE = "#222222", "#767676", "#E6E6E6"
+INK, GREY, PALE, LIGHT_BLUE = "#222222", "#767676", "#E6E6E6", "#7FB8D8"
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 METHODS = {
     "plain": GREY,
@@ -33,7 +33,7 @@ MARKERS = {"DSpark": "o", "DFlash": "s", "Eagle3": "^"}
 # Names of schedulers in result files: what figures call them, and how they are drawn.
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("plain decoding", {"color": GREY, "linestyle": "-"}),
-    "fixed length 1": ("one draft token", {"color": METHODS["DSpark"], "linestyle": (0, (1, 1.2))}),
+    "fixed length 1": ("one draft token, as MTP-1", {"color": METHODS["DSpark"], "linestyle": (0, (1, 1.2))}),
     "full block": ("DSpark, whole blocks", {"color": METHODS["DSpark"], "linestyle": "--"}),
     "fixed length 3": ("DSpark, 3 tokens", {"color": METHODS["DSpark"], "linestyle": (0, (1, 1.2))}),
     "fixed length 7": ("DSpark, whole blocks", {"color": METHODS["DSpark"], "linestyle": "--"}),
@@ -41,7 +41,7 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduled": ("DSpark, scheduled", {"color": METHODS["DSpark"], "linestyle": "-", "marker": "o"}),
     "hull + fill": ("DSpark, scheduled", {"color": METHODS["DSpark"], "linestyle": "-", "marker": "o"}),
     "Algorithm 1": ("Algorithm 1 as printed", {"color": INK, "linestyle": (0, (3, 1, 1, 1))}),
-    "AdaSpec, limit: expected": ("AdaSpec", {"color": METHODS["Eagle3"], "linestyle": "-", "marker": "^"}),
+    "AdaSpec, limit: expected": ("AdaSpec", {"color": INK, "linestyle": "-", "marker": "^"}),
 }
 STYLE = {
     "font.size": 9.5, "axes.titlesize": 9.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -69,7 +69,10 @@ def load(name: str, results: Path = RESULTS) -> dict[str, Any]:
 
 def panels(names: Sequence[Sequence[str]], height: float, **options: Any) -> tuple[Figure, dict[str, Axes]]:
     """Return a figure of the common width, and its panels by name, as `subplot_mosaic` takes them."""
-    return pyplot.subplot_mosaic(names, figsize=(WIDTH, height), layout="constrained", **options)
+    figure, axes = pyplot.subplot_mosaic(names, figsize=(WIDTH, height), layout="constrained", **options)
+    for axis in axes.values():
+        axis.tick_params(left=not options.get("sharey") or axis.get_subplotspec().is_first_col())
+    return figure, axes
 
 
 def finish(figure: Figure, message: str, footnote: str, legend: Mapping[str, Any] | Axes | None = None) -> Figure:
