@@ -3,12 +3,14 @@
 Every call into hf_dspark that is not part of its public interface, and that several scripts need, stands here.
 """
 
+import argparse
 import itertools
 import json
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from hf_dspark.maths.policies import EarlyStopScheduler as EarlyStopScheduler
 from hf_dspark.maths.policies import EliminationScheduler as EliminationScheduler
 from hf_dspark.maths.policies import GlobalScheduler as GlobalScheduler
 from hf_dspark.maths.sampling import VerifiedBlock
+from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 RESULTS = Path(__file__).parent / "results"
@@ -50,8 +53,26 @@ GEOMETRIES = {
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 UNTIED = {"qwen3-8b"}  # its LM head is a matrix of its own
-WARM_UP_TOKENS = 16  # of a call that nobody times
+WARM_UP_TOKENS = 16  # of a call that is not timed
 Pair = tuple[PreTrainedModel, DSparkDraftModel]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to decode: with the draft or plainly, with packed copies of the weights or as users run it."""
+
+    name: str
+    drafted: bool
+    packed: bool
+
+
+WAYS = (
+    Way("plain", drafted=False, packed=False),
+    Way("plain_packed", drafted=False, packed=True),
+    Way("own", drafted=True, packed=False),
+    Way("own_packed", drafted=True, packed=True),
+)
+BASELINES = ("as_it_is", "both")
 
 
 # ---- models
@@ -134,6 +155,37 @@ def write_result(path: str | Path | None, content: Mapping[str, Any]) -> None:
 
 
 # ---- decoding
+
+
+def ways_of(baseline: str, device: torch.device | str = "cpu") -> list[Way]:
+    """Return the ways to decode in turns: packed copies only for both baselines, and only on a CPU."""
+    both = baseline == "both" and torch.device(device).type == "cpu"
+    return [way for way in WAYS if both or not way.packed]
+
+
+def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the speed-ups that the times of some ways allow.
+
+    `speedup` is over plain `generate()` as users run it, of the draft with packed weights if they were measured;
+    `speedup_same_kernels` is of the same over plain `generate()` with packed weights.
+    """
+    own = seconds.get("own_packed", seconds["own"])
+    found = {"speedup": seconds["plain"] / own}
+    if "plain_packed" in seconds:
+        found |= {"speedup_unpacked": seconds["plain"] / seconds["own"]}
+        found |= {"speedup_same_kernels": seconds["plain_packed"] / own}
+    return found
+
+
+def kernels(target: PreTrainedModel, draft: nn.Module | None, packed: bool) -> AbstractContextManager:
+    """Return a context in which calls have packed copies of the weights, or are as users run them."""
+    models = [model for model in (target, draft) if model is not None]
+    return fast_linears(*models, packed=True) if packed else nullcontext()
+
+
+def provenance_of(options: argparse.Namespace, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return the provenance of a run. Take it first: it holds for what is loaded now."""
+    return provenance(device)
 
 
 def scheduler(cost: StepCost) -> Policy:

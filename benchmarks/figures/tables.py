@@ -11,7 +11,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,24 +140,27 @@ def long_prompts() -> Table:
 
 def batches() -> Table:
     """The shipped pair in batches."""
-    cells, policies = load("loop_batch")["cells"], ("full block", "scheduled")
+    cells = {(cell["rows"], cell["regime"]): cell for cell in load("loop_batch")["cells"]}
     rows = []
-    for size in dict.fromkeys(key.split()[0] for key in cells):
+    for size in dict.fromkeys(size for size, _ in cells):
         speedups = [
-            cells[f"{size} {name}"]["speedup"][policy] for name in ("greedy", "truncated") for policy in policies
+            cells[size, regime].get(baseline, {}).get("scheduled")
+            for baseline in ("speedup_same_kernels", "speedup")
+            for regime in ("greedy", "truncated")
         ]
-        rows.append(
-            [size, *map(number, speedups), f"{cells[f'{size} greedy']['identical_rows']['scheduled']} of {size}"]
-        )
-    head = ("rows", "greedy, whole", "scheduled", "truncated, whole", "scheduled", "identical greedy rows")
-    return Table(head, rows, ["loop_batch"])
-
-
-def loop_cells(result: Result) -> Iterable[dict[str, Any]]:
-    """Return the cells of a file of `loop.py replay`, each with its geometry, rows and regime."""
-    for key, cell in result["cells"].items():
-        facts = {"geometry": result.get("geometry"), "rows": 1, "regime": key}
-        yield facts | cell
+        whole = [cells[size, regime]["speedup"]["full block"] for regime in ("greedy", "truncated")]
+        same = cells[size, "greedy"]["identical_rows"]["scheduled"]
+        rows.append([size, *map(number, speedups), *map(number, whole), f"{same} of {size}"])
+    head = (
+        "rows",
+        "same kernels: greedy",
+        "truncated",
+        "as it is: greedy",
+        "truncated",
+        "whole blocks: greedy",
+        "truncated",
+    )
+    return Table((*head, "identical rows"), rows, ["loop_batch"])
 
 
 def larger_models() -> Table:
@@ -167,7 +170,7 @@ def larger_models() -> Table:
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for name in names:
         result = load(name)
-        for cell in loop_cells(result):
+        for cell in result["cells"]:
             found.setdefault((cell["geometry"], machine(result), cell["rows"]), {})[cell["regime"]] = cell
     rows = []
     for key in sorted(found, key=lambda key: (float(key[0].split("-")[-1][:-1]), *key[1:])):
