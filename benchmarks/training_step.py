@@ -8,7 +8,6 @@ Memory is that of a fresh process: its peak during one step over what it held be
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -18,13 +17,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from pair import write_result
+from pair import provenance_of, write_result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.maths.losses import DENOMINATOR_EPSILON, LossWeights, position_weights
 from hf_dspark.models.block_attention import BlockLayout, visible_to_blocks
-from hf_dspark.provenance import provenance
 from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
 
 
@@ -126,7 +124,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("bounded", "dense"), help="one step, and print its memory")
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(options)
     setting = Setting(options)
     if options.only:
         before = resident("VmRSS")
@@ -157,9 +155,7 @@ def main() -> None:
         "memory_ratio": round(growth["bounded"] / growth["dense"], 3),
         "largest_relative_gradient_difference": difference,
     }
-    print(json.dumps({name: value for name, value in result.items() if name != "provenance"}))
-    if options.output:
-        write_result(Path(options.output), result)
+    write_result(options.output, result)
 
 
 if __name__ == "__main__":
