@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=50)
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    parser.add_argument("--output", default=RESULTS / "threshold_sweep.json")
     options = parser.parse_args()
     origin = provenance_of(options)
     target, draft, tokenizer = load_pair()
@@ -67,9 +68,7 @@ def main() -> None:
         for name, sampling in REGIMES.items()
     }
     regimes["sampled, recorded rounds cut afterwards"] = replay(options.thresholds)
-    write_result(
-        RESULTS / "threshold_sweep.json", {"provenance": origin, "num_prompts": len(prompts), "regimes": regimes}
-    )
+    write_result(options.output, {"provenance": origin, "num_prompts": len(prompts), "regimes": regimes})
 
 
 if __name__ == "__main__":

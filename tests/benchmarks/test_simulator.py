@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_dspark.maths.costs import ForwardCost, LinearCost
-from hf_dspark.maths.policies import ConfidenceThreshold, FullBlock, LaggedScheduler, PrefixScheduler
+from hf_dspark.maths.policies import ConfidenceThreshold, FullBlock
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 simulator, scheduler = (importlib.import_module(name) for name in ("simulator", "scheduler"))
@@ -145,3 +145,84 @@ def test_traces_with_lengths(name, tmp_path):
     loaded = load(path, rate=2.0)
     assert [(each.context_tokens, each.output_tokens) for each in loaded] == [(4808, 10), (3180, 8), (7, 9)]
     assert [each.seconds for each in loaded] == pytest.approx([0.0, 0.01002, 0.51002], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.csv", "timestamp_ms,input_length,output_length\n0,1,2\n5,x,3\n", "a.csv, line 3: "),
+        ("a.csv", "timestamp_ms,input_length,output_length\n0,1,0\n", "a.csv, line 2: "),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "a.csv, line 2: "),
+        ("a.csv", "when\n3\n", "a.csv, line 2: "),
+        ("a.csv", "Timestamp\n1\nnan\n", "a.csv, line 3: "),
+        ("a.csv", "Timestamp\n", "no arrivals"),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 1, "output_length": 1}\nnothing\n', "a.jsonl, line 2: "),
+        ("a.jsonl", '{"timestamp": 0, "input_length": 1}\n', "a.jsonl, line 1: "),
+    ],
+)
+def test_bad_trace_is_named_with_its_line(name, content, complaint, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        load(tmp_path / name)
+    with pytest.raises(ValueError, match="rate must be a positive number"):
+        load(tmp_path / name, rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "request_", "message"),
+    [
+        (3, {"confidence": [[0.9, 0.5]], "accepted": [1]}, "request 0: expected"),
+        (2, {"confidence": [[0.9, 1.5]], "accepted": [1]}, r"\[0, 1\]"),
+        (2, {"confidence": [[0.9, 0.5]], "accepted": [3]}, r"0\.\.2"),
+        (2, None, "at least one"),
+    ],
+)
+def test_bad_recording_is_refused(block_size, request_, message, tmp_path):
+    content = {"block_size": block_size, "requests": [request_] if request_ else []}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        simulator.load_rounds(tmp_path / "a.json")
+
+
+def test_curves_are_linear_or_padded_and_drafting_is_a_share_of_the_shortest_step(tmp_path):
+    (tmp_path / "a.csv").write_text("gpu_model,num_tokens,gemm_ms_all_layers_tp1\nA,1,2\nA,4,4\nA,8,5\n")
+    linear, padded = scheduler.jagged_curves(tmp_path / "a.csv").values()
+    tokens = torch.arange(1, 9)
+    assert (1e3 * linear.token_curve.at(tokens))[:4].tolist() == pytest.approx([2, 2 + 2 / 3, 2 + 4 / 3, 4])
+    assert (1e3 * padded.token_curve.at(tokens)).tolist() == pytest.approx([2, 4, 4, 4, 5, 5, 5, 5])
+    (drafted,) = simulator.load_curves(tmp_path / "a.csv", draft_share=0.5).values()
+    assert drafted.drafting == 0.001 and 1 / drafted.steps_per_second[0] == pytest.approx(0.003)
+    (tmp_path / "b.csv").write_text("gpu_model,num_tokens,gemm_ms_all_layers_tp1\nA,1,2\nA,x,4\n")
+    with pytest.raises(ValueError, match="line 3"):
+        simulator.load_curves(tmp_path / "b.csv")
+
+
+# ---- reference outcomes
+
+
+@pytest.mark.parametrize(("name", "requests"), [("knee", 100), ("knee", 256), ("line", 64), ("line", 256)])
+def test_budget_against_concurrency(name, requests):
+    row = scheduler.reference_budget(name, requests, 2048, numpy.random.default_rng(0))
+    assert abs(row.relative_deviation) <= 0.03
+    assert row.tokens_per_second["Algorithm 1"] > row.tokens_per_second["autoregressive"]
+    assert row.tokens_per_second["Algorithm 1"] == pytest.approx(row.tokens_per_second["oracle"])
+
+
+def test_schedulers_on_jagged_curves():
+    rng = numpy.random.default_rng(0)
+    drawn = scheduler.jagged_draws(60, rng), scheduler.sawtooth()
+    recorded = scheduler.recorded_draws(synthetic(), [8, 40, 100] * 10, rng), scheduler.sawtooth(bucket=32)
+    for draws, cost in (drawn, recorded):
+        relative = scheduler.relative_throughput(draws, cost)
+        assert relative["hull + fill"] >= 0.92 and relative["lagged budget + top-K"] >= 0.99
+        assert relative["Algorithm 1"] < relative["hull + fill"]
+
+
+def test_recorded_draws_hold_the_rounds_before_them():
+    confidence = torch.arange(5.0).div(10)[:, None].expand(5, 2)
+    short = simulator.Recording.of([(confidence[:2], torch.zeros(2).long()), (confidence, torch.zeros(5).long())])
+    for draw in scheduler.recorded_draws(short, [20], numpy.random.default_rng(0)):
+        assert torch.allclose(draw.older[0], draw.confidence - 0.2)
+        assert torch.allclose(draw.older[1], draw.confidence - 0.1)
+    with pytest.raises(ValueError, match="more than 2 rounds"):
+        scheduler.recorded_draws(recording([[1, 1]]), [3], numpy.random.default_rng(0))
