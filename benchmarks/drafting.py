@@ -203,7 +203,7 @@ def share_looked_up(draft: DSparkDraftModel, rounds: int) -> float:
 
 def top_k(options: argparse.Namespace) -> dict[str, Any]:
     """What candidates save at a large vocabulary."""
-    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device)
+    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device, options.rehearse)
     with fast_linears(target, draft, packed=True):
         costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
     return {"geometry": GEOMETRY, "dtype": options.dtype, "vocab_size": draft.config.vocab_size, "drafting": costs}
@@ -275,7 +275,7 @@ def compiled_costs(
 
 def compiled(options: argparse.Namespace) -> dict[str, Any]:
     """What torch.compile saves of drafting."""
-    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device)
+    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device, options.rehearse)
     draft.config.draft_top_k = options.draft_top_k
     know_any_successors(draft.bind(target), options.draft_top_k)
     with fast_linears(target, draft, packed=True):
@@ -397,7 +397,7 @@ def draft_of_size(target: PreTrainedModel, size: int, head: str, draft_top_k: in
 
 def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds with blocks of 4, 8 and 16 tokens."""
-    target, _ = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device)
+    target, _ = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device, options.rehearse)
     target.generation_config.eos_token_id = None
     drafts = [
         draft_of_size(target, size, head, options.draft_top_k) for size in options.sizes for head in options.heads
@@ -429,8 +429,10 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=50, help="of `candidates`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help=f"of `block_sizes`; {NO_HEAD}: none")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models, once: tries the script")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
+    options.repetitions = 1 if options.rehearse else options.repetitions
     write_result(
         options.output, {"provenance": provenance_of(options, options.device), **PARTS[options.part](options)}
     )

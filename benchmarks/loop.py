@@ -168,7 +168,7 @@ def replay(options: argparse.Namespace) -> Iterator[Cell]:
     """Random weights of Qwen3's sizes; how much is accepted comes from recorded rounds."""
     accepted = recorded_acceptance(options.rounds)
     for geometry in options.geometry:
-        target, draft = random_pair(geometry, getattr(torch, options.dtype), options.device, **shrunk(options))
+        target, draft = random_pair(geometry, getattr(torch, options.dtype), options.device, options.rehearse)
         draft.config.draft_top_k = CANDIDATES
         target.generation_config.eos_token_id = None
         for rows, regime in itertools.product(options.rows, SAMPLINGS):
@@ -200,14 +200,9 @@ def replayed_cell(target, draft, accepted: list[int], rows: int, regime: str, op
     return cell_of(runs, forwards, RoundStatistics.joined(statistics_of_calls).tau)
 
 
-def shrunk(options: argparse.Namespace) -> dict[str, int]:
-    """Return changes of a config that make a model tiny, for trying the script."""
-    return {"num_hidden_layers": 4, "vocab_size": 2048, "intermediate_size": 256} if options.tiny else {}
-
-
 def context(options: argparse.Namespace) -> Iterator[Cell]:
     """A verification pass of 8 tokens against a step, and drafting, by the length of the context."""
-    target, draft = random_pair("qwen3-0.6b", getattr(torch, options.dtype), options.device, **shrunk(options))
+    target, draft = random_pair("qwen3-0.6b", getattr(torch, options.dtype), options.device, options.rehearse)
     packed = ways_of(options.baseline, target.device)[-1].packed
     for length in (256, 1024, 2048, 8192):
         forwards = Forwards(target, draft, length)
@@ -302,10 +297,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of the prompt of `replay`")
     parser.add_argument("--new_tokens", type=int, default=DRAFTED_TOKENS, help="drafted ones of `replay`")
     parser.add_argument("--rounds", default=RESULTS / "pair_rounds.json", help="recorded rounds for `replay`")
-    parser.add_argument("--tiny", action="store_true", help="four narrow layers instead: tries the script")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models and short calls: tries the script")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
     options.rows = options.rows or ROWS.get(options.part)
+    if options.rehearse:
+        options.repetitions, options.new_tokens, options.context = 1, 12, 32
     result: dict[str, Any] = {"provenance": provenance_of(options, options.device)}
     if options.part in ("replay", "context"):
         result |= {"dtype": options.dtype, "context": options.context}

@@ -52,6 +52,7 @@ GEOMETRIES = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+REHEARSAL = {"num_hidden_layers": 6, "vocab_size": 2048, "intermediate_size": 256}  # of a model that tries a script
 UNTIED = {"qwen3-8b"}  # its LM head is a matrix of its own
 WARM_UP_TOKENS = 16  # of a call that is not timed
 Pair = tuple[PreTrainedModel, DSparkDraftModel]
@@ -85,16 +86,17 @@ def load_pair(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DSpa
     return target, draft, AutoTokenizer.from_pretrained(PAIR / "target")
 
 
-def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", **changes: Any) -> Pair:
+def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", rehearse: bool = False) -> Pair:
     """Return a Qwen3 target and a draft of the released layout with random weights, which take the same time.
 
     Args:
         geometry (`str`): One of [`GEOMETRIES`].
         dtype (`torch.dtype`): Of both.
         device (`str`): Of both; the weights are made there.
-        changes: Of the target's config.
+        rehearse (`bool`): Make both tiny, to try a script.
     """
-    facts = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, **GEOMETRIES[geometry], **changes}
+    facts = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, **GEOMETRIES[geometry]}
+    facts |= REHEARSAL if rehearse else {}
     config = Qwen3Config(**facts, tie_word_embeddings=geometry not in UNTIED)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -2,9 +2,9 @@
 
 python benchmarks/profile_machine.py pair
 python benchmarks/profile_machine.py qwen3-0.6b --dtype bfloat16
-python benchmarks/profile_machine.py qwen3-8b --dtype bfloat16 --device cuda --name h200 --batch_sizes 1 2 4 8 16 32 64
+python benchmarks/profile_machine.py qwen3-8b --dtype bfloat16 --device cuda --output out/h200.qwen3-8b.json
 
-The table goes into the package's `tables` folder, or into --output_dir.
+The table goes into the package's `tables` folder, or where --output says.
 """
 
 import argparse
@@ -26,27 +26,28 @@ SETTINGS = {
 }
 
 
+ACCELERATOR = {"batch_sizes": (1, 2, 4, 8, 16, 32, 64), "context_lengths": (64, 512), "repetitions": 5}
+REHEARSAL = {"batch_sizes": (1, 2), "context_lengths": (8, 16), "repetitions": 1}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", choices=SETTINGS)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--name", default="cpu_2_cores", help="of the machine, for the file")
-    parser.add_argument("--batch_sizes", type=int, nargs="+", help="default: by size of the models")
-    parser.add_argument("--context_lengths", type=int, nargs="+", help="default: by size of the models")
-    parser.add_argument("--repetitions", type=int, help="default: by size of the models")
-    parser.add_argument("--output_dir", default=TABLES)
+    parser.add_argument("--rehearse", action="store_true", help="tiny models, once: tries the script")
+    parser.add_argument("--output", help="file; default: a table of the package, by name, models and dtype")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
     if options.models == "pair":
         target, draft = (model.to(options.device) for model in load_pair(dtype)[:2])
     else:
-        target, draft = random_pair(options.models, dtype, options.device)
+        target, draft = random_pair(options.models, dtype, options.device, options.rehearse)
+    settings = SETTINGS[options.models] if options.device == "cpu" else ACCELERATOR
     started = time.perf_counter()
-    given = {name: getattr(options, name) for name in SETTINGS[options.models]}
-    settings = SETTINGS[options.models] | {name: value for name, value in given.items() if value is not None}
-    profile = profile_throughput(target, draft, cache=False, **settings)
-    path = Path(options.output_dir) / f"{options.name}.{options.models}.{options.dtype}.json"
+    profile = profile_throughput(target, draft, cache=False, **(REHEARSAL if options.rehearse else settings))
+    path = Path(options.output or TABLES / f"{options.name}.{options.models}.{options.dtype}.json")
     profile.save(path)
     seconds = time.perf_counter() - started
     print(f"{path.name}: {seconds:.0f} s, R squared {profile.fit}, drafting {1e3 * profile.table.drafting:.1f} ms")

@@ -136,7 +136,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class NeverDraft(Policy):
+class NeverDraft(FullBlock):
     """Autoregressive decoding."""
 
     def plan_draft(self, load: Load) -> bool:
