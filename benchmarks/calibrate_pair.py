@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds_folder", default="out/calibration", help="recorded rounds, to resume")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), help="record these only")
     options = parser.parse_args()
-    origin = {"provenance": provenance_of(options)}
+    origin = {"provenance": provenance_of(parser, options)}
 
     target, draft, tokenizer = load_pair()
     draft.config.sts_temperatures = None

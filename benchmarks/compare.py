@@ -22,7 +22,7 @@ the stronger baseline on a CPU. The line "plain, as it is" is plain `generate()`
 Long contexts are the prompt after other text of its task, up to as many tokens as asked for, or as the target's
 `max_position_embeddings` leaves beside the answer. The targets here have 1024 positions and were trained on shorter
 texts; so were the drafts. `--positions` lets them read more (`--contexts 1024 8192 --positions 9216`): what they write
-there is poor, and drafts guess it less often, but the time of a token after so many others is measured.
+there is poor, and drafts guess it less often, but the time of a token after that many others is measured.
 
 `--rivals fill_in` compares DSpark with transformers' own methods alone, of which its DFlash is the fastest. The
 assistant drafts as transformers does by default: 20 tokens at most, until one's probability is below .4.
@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[0, 8192], help="tokens; 0: the prompt alone")
-    parser.add_argument("--positions", type=int, help="let the models read so many; else as many as they have")
+    parser.add_argument("--positions", type=int, help="let the models read this many; default: as many as they have")
     parser.add_argument("--num_prompts", type=int, default=24, help="per cell")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence")
@@ -320,7 +320,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)
-    origin = provenance_of(options)
+    origin = provenance_of(parser, options)
     recipe = Recipe(options.num_answers, steps=options.steps, block_size=options.block_size)
     models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe, options.rivals)
     if options.positions:

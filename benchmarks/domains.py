@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=160)
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
-    origin = provenance_of(options)
+    origin = provenance_of(parser, options)
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
     answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)

@@ -62,7 +62,7 @@ WARM_UP = 2
 
 
 class Drafting:
-    """One draft that draws block after block behind the same context.
+    """One draft that draws block after block after the same context.
 
     Args:
         draft ([`DSparkDraftModel`]): Bound to its target.
@@ -82,7 +82,7 @@ class Drafting:
 
     @torch.inference_mode()
     def seconds(self, sampler, num_new: int = NEW_CONTEXT) -> float:
-        """Return the time of one block after so many new tokens."""
+        """Return the time of one block after `num_new` new tokens."""
         synchronize(self.draft.device)
         started = time.perf_counter()
         self._draft_block(num_new, sampler)
@@ -434,7 +434,7 @@ def main() -> None:
     options = parser.parse_args()
     options.repetitions = 1 if options.rehearse else options.repetitions
     write_result(
-        options.output, {"provenance": provenance_of(options, options.device), **PARTS[options.part](options)}
+        options.output, {"provenance": provenance_of(parser, options, options.device), **PARTS[options.part](options)}
     )
 
 

@@ -100,7 +100,7 @@ class Forwards:
         self.draft_blocks(context_length)
 
     def draft_blocks(self, num_new: int) -> None:
-        """Draft one block for each row, after so many new tokens."""
+        """Draft one block for each row, after `num_new` new tokens."""
         shape = self.rows, num_new, self.width
         features = torch.ones(shape, dtype=self.draft.dtype, device=self.prompt.device)
         ids = torch.zeros(self.rows * num_new, dtype=torch.long, device=self.prompt.device)
@@ -303,7 +303,7 @@ def main() -> None:
     options.rows = options.rows or ROWS.get(options.part)
     if options.rehearse:
         options.repetitions, options.new_tokens, options.context = 1, 12, 32
-    result: dict[str, Any] = {"provenance": provenance_of(options, options.device)}
+    result: dict[str, Any] = {"provenance": provenance_of(parser, options, options.device)}
     if options.part in ("replay", "context"):
         result |= {"dtype": options.dtype, "context": options.context}
     result["cells"] = []

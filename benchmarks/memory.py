@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
     torch.set_num_threads(2)
-    origin = provenance_of(options)
+    origin = provenance_of(parser, options)
     if options.only:
         print(json.dumps(measure(options.only == "assisted", options.rows, options.new_tokens)))
         return

@@ -185,7 +185,9 @@ def kernels(target: PreTrainedModel, draft: nn.Module | None, packed: bool) -> A
     return fast_linears(*models, packed=True) if packed else nullcontext()
 
 
-def provenance_of(options: argparse.Namespace, device: torch.device | str = "cpu") -> dict[str, Any]:
+def provenance_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Return the provenance of a run. Take it first: it holds for what is loaded now."""
     return provenance(device)
 
@@ -256,7 +258,7 @@ def representative(accepted: Sequence[int], count: int, seed: int) -> list[int]:
 
 
 def num_rounds_for(tokens: int, accepted: Sequence[int]) -> int:
-    """Return in how many recorded rounds a request gets so many tokens."""
+    """Return how many recorded rounds give a request this number of tokens."""
     return round(tokens / (1 + statistics.mean(accepted)))
 
 

@@ -411,7 +411,7 @@ def simulate(
         contender ([`Contender`]): Decides.
         cost ([`StepCost`]): Duration of a round; also what the policy may know of it.
         max_requests (`int`): Cap of the active requests; the others wait in the order of arrival.
-        max_rounds (`int`, *optional*): Stop after so many rounds, whatever is left.
+        max_rounds (`int`, *optional*): Stop after this number of rounds.
     """
     if max_requests < 1:
         raise ValueError(f"max_requests must be at least 1, got {max_requests}")

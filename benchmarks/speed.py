@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--baseline", choices=BASELINES, default="both")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
-    origin = provenance_of(options)
+    origin = provenance_of(parser, options)
 
     target, draft, tokenizer = load_pair(getattr(torch, options.dtype))
     draft.config.draft_top_k = options.draft_top_k

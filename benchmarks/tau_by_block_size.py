@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
-    origin = provenance_of(options)
+    origin = provenance_of(parser, options)
     work_dir = Path(options.work_dir)
     target, tokenizer = domains.load_target(work_dir)
     rows: list[dict[str, Any]] = []

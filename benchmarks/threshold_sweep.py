@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     parser.add_argument("--output", default=RESULTS / "threshold_sweep.json")
     options = parser.parse_args()
-    origin = provenance_of(options)
+    origin = provenance_of(parser, options)
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts()[: options.num_prompts]
     regimes = {

@@ -153,7 +153,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rehearse:
         vars(options).update(REHEARSAL)
-    origin = provenance_of(options, options.device)
+    origin = provenance_of(parser, options, options.device)
     setting = Setting(options)
     if options.only:
         print(growth_of_peak(options.device, lambda: setting.step(options.only)))

@@ -122,6 +122,14 @@ def test_tables_have_full_rows_one_number_in_a_cell_and_sources_that_are_there(n
     assert all((tables.RESULTS / f"{file}.json").exists() for file in table.files)
 
 
+def test_what_the_page_says_of_all_cells_holds_for_the_files():
+    for name in ("compare_7350", "compare_native_amx", *tables.long_prompts().files):
+        for cell in tables.load(name)["cells"]:
+            assert cell["methods"]["DSpark, scheduled"]["speedup"] >= 1
+            for part in cell["methods"].values():
+                assert part.get("identical_rows") in (None, part.get("rows"))
+
+
 def test_page_asking_for_an_unknown_table_is_named():
     with pytest.raises(ValueError, match="there is no table 'wishes'"):
         tables.refreshed("<!-- table: wishes -->\n<!-- end of table -->", ROOT / "README.md")
