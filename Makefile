@@ -52,8 +52,9 @@ quality: setup ## check the code without changing it
 bench: setup ## measure the speed; the last line is JSON
 	$(PY) benchmarks/speed.py $(ARGS)
 
-figures: setup ## draw every figure again from benchmarks/results
-	$(PY) -m hf_dspark report benchmarks/results --output_dir benchmarks/report --overwrite $(ARGS)
+figures: setup ## draw every figure and every table again from benchmarks/results
+	$(PY) benchmarks/figures/draw.py $(ARGS)
+	$(PY) benchmarks/figures/tables.py
 
 docs: setup ## build the manual into build/site
 	$(PY) -m mkdocs build --strict --quiet $(ARGS)

@@ -11,13 +11,12 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from pair import PAIR, REGIMES, RESULTS, calibration_prompts, held_out_prompts, load_pair, write_result
+from pair import PAIR, REGIMES, RESULTS, calibration_prompts, held_out_prompts, load_pair, provenance_of, write_result
 from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, calibrate
 from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.maths.calibration import CalibrationRounds, calibrated_confidence, conditional_auc, measure_calibration
-from hf_dspark.provenance import provenance
 
 NUM_REPLAYED = 100  # requests in pair_rounds.json
 
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds_folder", default="out/calibration", help="recorded rounds, to resume")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), help="record these only")
     options = parser.parse_args()
-    origin = {"provenance": provenance()}  # of what runs from here on
+    origin = {"provenance": provenance_of(parser, options)}
 
     target, draft, tokenizer = load_pair()
     draft.config.sts_temperatures = None

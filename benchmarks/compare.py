@@ -4,28 +4,28 @@ python benchmarks/compare.py --work_dir out/gsm8k --num_answers 3675 --steps 200
     --output benchmarks/results/compare_7350.json
 python benchmarks/compare.py --pair --output benchmarks/results/compare_pair.json
 python benchmarks/compare.py --pair --quick --output out/compare_quick.json
-python benchmarks/compare.py --table benchmarks/results/compare_7350.json
 
 Compared are plain `generate()`; transformers' prompt lookup, assisted generation and DFlash; and Eagle3, DFlash and
-DSpark of this package, DSpark with whole blocks, with a confidence threshold, and scheduled by step times that are
-measured first in the same run. `--pair` takes the shipped target and draft, and what needs no training besides.
+DSpark of this package. DSpark verifies whole blocks, stops at a confidence threshold, or is scheduled by step times
+that the same run measures first. `--pair` takes the shipped target and draft, and what needs no training besides.
 
 A cell is a task, a batch size, a temperature and a context. For each call of a cell all methods decode the same
-prompts one after the other, in an order that rotates from call to call, after a short warm-up. Times are of whole
-`generate()` calls, prefill included, divided by the tokens that came out; a speed-up is the median of plain decoding
-over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled outputs may not
-end before the limit: each method draws its own, and else their lengths would differ. (In results of revision 2180234
-and before they could.) transformers' assisted generation takes one sequence: in batches its methods have no times, and
-the result says why.
+prompts, one after the other, in an order that rotates from call to call, after a short warm-up. Times are of whole
+`generate()` calls, prefill included, divided by the tokens that came out. A speed-up is the median of plain decoding
+over the median of the method. Greedy outputs are compared with plain decoding's row by row. Sampled answers go on
+until the limit, so that those of all methods have the same length. transformers' assisted generation takes one
+sequence: in batches its methods have no times, and the result says why.
 
-Long contexts are the prompt behind other text of its task, up to as many tokens as asked for, or as the target's
-`max_position_embeddings` leaves beside the answer: the result has both numbers. The targets here have 1024 positions
-and were trained on shorter texts; so were the drafts. `--positions` lets them read more: what they write there is
-poor, and drafts guess it less often, but what a token costs behind so many others is measured (`--contexts 1024 8192
---positions 9216`).
+With `--packed`, all methods multiply by packed copies of the weights, plain decoding and those of transformers, too:
+the stronger baseline on a CPU. The line "plain, as it is" is plain `generate()` as users run it.
+
+Long contexts are the prompt after other text of its task, up to as many tokens as asked for, or as the target's
+`max_position_embeddings` leaves beside the answer. The targets here have 1024 positions and were trained on shorter
+texts; so were the drafts. `--positions` lets them read more (`--contexts 1024 8192 --positions 9216`): what they write
+there is poor, and drafts guess it less often, but the time of a token after that many others is measured.
 
 `--rivals fill_in` compares DSpark with transformers' own methods alone, of which its DFlash is the fastest. The
-assistant drafts as transformers does unless told otherwise: 20 tokens at most, until one's probability is below .4.
+assistant drafts as transformers does by default: 20 tokens at most, until one's probability is below .4.
 
 The full run trains two models if they are missing (ten minutes each on two quiet cores) and calibrates, and then takes
 about two hours; `--pair` takes one, `--pair --quick` five minutes, most of which go into profiling. Finished calls go
@@ -35,11 +35,10 @@ is deleted at the end. `--quick` is a smaller run, of few prompts, and no eviden
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,15 @@ import domains
 from compare_drafts import RIVALS, Models, Recipe, shipped_models, trained_models
 from compare_prompts import Cell, prompts_of, room_for_prompts, with_room
 from compare_summary import markdown, summarise
+from pair import WARM_UP_TOKENS, decoding, kernels, provenance_of, scheduler, write_result
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM
+from hf_dspark import ConfidenceThreshold, FullBlock, Policy, ThroughputTable, profile_throughput
 from hf_dspark.evaluation.results import describe_draft, describe_policy, describe_target
 from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
 from hf_dspark.files import Journal, digest
-from hf_dspark.maths.policies import AdaptiveDrafting
 from hf_dspark.models.auto import is_draft
-from hf_dspark.provenance import provenance
 from hf_dspark.targets.fingerprint import fingerprint
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
@@ -75,6 +72,7 @@ class Method:
         policy ([`Policy`], *optional*): How much of a block is verified, of drafts of this package.
         options (`Mapping`): For `generate()`.
         is_native (`bool`): Part of transformers; all but plain decoding take one sequence.
+        packed (`bool`): Whether target and assistant multiply by packed copies of their weights.
     """
 
     name: str
@@ -82,12 +80,12 @@ class Method:
     policy: Policy | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     is_native: bool = False
+    packed: bool = False
 
 
-def methods_for(models: Models, cost: ThroughputTable, threshold: float) -> list[Method]:
+def methods_for(models: Models, cost: ThroughputTable, threshold: float, packed: bool = False) -> list[Method]:
     """Return everything that can be compared with these models, plain decoding first."""
     lookup = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    scheduler = AdaptiveDrafting(PrefixScheduler(cost), cost)
     native = [
         Method("prompt lookup", options=lookup, is_native=True),
         Method("assistant", models.assistant, is_native=True),
@@ -98,10 +96,11 @@ def methods_for(models: Models, cost: ThroughputTable, threshold: float) -> list
         Method("DFlash", models.dflash, FullBlock()),
         Method("DSpark", models.dspark, FullBlock()),
         Method("DSpark, threshold", models.dspark, ConfidenceThreshold(threshold)),
-        Method("DSpark, scheduled", models.dspark, scheduler),
+        Method("DSpark, scheduled", models.dspark, scheduler(cost)),
     ]
     drafted = [method for method in [*native[1:], *ours] if method.assistant is not None]
-    return [Method("plain"), native[0], *drafted]
+    found = [replace(method, packed=packed) for method in (Method("plain"), native[0], *drafted)]
+    return [*found, Method("plain, as it is")] if packed else found
 
 
 def can_decode(method: Method, cell: Cell) -> bool:
@@ -110,9 +109,8 @@ def can_decode(method: Method, cell: Cell) -> bool:
 
 
 def give_positions(models: Models, positions: int) -> None:
-    """Let all models read longer texts than they were made for. Rotary embeddings know no end."""
-    everybody = (models.target, models.dspark, models.dflash, models.eagle3, models.fill_in, models.assistant)
-    for model in everybody:
+    """Let all models read longer texts than they were made for: rotary embeddings have no end."""
+    for model in (models.target, models.dspark, models.dflash, models.eagle3, models.fill_in, models.assistant):
         if model is not None:
             model.config.get_text_config(decoder=True).max_position_embeddings = positions
 
@@ -122,7 +120,7 @@ def give_positions(models: Models, positions: int) -> None:
 
 @contextmanager
 def counted_passes(target: PreTrainedModel) -> Iterator[list[int]]:
-    """Count the forward passes of a target, whoever asks for them: one entry each."""
+    """Count the forward passes of a target: one entry each."""
     passes: list[int] = []
     hook = target.register_forward_hook(lambda *_: passes.append(1))
     try:
@@ -137,9 +135,11 @@ def decode(
     """Return one timed call by a method, and its number of passes through the target."""
     draft = method.assistant if is_draft(method.assistant) else None
     others = {"assistant_model": method.assistant} if draft is None and method.assistant is not None else {}
-    if draft is not None:
-        draft.policy = method.policy
-    with counted_passes(target) as passes:
+    with ExitStack() as stack:
+        if draft is not None:
+            stack.enter_context(decoding(draft, method.policy))
+        stack.enter_context(kernels(target, method.assistant, method.packed))
+        passes = stack.enter_context(counted_passes(target))
         call = timed_call(target, prompts, seed, draft, **options, **method.options, **others)
     return call, len(passes)
 
@@ -153,7 +153,7 @@ def rotated(methods: Sequence[Method], call: int) -> list[Method]:
 def compared_call(
     target: PreTrainedModel, methods: Sequence[Method], prompts: list[list[int]], call: int, **options: Any
 ) -> dict[str, dict[str, Any]]:
-    """Decode some prompts by every method, one behind the other; return what each took and gave."""
+    """Decode some prompts by every method, one after the other; return what each took and gave."""
     found = {method.name: decode(target, method, prompts, call, **options) for method in rotated(methods, call)}
     plain = found["plain"][0].token_ids
     runs = {}
@@ -173,8 +173,7 @@ def compared_call(
 def options_for(cell: Cell, num_new_tokens: int) -> dict[str, Any]:
     """Return options for `generate()` with which all methods write equally many tokens.
 
-    Greedy answers are the same. Each method's sampled ones would end where its own draws end them, and a prefill is
-    dearer by the token in a shorter one: they go on until the limit.
+    Greedy answers are the same. Sampled ones would have different lengths, and a prefill weighs more in a short one.
     """
     least = {"min_new_tokens": num_new_tokens} if cell.temperature else {}
     return {"max_new_tokens": num_new_tokens, **least, **cell.sampling}
@@ -221,6 +220,8 @@ def compare(
     num_prompts: int = 24,
     max_new_tokens: int = 128,
     threshold: float = 0.5,
+    packed: bool = False,
+    origin: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure all methods in all cells, and write the result.
 
@@ -231,6 +232,8 @@ def compare(
         num_prompts (`int`): Per cell; at least five calls are made if there are as many prompts.
         max_new_tokens (`int`): Of an answer, at most.
         threshold (`float`): Of DSpark's confidence threshold.
+        packed (`bool`): Whether all methods multiply by packed copies of the weights.
+        origin (`Mapping`, *optional*): The provenance of the run.
 
     Returns:
         `dict`: What the file holds.
@@ -238,20 +241,20 @@ def compare(
     Raises:
         ValueError: If there is no room for prompts, or an unfinished run had other settings.
     """
-    origin = provenance(models.target.device)  # what runs from here on, whatever is committed meanwhile
+    origin = origin or {}
     room = room_for_prompts(models.target, max_new_tokens)
     models, left_out = with_room(models, room)
-    settings = settings_of(models, max_new_tokens, threshold, origin)
+    settings = settings_of(models, max_new_tokens, threshold, origin) | {"packed": packed}
     journal = Journal(output.with_name(f"{output.name}.partial.jsonl"), settings)
     cost = measured_cost(models, journal)
-    methods = methods_for(models, cost, threshold)
+    methods = methods_for(models, cost, threshold, packed)
     done = {(entry["cell"], entry["call"]): entry for entry in journal.entries if "cell" in entry}
     for cell in tqdm(cells, desc="cells"):
         taking_part = [method for method in methods if can_decode(method, cell)]
         missing = [call for call in range(num_calls(num_prompts, cell.batch_size)) if (cell.key, call) not in done]
         if missing:
             warm_up = prompts_of(models, cell, missing[0], room)
-            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, PACKING_PAYS_FROM))
+            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, WARM_UP_TOKENS))
         for call in tqdm(missing, desc=cell.key, leave=False):
             prompts = prompts_of(models, cell, call, room)
             runs = compared_call(models.target, taking_part, prompts, call, **options_for(cell, max_new_tokens))
@@ -266,6 +269,7 @@ def compare(
         "target": describe_target(models.target),
         "models": dict(models.facts or {}),
         "methods": {method.name: describe(method) for method in methods},
+        "packed": packed,
         "max_new_tokens": max_new_tokens,
         "longest_prompt": room,
         "prompts_left_out": left_out,
@@ -275,8 +279,7 @@ def compare(
             {method.name: method.is_native for method in methods},
         ),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    write_result(output, result)
     journal.remove()
     return result
 
@@ -307,19 +310,17 @@ def main() -> None:
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[0, 8192], help="tokens; 0: the prompt alone")
-    parser.add_argument("--positions", type=int, help="let the models read so many; else as many as they have")
+    parser.add_argument("--positions", type=int, help="let the models read this many; default: as many as they have")
     parser.add_argument("--num_prompts", type=int, default=24, help="per cell")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence")
     parser.add_argument("--quick", action="store_true", help=f"a smaller run: {QUICK}")
     parser.add_argument("--output", default="benchmarks/results/compare.json")
-    parser.add_argument("--table", help="only print the tables of this result file")
+    parser.add_argument("--packed", action="store_true", help="packed weights for all, plain decoding too")
     options = parser.parse_args()
-    if options.table:
-        print(markdown(json.loads(Path(options.table).read_text())))
-        return
     if options.quick:
         vars(options).update(QUICK)
+    origin = provenance_of(parser, options)
     recipe = Recipe(options.num_answers, steps=options.steps, block_size=options.block_size)
     models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe, options.rivals)
     if options.positions:
@@ -331,7 +332,14 @@ def main() -> None:
     grid = itertools.product(tasks, options.batch_sizes, options.temperatures, options.contexts)
     cells = list(itertools.starmap(Cell, grid))
     result = compare(
-        models, cells, Path(options.output), options.num_prompts, options.max_new_tokens, options.threshold
+        models,
+        cells,
+        Path(options.output),
+        options.num_prompts,
+        options.max_new_tokens,
+        options.threshold,
+        options.packed,
+        origin,
     )
     print(markdown(result))
 

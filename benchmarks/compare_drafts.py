@@ -18,9 +18,8 @@ cp -r examples/gsm8k_pair/target out/gsm8k/target
 cp examples/gsm8k_pair/prompts.jsonl out/gsm8k/math_test.jsonl
 python benchmarks/compare_drafts.py --work_dir out/gsm8k --num_answers 3675 --steps 2000
 
-Each training takes some half an hour on one core and resumes at its last 100 steps; so do answers and calibration,
-prompt by prompt. The target's states of all rows, which the drafts share, take 4 GB. Knows nothing of how anything is
-timed.
+Each training takes about half an hour on one core and resumes at its last 100 steps; so do answers and calibration,
+prompt by prompt. The target's states of all rows, which the drafts share, take 4 GB.
 """
 
 import argparse
@@ -106,13 +105,13 @@ class Recipe:
     block_size: int = domains.GAMMA
 
     def folder(self, work_dir: Path, name: str) -> Path:
-        """Return where a model of this recipe is kept; the steps come last, whatever stands before them."""
+        """Return where a model of this recipe is kept; the steps come last."""
         of_length = "" if self.block_size == domains.GAMMA else f"_{self.block_size}"
         return work_dir / f"{name}{of_length}_{self.steps}"
 
 
 def shipped_models() -> Models:
-    """Return the shipped pair and its held-out prompts: whatever else is compared needs no training."""
+    """Return the shipped pair and its held-out prompts: other methods need no training."""
     target, draft, tokenizer = load_pair()
     tasks = {"math": [{"prompt": prompt} for prompt in held_out_prompts()]}
     return Models(target, tokenizer, tasks, draft, facts={"pair": "examples/gsm8k_pair"})

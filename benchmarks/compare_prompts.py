@@ -1,7 +1,4 @@
-"""The cells of `compare.py` and the prompts in them, behind as much other text as a cell asks for.
-
-Knows nothing of who decodes them.
-"""
+"""The cells of `compare.py` and the prompts in them, after as much other text as a cell asks for."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -42,7 +39,7 @@ class Cell:
 
 
 def preceding_ids(rows: Sequence[Row], index: int, tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """Return so many tokens of the texts that follow a row, the last ones of them; they begin anew behind the last."""
+    """Return the last `length` tokens of the texts that follow a row; after the last row comes the first."""
     others = [*rows[index + 1 :], *rows[:index]]
     if not others:
         raise ValueError("a longer context needs other rows to take text from: pass two prompts or more")
@@ -55,7 +52,7 @@ def preceding_ids(rows: Sequence[Row], index: int, tokenizer: PreTrainedTokenize
 
 
 def prompt_ids(rows: Sequence[Row], index: int, tokenizer: PreTrainedTokenizerBase, context: int) -> list[int]:
-    """Return the tokens of a row's prompt behind enough other text; a prompt that is longer stays as it is."""
+    """Return the tokens of a row's prompt after enough other text; a longer prompt stays as it is."""
     ids = tokenizer(rows[index]["prompt"])["input_ids"]
     return preceding_ids(rows, index, tokenizer, context - len(ids)) + ids if context > len(ids) else ids
 
@@ -78,7 +75,7 @@ def with_room(models: Models, room: int) -> tuple[Models, dict[str, int]]:
 
 
 def prompts_of(models: Models, cell: Cell, call: int, room: int) -> list[list[int]]:
-    """Return the prompts of one call; behind the last row they begin anew."""
+    """Return the prompts of one call; after the last row comes the first."""
     rows = models.tasks[cell.task]
     first = call * cell.batch_size
     places = [place % len(rows) for place in range(first, first + cell.batch_size)]

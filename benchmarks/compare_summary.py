@@ -1,9 +1,11 @@
-"""What the calls of `compare.py` come to: medians with quartiles, speed-ups, and tables. Knows nothing of decoding."""
+"""What the calls of `compare.py` come to: medians with quartiles, speed-ups, and a short table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
+
+from hf_dspark.evaluation.tables import markdown_table, number
 
 PLAIN = "plain"
 SCHEDULED = "DSpark, scheduled"
@@ -19,7 +21,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def seconds_per_token(calls: Sequence[Call], method: str) -> list[float]:
-    """Return the time per token of each call: of all rows together."""
+    """Return the time per token of each call, all rows together."""
     return [call["runs"][method]["seconds"] / call["runs"][method]["tokens"] for call in calls]
 
 
@@ -28,7 +30,7 @@ def method_summary(calls: Sequence[Call], method: str) -> dict[str, Any]:
 
     Args:
         calls (`Sequence[Mapping]`): The calls of the cell, as `compare.py` notes them.
-        method (`str`): Its name; if it is in no call, it could not decode this cell.
+        method (`str`): Its name; a method that is in no call could not decode this cell.
 
     Returns:
         `dict`: `seconds_per_token` and `paired_speedup` (of each call against plain decoding of the same) as median
@@ -103,14 +105,6 @@ def rivals(found: Mapping[str, Mapping[str, Any]], methods: Mapping[str, bool]) 
     return max(ours, key=speedups.__getitem__), max(theirs, key=speedups.__getitem__)
 
 
-def ahead_call_by_call(found: Mapping[str, Mapping[str, Any]], methods: Mapping[str, bool]) -> dict[str, float]:
-    """Return the ratio of the same two in each call, which the differences between prompts do not blur: quartiles."""
-    dspark, native = (found[name]["calls"] for name in rivals(found, methods))
-    per_token = [[s / n for s, n in zip(part["seconds"], part["tokens"], strict=True)] for part in (dspark, native)]
-    ratios = [theirs / ours for ours, theirs in zip(*per_token, strict=True)]
-    return quartiles(ratios)
-
-
 def minimum(cells: Sequence[Mapping[str, Any]], method: str) -> dict[str, Any]:
     """Return the lowest speed-up of a method, and its cell."""
     worst = min(cells, key=lambda cell: cell["methods"][method]["speedup"])
@@ -134,75 +128,11 @@ def context(cell: Mapping[str, Any]) -> str:
     return f"prompts of {cell['prompt_tokens']['median']:.0f} tokens"
 
 
-# ---- tables
-
-
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return one table per task and context, rows the methods, columns batch sizes and temperatures.
-
-    Args:
-        result (`Mapping`): What `compare.py` wrote.
-    """
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for cell in result["cells"]:
-        groups.setdefault((cell["task"], cell["context"]), []).append(cell)
-    parts = [table(cells, result) for cells in groups.values()]
-    worst = result["scheduled_minimum"]
-    closing = (
-        f"Lowest speed-up of the scheduled line: {worst['speedup']:.2f}x ({worst['cell']}). Speed-ups are ratios of "
-        "medians; in brackets milliseconds per token, median and quartiles of the calls; –: "
-        f"{NO_BATCHES}. Answers of at most {result['max_new_tokens']} tokens."
-    )
-    origin = result["provenance"]
-    where = (
-        f"{origin['device']}, {origin['threads']} threads; torch {origin['torch']}, transformers "
-        f"{origin['transformers']}, revision {origin.get('revision', 'unknown')}: `{origin['command']}`."
-    )
-    return "\n\n".join([*parts, closing, where])
-
-
-def table(cells: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str:
-    """Return the table of one task in one context."""
-    asked = cells[0]["context"]
-    bounded = f"; {asked} were asked for, the target has room for {result['longest_prompt']}"
-    heading = f"**{cells[0]['task']}, {context(cells[0])}**" + (bounded if asked > result["longest_prompt"] else "")
-    lines = [
-        "| | " + " | ".join(f"{regime(cell)}, {rows(cell)}" for cell in cells) + " |",
-        "|---" * (len(cells) + 1) + "|",
+    """Return the speed-ups of all methods as a table, a column for each cell; `-` if a method takes one sequence."""
+    head = ["", *(title(cell) for cell in result["cells"])]
+    rows = [
+        [method, *(number(cell["methods"][method].get("speedup")) for cell in result["cells"])]
+        for method in result["methods"]
     ]
-    for method in result["methods"]:
-        lines.append(f"| {method} | " + " | ".join(entry(cell, method) for cell in cells) + " |")
-    lines.append(
-        "| identical to plain | " + " | ".join(identical(cell, result["methods"]) for cell in cells) + " |"
-    )  # fmt: skip
-    lines.append(
-        "| best DSpark over best of transformers (call by call) | "
-        + " | ".join(f"{cell['dspark_over_best_native']:.2f}x ({paired(cell, result['methods'])})" for cell in cells)
-        + " |"
-    )
-    return heading + "\n\n" + "\n".join(lines)
-
-
-def entry(cell: Mapping[str, Any], method: str) -> str:
-    """Return one method in one cell; the fastest in bold."""
-    found = cell["methods"][method]
-    if "refused" in found:
-        return "–"
-    times = {name: f"{1e3 * value:.2f}" for name, value in found["seconds_per_token"].items()}
-    speedup = f"{found['speedup']:.2f}x"
-    shown = f"**{speedup}**" if method == cell["fastest"] else speedup
-    return f"{shown} ({times['median']}, {times['lower_quartile']} to {times['upper_quartile']})"
-
-
-def paired(cell: Mapping[str, Any], methods: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the ratio of DSpark's best line to the best of transformers in the same calls: median, and quartiles."""
-    ratios = ahead_call_by_call(cell["methods"], {name: method["native"] for name, method in methods.items()})
-    return f"{ratios['median']:.2f}x, {ratios['lower_quartile']:.2f} to {ratios['upper_quartile']:.2f}"
-
-
-def identical(cell: Mapping[str, Any], methods: Mapping[str, Any]) -> str:
-    """Return how many greedy rows of all methods equal plain decoding's."""
-    counted = [cell["methods"][name] for name in methods if name != PLAIN and "refused" not in cell["methods"][name]]
-    if counted[0]["identical_rows"] is None:
-        return "same law"
-    return f"{sum(part['identical_rows'] for part in counted)} of {sum(part['rows'] for part in counted)}"
+    return markdown_table(head, rows)

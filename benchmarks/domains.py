@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pair import GREEDY, SAMPLING, write_result
+from pair import GREEDY, SAMPLING, acceptance, provenance_of, write_result
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -27,10 +27,10 @@ from hf_dspark import (
     DSparkTrainingArguments,
     Eagle3Config,
     Eagle3DraftModel,
-    measure_acceptance,
     regenerate,
 )
 from hf_dspark.data.prompts import read_json_lines
+from hf_dspark.evaluation.tables import markdown_table, number
 from hf_dspark.files import differences, digest
 from hf_dspark.provenance import provenance
 from hf_dspark.targets.fingerprint import fingerprint
@@ -96,7 +96,7 @@ def training_prompts(work_dir: Path) -> dict[str, list[str]]:
 
 
 def answers_to(prompts: list[str], path: Path, target, tokenizer, **options) -> list[dict]:
-    """Let the target answer into a file; return the answers of which something can be learnt, as token ids."""
+    """Let the target answer into a file; return the answers of two tokens or more, as token ids."""
     regenerate(target, tokenizer, prompts, path, batch_size=64, **options)
     return [
         {name: row[name] for name in ("prompt_ids", "completion_ids")}
@@ -106,7 +106,7 @@ def answers_to(prompts: list[str], path: Path, target, tokenizer, **options) -> 
 
 
 def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
-    """Let the target write what the drafts are trained on; a poor domain is answered several times."""
+    """Let the target write what the drafts are trained on; a small domain is answered several times."""
     answers = {}
     for domain, prompts in training_prompts(work_dir).items():
         prompts, path = prompts[:num_prompts], work_dir / f"{domain}_answers.jsonl"
@@ -116,7 +116,7 @@ def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_toke
 
 
 def answer_greedily(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
-    """Let the target answer the prompts behind those of `answer_all`, or the same in a poor domain, greedily.
+    """Let the target answer the prompts after those of `answer_all` greedily, or the same in a small domain.
 
     Greedy decoding of a small target runs into loops that sampling leaves, and that no sampled answer shows.
     """
@@ -197,16 +197,15 @@ def train(
 
 
 def learnt_from(target: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what identifies the answers that something learns from, and who gave them."""
+    """Return what identifies the answers that a model learns from, and the target that gave them."""
     return {"target": fingerprint(target), "num_rows": len(rows), "rows": digest(rows)}
 
 
 def note_recipe(folder: Path, recipe: dict[str, Any]) -> None:
-    """Write down how the model of a folder is trained, with the revision that begins to train it.
+    """Write down how the model of a folder is trained, with the revision that begins it.
 
     Raises:
-        ValueError: If the folder holds a model that was trained in another way: scripts share folders, and would take
-            it for theirs.
+        ValueError: If the folder holds a model that was trained in another way: scripts share folders.
     """
     path = folder / RECIPE
     if path.exists():
@@ -239,31 +238,20 @@ def measured_acceptance(
     for domain in domains_in(work_dir):
         prompts = read_rows(work_dir / f"{domain}_test.jsonl")[:num_prompts]
         for regime, sampling in REGIMES.items():
-            torch.manual_seed(0)
             times = num_samples if sampling["do_sample"] else 1
-            report = measure_acceptance(
-                target, draft, times * prompts, tokenizer, batch_size=32, max_new_tokens=max_new_tokens, **sampling
-            )
-            measured.setdefault(domain, {})[regime] = report.to_dict()
+            found = acceptance(target, draft, times * prompts, tokenizer, max_new_tokens=max_new_tokens, **sampling)
+            measured.setdefault(domain, {})[regime] = found
     return measured
 
 
-def shown_rates(rates: Sequence[float | None]) -> str:
-    """Return the acceptance by position, as in tables."""
-    return " ".join("–" if rate is None else f"{rate:.2f}".removeprefix("0") for rate in rates)
-
-
-def markdown(result: dict) -> str:
-    """Return tau of each draft by domain, and the acceptance by position at temperature 1, as tables."""
-    lines = ["| tau, temperature 1 \\| greedy | parameters | " + " | ".join(DOMAINS) + " |", "|---" * 5 + "|"]
-    for name, draft in result["drafts"].items():
-        cells = [" \\| ".join(f"{draft['measured'][d][r]['tau']:.2f}" for r in REGIMES) for d in DOMAINS]
-        lines.append(f"| {name} | {draft['parameters'] / 1e6:.1f} M | " + " | ".join(cells) + " |")
-    lines += ["", "| acceptance, positions 1 to 7 | " + " | ".join(DOMAINS) + " |", "|---" * 4 + "|"]
-    for name, draft in result["drafts"].items():
-        rates = [draft["measured"][domain]["temperature 1"]["acceptance"] for domain in DOMAINS]
-        lines.append(f"| {name} | " + " | ".join(map(shown_rates, rates)) + " |")
-    return "\n".join(lines)
+def markdown(result: Mapping[str, Any]) -> str:
+    """Return tau of each draft by domain, at temperature 1 and greedy, as a table."""
+    columns = [(domain, regime) for regime in REGIMES for domain in DOMAINS]
+    rows = [
+        [name, *(number(draft["measured"][domain][regime]["tau"]) for domain, regime in columns)]
+        for name, draft in result["drafts"].items()
+    ]
+    return markdown_table(["tau", *(f"{domain}, {regime}" for domain, regime in columns)], rows)
 
 
 def main() -> None:
@@ -277,13 +265,8 @@ def main() -> None:
     parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")
     parser.add_argument("--max_new_tokens", type=int, default=160)
     parser.add_argument("--output", help="result file")
-    parser.add_argument("--table", help="only print the tables of this result file")
     options = parser.parse_args()
-    if options.table:
-        print(markdown(json.loads(Path(options.table).read_text())))
-        return
-
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(parser, options)
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
     answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
@@ -300,15 +283,12 @@ def main() -> None:
         measured = measured_acceptance(
             target, draft, tokenizer, work_dir, options.num_test_prompts, options.max_new_tokens
         )
-        for domain, regimes in measured.items():
-            for regime, report in regimes.items():
-                rates = ["–" if rate is None else f"{rate:.2f}" for rate in report["acceptance"]]
-                print(name, domain, regime, f"{report['tau']:.2f}", *rates)
         result["drafts"][name] = {
             "parameters": draft.num_parameters(), "layers": DRAFTS[name][0], "curve": curve, "measured": measured,
         }  # fmt: skip
+    print(markdown(result))
     if options.output:
-        write_result(Path(options.output), result)
+        write_result(options.output, result)
 
 
 if __name__ == "__main__":

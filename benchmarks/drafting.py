@@ -1,62 +1,60 @@
-"""What drafting costs: among candidates against the whole vocabulary, and in longer blocks. Interleaved, one process.
+"""What drafting costs: among candidates or over the whole vocabulary, in longer blocks, compiled. In turns.
 
 python benchmarks/drafting.py top_k --output benchmarks/results/top_k.json
 python benchmarks/drafting.py candidates --output benchmarks/results/candidates.json
 python benchmarks/drafting.py block_sizes --output benchmarks/results/block_sizes.json
-python benchmarks/drafting.py compiled --output benchmarks/results/compiled.json
+python benchmarks/drafting.py compiled --device cuda --modes default reduce-overhead --output ...
 
-`top_k` times the drafting of a block at the Qwen3-0.6B geometry, random weights and a vocabulary of 152 thousand, with
-`draft_top_k` and without: behind tokens that were drafted before, whose likely successors are known (here: anybody),
-and what looking up a token that is new costs. Aim: at most half the time. Three minutes on two quiet cores, 6 GiB in
-float32, 3 in bfloat16.
+`top_k` times the drafting of a block at Qwen3-0.6B's size, random weights and a vocabulary of 152 thousand, with
+`draft_top_k` and without: after tokens whose likely successors are known (here: any), and the time to look up a new
+one. Aim: at most half the time. Three minutes on two quiet cores, 6 GiB in float32, 3 in bfloat16.
 
-`candidates` measures on the shipped pair, whose vocabulary has 2048 tokens, what tau `draft_top_k` costs, with the
-head's own choice of candidates and with an int8 copy's, which serves large heads, and how many of the drafted tokens
-had to be looked up. Aim: at most 2 % of tau. Seven minutes.
+`candidates` measures on the shipped pair, whose vocabulary has 2048 tokens, what tau `draft_top_k` costs, and how many
+of the drafted tokens had to be looked up. Aim: at most 2 % of tau. Seven minutes.
 
-`block_sizes` times whole rounds of `generate()` at the same geometry with blocks of several sizes, and splits what the
-longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. On a CPU verifying is bound by
-arithmetic, on an accelerator by memory: the split tells. What the sequential head itself costs is what DSpark's rounds
-take beyond those of DFlash, which has none, with blocks as long: the paper's measure. The result is in the form that
-the report's Figure 4 reads. With random weights next to nothing is accepted, so that all rounds commit one token. Five
-minutes in bfloat16, half an hour in float32; CPUs without bfloat16 units need three hours in bfloat16.
+`block_sizes` times whole rounds of `generate()` at the same size with blocks of several lengths, and splits what the
+longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. What the sequential head costs is
+what DSpark's rounds take beyond those of DFlash, which has none: the paper's measure. With random weights next to
+nothing is accepted, so all rounds commit one token. Five minutes in bfloat16, half an hour in float32; CPUs without
+bfloat16 units need three hours in bfloat16.
 
-`compiled` times the drafting of a block at the same geometry with torch.compile and without, behind one to eight new
-tokens by turns, as rounds have them. On an accelerator (`--device cuda --modes default reduce-overhead`) the second
-mode records CUDA graphs; there it has not been run. Compiling takes minutes, and is timed, too.
-
-No part resumes.
+`compiled` times the drafting of a block at the same size with torch.compile and without, after one to eight new tokens
+by turns, as rounds have them. On an accelerator the mode reduce-overhead records CUDA graphs. Compiling takes minutes,
+and is timed, too. No part resumes.
 """
 
 import argparse
-import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from pair import REGIMES, held_out_prompts, load_pair
-from profile_machine import random_pair
+from pair import (
+    REGIMES,
+    WARM_UP_TOKENS,
+    acceptance,
+    decoding,
+    fast_linears,
+    held_out_prompts,
+    load_pair,
+    plain_sampler,
+    provenance_of,
+    random_pair,
+    synchronize,
+    write_result,
+)
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
-from hf_dspark.cpu.copies import packed_weights_of
-from hf_dspark.cpu.few_rows import using_copies
-from hf_dspark.cpu.int8_copy import Int8Copy
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM
-from hf_dspark.decoding.step_costs import _plain_sampler, _synchronize
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.provenance import provenance
 
 GEOMETRY = "qwen3-0.6b"
-SAMPLERS = {"greedy": greedy_sampler, "temperature 1": _plain_sampler}
+SAMPLERS = {"greedy": greedy_sampler, "temperature 1": plain_sampler}
 NO_HEAD = "dflash"
 HEADS = (NO_HEAD, "vanilla", "rnn")  # of `block_sizes`
 NEW_CONTEXT = 3  # tokens committed since the last block
@@ -64,7 +62,7 @@ WARM_UP = 2
 
 
 class Drafting:
-    """One draft that draws block after block behind the same context.
+    """One draft that draws block after block after the same context.
 
     Args:
         draft ([`DSparkDraftModel`]): Bound to its target.
@@ -84,11 +82,11 @@ class Drafting:
 
     @torch.inference_mode()
     def seconds(self, sampler, num_new: int = NEW_CONTEXT) -> float:
-        """Return the time of one block behind so many new tokens."""
-        _synchronize(self.draft.device)
+        """Return the time of one block after `num_new` new tokens."""
+        synchronize(self.draft.device)
         started = time.perf_counter()
         self._draft_block(num_new, sampler)
-        _synchronize(self.draft.device)
+        synchronize(self.draft.device)
         return time.perf_counter() - started
 
 
@@ -132,17 +130,17 @@ def drafting_costs(
 
 
 def know_any_successors(draft: DSparkDraftModel, candidates: int) -> float:
-    """Let every token have some successors, and return the seconds in which those of one token are computed."""
+    """Give every token some successors, and return the seconds in which those of one token are computed."""
     draft.config.draft_top_k = candidates
     successors = draft._successors()
     if successors is None:
         return 0.0
     seconds = []
     for token_id in range(WARM_UP + 5):
-        _synchronize(draft.device)
+        synchronize(draft.device)
         started = time.perf_counter()
         successors._compute(torch.tensor([token_id], device=draft.device))
-        _synchronize(draft.device)
+        synchronize(draft.device)
         seconds.append(time.perf_counter() - started)
     successors._table.random_(0, draft.config.vocab_size)
     return statistics.median(seconds[WARM_UP:])
@@ -160,62 +158,53 @@ def tau_losses(
     """Measure tau with all tokens and among candidates, on the same prompts with the same seeds.
 
     Args:
-        target, draft, prompts, tokenizer: As for [`measure_acceptance`].
+        target, draft, prompts, tokenizer: As for `pair.acceptance`.
         candidates (`Sequence[int]`): Values of `draft_top_k`.
         max_new_tokens (`int`): Of an answer.
         num_seeds (`int`): Answers to each prompt where they are sampled: tau of a few hundred rounds is no better
             known than to some per cent.
 
     Returns:
-        `dict`: By regime, `full` and, by number of candidates, `tau`, `loss`, the share of it that is lost, both
-        again for candidates that an int8 copy of the head names, and `looked_up`, the share of the drafted tokens of
-        the first answers that were new.
+        `dict`: By regime, `full` and, by number of candidates, `tau`, `loss`, the share of it that is lost, and
+        `looked_up`, the share of the drafted tokens of the first answers that were new.
     """
     before, losses = draft.config.draft_top_k, {}
-    int8_copy = Int8Copy(target.get_output_embeddings().weight)
-    choices = {"": lambda hidden: None, "int8_": int8_copy.rough_product}
     try:
         for regime, sampling in REGIMES.items():
-            taus, looked_up = {}, {}
             draft._successor_tables.clear()  # of the other regime's answers
-            options = {"max_new_tokens": max_new_tokens, "batch_size": 32, "progress": False, **sampling}
-            for k, choice in ((None, ""), *itertools.product(candidates, choices)):
-                draft.config.draft_top_k, draft.rough_logits = k, choices[choice]
-                reports = []
-                for seed in range(num_seeds if sampling["do_sample"] else 1):
-                    torch.manual_seed(seed)
-                    reports.append(measure_acceptance(target, draft, prompts, tokenizer, **options))
-                    if k is not None and not choice and seed == 0:
-                        looked_up[k] = share_looked_up(draft)
-                rounds = [report.rounds for report in reports]
-                taus[k, choice] = sum(r.tau * n for r, n in zip(reports, rounds, strict=True)) / sum(rounds)
+            seeds = range(num_seeds if sampling["do_sample"] else 1)
+            taus, looked_up = {}, {}
+            for k in (None, *candidates):
+                draft.config.draft_top_k, found = k, []
+                for seed in seeds:
+                    options = {"max_new_tokens": max_new_tokens, "progress": False, **sampling}
+                    found.append(acceptance(target, draft, prompts, tokenizer, seed, **options))
+                    if k is not None and seed == 0:
+                        looked_up[k] = share_looked_up(draft, found[0]["rounds"])
+                rounds = sum(part["rounds"] for part in found)
+                taus[k] = sum(part["tau"] * part["rounds"] for part in found) / rounds
             losses[regime] = {
-                "full": taus[None, ""],
+                "full": taus[None],
                 "candidates": {
-                    str(k): {f"{choice}tau": taus[k, choice] for choice in choices}
-                    | {f"{choice}loss": 1 - taus[k, choice] / taus[None, ""] for choice in choices}
-                    | {"looked_up": looked_up[k]}
+                    str(k): {"tau": taus[k], "loss": 1 - taus[k] / taus[None], "looked_up": looked_up[k]}
                     for k in candidates
                 },
             }
     finally:
         draft.config.draft_top_k = before
-        del draft.rough_logits
     return losses
 
 
-def share_looked_up(draft: DSparkDraftModel) -> float:
+def share_looked_up(draft: DSparkDraftModel, rounds: int) -> float:
     """Return how many of the tokens drafted so far were new, and had their successors computed."""
     successors = draft._successors()
-    drafted = draft.last_stats.rounds * draft.config.block_size
-    return 0.0 if successors is None else successors.num_known / drafted
+    return 0.0 if successors is None else successors.num_known / (rounds * draft.config.block_size)
 
 
 def top_k(options: argparse.Namespace) -> dict[str, Any]:
     """What candidates save at a large vocabulary."""
-    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
-    target.to(options.device), draft.to(options.device)
-    with using_copies(packed_weights_of(target, draft)):  # as in decoding
+    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device, options.rehearse)
+    with fast_linears(target, draft, packed=True):
         costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
     return {"geometry": GEOMETRY, "dtype": options.dtype, "vocab_size": draft.config.vocab_size, "drafting": costs}
 
@@ -255,7 +244,7 @@ def compiled_costs(
         draft ([`DSparkDraftModel`]): Bound to its target.
         modes (`Sequence[str]`): Of torch.compile.
         context_length (`int`): Tokens in front of the block.
-        repetitions (`int`): Blocks behind each number of new tokens, after those that warm up.
+        repetitions (`int`): Blocks after each number of new tokens, after those that warm up.
 
     Returns:
         `dict`: By mode, the median `ms` of a block, that without compiling, `eager_ms`, their `ratio`, and
@@ -286,11 +275,10 @@ def compiled_costs(
 
 def compiled(options: argparse.Namespace) -> dict[str, Any]:
     """What torch.compile saves of drafting."""
-    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
-    target.to(options.device), draft.to(options.device)
+    target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device, options.rehearse)
     draft.config.draft_top_k = options.draft_top_k
     know_any_successors(draft.bind(target), options.draft_top_k)
-    with using_copies(packed_weights_of(target, draft)):
+    with fast_linears(target, draft, packed=True):
         costs = compiled_costs(draft, options.modes, repetitions=options.repetitions)
     return {"geometry": GEOMETRY, "dtype": options.dtype, "draft_top_k": options.draft_top_k, "modes": costs}
 
@@ -314,12 +302,14 @@ class StopsAt(StoppingCriteria):
 
 def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Tensor, num_rounds: int) -> list:
     """Return the times of the rounds that verified a whole block, but the first, which also reads the prompt."""
-    draft.policy = FullBlock()
-    room = max(draft.config.block_size + 1, PACKING_PAYS_FROM)  # whole blocks, and packed weights with all sizes
-    target.generate(
-        ids, assistant_model=draft, max_new_tokens=2 + num_rounds + room, do_sample=False, pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([StopsAt(ids.shape[1] + 2 + num_rounds)]),
-    )  # fmt: skip
+    options = {
+        "max_new_tokens": 2 + num_rounds + max(draft.config.block_size + 1, WARM_UP_TOKENS),
+        "do_sample": False,
+        "pad_token_id": 0,
+        "stopping_criteria": StoppingCriteriaList([StopsAt(ids.shape[1] + 2 + num_rounds)]),
+    }
+    with decoding(draft, FullBlock()):
+        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
     stats, gamma = draft.last_stats, draft.config.block_size
     rounds = list(zip(stats.proposed, stats.seconds_of_entries(), strict=True))
     return [seconds for proposed, seconds in rounds[1:] if proposed == gamma]
@@ -342,7 +332,7 @@ def block_size_rows(
         repetitions (`int`): Calls with each draft, after one that warms up.
 
     Returns:
-        `list[dict]`: A row per draft, as `evaluation.measurements` reads it, and the number of rounds.
+        `list[dict]`: A row per draft, as Figure 4 reads it, and the number of rounds.
 
     Raises:
         ValueError: If no round verified a whole block.
@@ -355,7 +345,7 @@ def block_size_rows(
             timed = whole_rounds(target, drafts[index], ids, num_rounds)
             found[index] += timed if repetition else []
     if not all(found):
-        raise ValueError(f"no round behind the first verified a whole block: raise num_rounds, got {num_rounds}")
+        raise ValueError(f"no round after the first verified a whole block: raise num_rounds, got {num_rounds}")
     return [block_size_row(draft.config, rounds) for draft, rounds in zip(drafts, found, strict=True)]
 
 
@@ -407,13 +397,13 @@ def draft_of_size(target: PreTrainedModel, size: int, head: str, draft_top_k: in
 
 def block_sizes(options: argparse.Namespace) -> dict[str, Any]:
     """Rounds with blocks of 4, 8 and 16 tokens."""
-    target, _ = random_pair(GEOMETRY, getattr(torch, options.dtype))
+    target, _ = random_pair(GEOMETRY, getattr(torch, options.dtype), options.device, options.rehearse)
     target.generation_config.eos_token_id = None
-    target.to(options.device)
     drafts = [
         draft_of_size(target, size, head, options.draft_top_k) for size in options.sizes for head in options.heads
     ]
-    rows = block_size_rows(target, drafts, repetitions=options.repetitions)
+    with fast_linears(target, *drafts, packed=True):
+        rows = block_size_rows(target, drafts, repetitions=options.repetitions)
     return {
         "target": f"{GEOMETRY}, random weights, {options.dtype}",
         "regime": "greedy",
@@ -439,12 +429,13 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=50, help="of `candidates`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 8, 16], help="of `block_sizes`")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help=f"of `block_sizes`; {NO_HEAD}: none")
-    parser.add_argument("--output", help="JSON file to write besides printing")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models, once: tries the script")
+    parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
-    result = {"provenance": provenance(options.device), **PARTS[options.part](options)}
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    options.repetitions = 1 if options.rehearse else options.repetitions
+    write_result(
+        options.output, {"provenance": provenance_of(parser, options, options.device), **PARTS[options.part](options)}
+    )
 
 
 if __name__ == "__main__":

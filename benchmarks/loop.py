@@ -1,278 +1,270 @@
-"""How close the decoding loop comes to its limit, and what batches gain. Ratios of medians, interleaved, one process.
+"""How close the decoding loop comes to its limit, and what batches gain: ratios of medians, in turns, one process.
 
 python benchmarks/loop.py efficiency --output benchmarks/results/loop_pair.json
-python benchmarks/loop.py replay --output benchmarks/results/loop_0.6b.json
-python benchmarks/loop.py replay --geometry qwen3-1.7b --output benchmarks/results/loop_1.7b.json
+python benchmarks/loop.py replay --geometry qwen3-0.6b qwen3-1.7b --output benchmarks/results/loop_0.6b.json
+python benchmarks/loop.py replay --device cuda --geometry qwen3-0.6b qwen3-4b qwen3-8b --rows 1 8 32 --output ...
 python benchmarks/loop.py context --output benchmarks/results/loop_context.json
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 
-`batch` schedules by the step times that this machine remembers: `hf-dspark profile` the pair before, with as many
-requests as the largest batch (`--batch_sizes 1 2 4 8 16 32 64`). So does `speed.py`.
+`efficiency` decodes held-out prompts with the shipped pair. `replay` has random weights of a larger model: each round
+accepts as many drafts as a recorded round of the shipped pair. `context` times passes after long prompts. `batch`
+decodes batches of held-out prompts, scheduled by the step times that this machine remembers (`hf-dspark profile`).
 
-`replay` has random weights, whose drafts nobody accepts: each round accepts as many as a round of the shipped pair did
-at temperature 1 (`results/pair_rounds.json`), greedy and sampled alike, with the mean of the whole recording.
-
-Loop efficiency is the achieved speed-up over the one that the forward passes alone allow,
-tau * T_target(1) / (T_draft + T_target(1 + l)), times without prefill.
+On a CPU, `--baseline both` (the default) times plain `generate()` and drafted calls with packed copies of the weights,
+too. `speedup` is over plain `generate()` as users run it, `speedup_same_kernels` over plain with packed copies.
+`efficiency` is the speed-up over `limit`, the one that the passes alone allow:
+tau * T_target(1) / (T_draft + T_target(1 + l)). Times are without the prefill. A cell is written when it is there.
 """
 
 import argparse
 import itertools
-import json
-import random
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from pair import RESULTS, held_out_prompts, load_pair
-from profile_machine import GEOMETRIES, random_pair
+from pair import (
+    BASELINES,
+    GEOMETRIES,
+    RESULTS,
+    Way,
+    decoding,
+    default_policy,
+    held_out_prompts,
+    kernels,
+    load_pair,
+    num_rounds_for,
+    passes_by_columns,
+    passes_by_slots,
+    provenance_of,
+    random_pair,
+    recorded_acceptance,
+    replaying,
+    representative,
+    speedups,
+    synchronize,
+    ways_of,
+    write_result,
+)
 from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_dspark import FullBlock, RoundStatistics
-from hf_dspark.cpu.copies import packed_weights_of
-from hf_dspark.cpu.few_rows import using_copies
-from hf_dspark.decoding.hook import default_policy
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM, DecodingLoop
-from hf_dspark.decoding.step_costs import _passes_by_columns, _passes_by_slots
-from hf_dspark.maths.sampling import VerifiedBlock, greedy_sampler
+from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.provenance import provenance
 
 SAMPLINGS = {
     "greedy": {"do_sample": False},
     "truncated": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
 WARM_UP = 5
-CANDIDATES = 256  # of `replay`: what `draft_top_k` takes from tau stays below the noise, see `drafting.py candidates`
-REPLAYED_TOKENS = 96
-LOOPS = {"plain": {}, "own": {"use_transformers_loop": False}, "transformers": {"use_transformers_loop": True}}
+CANDIDATES = 256  # `draft_top_k` of `replay`: what it costs in tau is below the noise, see `drafting.py candidates`
+DRAFTED_TOKENS, PLAIN_TOKENS = 96, 16  # of a call of `replay`, for each row
+Cell = dict[str, Any]
 
 
-def seconds_of(run: Callable[[], object]) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
     started = time.perf_counter()
     run()
+    synchronize(device)
     return time.perf_counter() - started
 
 
-def decode(target, draft, ids: torch.Tensor, loop: str, seed: int, **options) -> tuple[float, int]:
-    """Return the seconds of decoding alone, and the tokens decoded in them: the first one comes from the prefill."""
-    for name, value in LOOPS[loop].items():
-        setattr(draft, name, value)
-    assistant = {} if loop == "plain" else {"assistant_model": draft}
-    torch.manual_seed(seed)
-    first = seconds_of(lambda: target.generate(ids, **options | {"max_new_tokens": 1}, **assistant))
-    torch.manual_seed(seed)
-    started = time.perf_counter()
-    output = target.generate(ids, **options, **assistant)
-    return time.perf_counter() - started - first, output.shape[1] - ids.shape[1] - 1
+def decode(target, draft, way: Way, ids: torch.Tensor, seed: int, **options) -> tuple[float, int]:
+    """Return the seconds of decoding alone, and the tokens of all rows in them: the prefill gives the first."""
+    assistant = {"assistant_model": draft} if way.drafted else {}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **assistant}
+    outputs = []
+    with kernels(target, draft, way.packed):
+        torch.manual_seed(seed)
+        first = seconds_of(lambda: target.generate(**inputs, **options | {"max_new_tokens": 1}), ids.device)
+        torch.manual_seed(seed)
+        whole = seconds_of(lambda: outputs.append(target.generate(**inputs, **options)), ids.device)
+    return whole - first, len(ids) * (outputs[0].shape[1] - ids.shape[1] - 1)
 
 
 class Forwards:
-    """The forward passes alone, at one context length."""
+    """The forward passes alone, after one context, for some rows."""
 
-    def __init__(self, target, draft, context_length: int) -> None:
-        self.prompt = torch.arange(context_length)[None] % 1000
-        self.gamma = draft.config.block_size
-        self.draft, self.cache = draft.bind(target), SlotCache()
-        self.target = target
+    def __init__(self, target, draft, context_length: int, rows: int = 1) -> None:
+        device = target.device
+        self.target, self.draft, self.rows = target, draft.bind(target), rows
+        self.prompt = torch.arange(context_length, device=device)[None] % 1000
+        self.anchors = torch.zeros(rows, dtype=torch.long, device=device)
+        self.block = self.prompt[:, : 1 + draft.config.block_size].expand(rows, -1)
         self.width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+        self.cache = SlotCache(rows)
         self.times: dict[str, list[float]] = {"plain_step": [], "verify": [], "transformers_verify": [], "draft": []}
-        self._draft(context_length)
+        self.draft_blocks(context_length)
 
-    def _draft(self, new: int) -> None:
-        features = torch.ones(1, new, self.width, dtype=self.draft.dtype)
-        self.draft.draft_block(torch.zeros(1, dtype=torch.long), features, self.cache, greedy_sampler)
+    def draft_blocks(self, num_new: int) -> None:
+        """Draft one block for each row, after `num_new` new tokens."""
+        shape = self.rows, num_new, self.width
+        features = torch.ones(shape, dtype=self.draft.dtype, device=self.prompt.device)
+        ids = torch.zeros(self.rows * num_new, dtype=torch.long, device=self.prompt.device)
+        self.draft.draft_block(self.anchors, features, self.cache, greedy_sampler, committed_ids=ids)
+        self.cache.lengths = [self.prompt.shape[1]] * self.rows
 
     @torch.no_grad()
-    def measure(self, repetitions: int) -> None:
-        """Time each pass many times in a row, warm, as it runs in a loop of its own."""
-        block = self.prompt[:, : 1 + self.gamma]
-
-        def draft_one() -> None:
-            self._draft(4)
-            self.cache.lengths[0] = self.prompt.shape[1]
-
-        with using_copies(packed_weights_of(self.target, self.draft)):
-            with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
-                self._time("verify", lambda: by_slots(block), repetitions)
-            self._time("draft", draft_one, repetitions)
-        with _passes_by_columns(self.target, self.prompt, 1) as by_columns:
-            self._time("transformers_verify", lambda: by_columns(block), repetitions)
+    def measure(self, repetitions: int, packed: bool = False) -> None:
+        """Time each pass many times in a row, as it runs in a loop of its own."""
+        with kernels(self.target, self.draft, packed):
+            with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
+                self._time("verify", lambda: by_slots(self.block), repetitions)
+            self._time("draft", lambda: self.draft_blocks(4), repetitions)
+        with passes_by_columns(self.target, self.prompt, self.rows) as by_columns:
+            self._time("transformers_verify", lambda: by_columns(self.block), repetitions)
         cache = DynamicCache(config=self.target.config)
         self.target(self.prompt, past_key_values=cache, logits_to_keep=1)
-        # Each step grows the cache, as in plain decoding; cropping would make the next one dearer.
-        self._time("plain_step", lambda: self.target(block[:, :1], past_key_values=cache), repetitions)
+        cache.batch_repeat_interleave(self.rows)
+        # Each step grows the cache, as in plain decoding.
+        self._time("plain_step", lambda: self.target(self.block[:, :1], past_key_values=cache), repetitions)
 
     def _time(self, name: str, run: Callable[[], object], repetitions: int) -> None:
         for _ in range(WARM_UP):  # the first passes after another model's are slower
             run()
-        self.times[name].extend(seconds_of(run) for _ in range(repetitions))
+        self.times[name].extend(seconds_of(run, self.prompt.device) for _ in range(repetitions))
 
     def medians(self) -> dict[str, float]:
-        return {name: statistics.median(times) for name, times in self.times.items()}
+        return {name: statistics.median(times) for name, times in self.times.items() if times}
 
 
-def efficiency_cell(runs: dict[str, list[tuple[float, int]]], forwards: Forwards, tau: float) -> dict:
-    medians = {loop: statistics.median(seconds / tokens for seconds, tokens in cells) for loop, cells in runs.items()}
-    alone = forwards.medians()
+def cell_of(runs: dict[str, list[tuple[float, int]]], forwards: Forwards, tau: float) -> Cell:
+    """Return what some runs came to: seconds and tokens of each call, by way."""
+    medians = {way: statistics.median(seconds / tokens for seconds, tokens in calls) for way, calls in runs.items()}
+    alone, found = forwards.medians(), speedups(medians)
     limit = tau * alone["plain_step"] / (alone["draft"] + alone["verify"])
-    speedup = medians["plain"] / medians["own"]
-    return {
-        "tau": tau,
-        "speedup": speedup,
-        "limit": limit,
-        "efficiency": speedup / limit,
-        "transformers_loop_speedup": medians["plain"] / medians["transformers"],
-        "own_over_transformers_loop": medians["transformers"] / medians["own"],
-        "ms_per_token": {loop: 1e3 * value for loop, value in medians.items()},
+    cell = {"tau": tau, **found, "limit": limit, "efficiency": found["speedup"] / limit}
+    if "transformers" in medians:
+        cell["transformers_loop_speedup"] = medians["plain"] / medians["transformers"]
+        cell["own_over_transformers_loop"] = medians["transformers"] / medians["own"]
+    return cell | {
+        "ms_per_token": {way: 1e3 * value for way, value in medians.items()},
         "forwards_ms": {name: 1e3 * value for name, value in alone.items()},
     }
 
 
-def efficiency(options: argparse.Namespace) -> dict:
-    """The shipped pair on held-out prompts, batch 1."""
+def efficiency(options: argparse.Namespace) -> Iterator[Cell]:
+    """The shipped pair on held-out prompts, one row."""
     target, draft, tokenizer = load_pair()
-    draft.policy = FullBlock()
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in held_out_prompts()]
-    cells = {}
-    for name, sampling in SAMPLINGS.items():
-        runs: dict[str, list[tuple[float, int]]] = {loop: [] for loop in LOOPS}
-        forwards, taus = Forwards(target, draft, 160), []
-        for index, ids in enumerate(tqdm(prompts[: options.num_prompts], desc=name)):
-            for loop in LOOPS:
-                runs[loop].append(decode(target, draft, ids, loop, index, max_new_tokens=128, **sampling))
-                if loop == "own":
-                    taus.append(draft.last_stats)
-            forwards.measure(15)
-        cells[name] = efficiency_cell(runs, forwards, RoundStatistics.joined(taus).tau)
-    return cells
+    ways = [*ways_of(options.baseline), Way("transformers", drafted=True, packed=False)]
+    for regime, sampling in SAMPLINGS.items():
+        runs: dict[str, list[tuple[float, int]]] = {way.name: [] for way in ways}
+        forwards, statistics_of_calls = Forwards(target, draft, 160), []
+        for index, ids in enumerate(tqdm(prompts[: options.num_prompts], desc=regime)):
+            for way in ways:
+                with decoding(draft, FullBlock(), transformers_loop=way.name == "transformers"):
+                    runs[way.name].append(decode(target, draft, way, ids, index, max_new_tokens=128, **sampling))
+                if way.name == "own":
+                    statistics_of_calls.append(draft.last_stats)
+            forwards.measure(15, packed="own_packed" in runs)
+        yield {"regime": regime} | cell_of(runs, forwards, RoundStatistics.joined(statistics_of_calls).tau)
 
 
-def representative(accepted: list[int], count: int, seed: int) -> list[int]:
-    """Return so many recorded rounds, in random order, that stand for all of them: one from each equal part."""
-    ordered, source = sorted(accepted), random.Random(seed)
-    place = source.random()  # the same in each part: else the mean would wander
-    chosen = [ordered[int((part + place) * len(ordered) / count)] for part in range(count)]
-    source.shuffle(chosen)
-    return chosen
+def replay(options: argparse.Namespace) -> Iterator[Cell]:
+    """Random weights of Qwen3's sizes; how much is accepted comes from recorded rounds."""
+    accepted = recorded_acceptance(options.rounds)
+    for geometry in options.geometry:
+        target, draft = random_pair(geometry, getattr(torch, options.dtype), options.device, options.rehearse)
+        draft.config.draft_top_k = CANDIDATES
+        target.generation_config.eos_token_id = None
+        for rows, regime in itertools.product(options.rows, SAMPLINGS):
+            yield {"geometry": geometry, "rows": rows, "regime": regime} | replayed_cell(
+                target, draft, accepted, rows, regime, options
+            )
+        del target, draft
 
 
-def replayed(rounds: list[int]) -> Callable:
-    """Return a `_verify` that does all its work, and then accepts as many tokens as a recorded round did."""
-    honest, recorded = DecodingLoop._verify, itertools.cycle(rounds)
-
-    def verify(self, proposal, scores, layout, noise):
-        verified = honest(self, proposal, scores, layout, noise)
-        if proposal.block is None:
-            return verified
-        accepted = torch.tensor([next(recorded)]).clamp_max(proposal.lengths)
-        return VerifiedBlock(accepted, verified.next_token_ids)
-
-    return verify
-
-
-def replay(options: argparse.Namespace) -> dict:
-    """Random weights of a Qwen3 geometry; what is accepted comes from recorded rounds."""
-    target, draft = random_pair(options.geometry, getattr(torch, options.dtype))
-    draft.policy = FullBlock()
-    draft.config.draft_top_k = CANDIDATES
-    target.generation_config.eos_token_id = None
-    recording = json.loads(Path(options.rounds).read_text())
-    accepted = [number for request in recording["requests"] for number in request["accepted"]]
-    num_rounds = round(REPLAYED_TOKENS / (1 + statistics.mean(accepted)))
-    honest, cells = DecodingLoop._verify, {}
-    ids = torch.arange(options.context)[None] + 5
-    for name, sampling in SAMPLINGS.items():
-        runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
-        forwards, taus = Forwards(target, draft, options.context + 16), []
-        decode(target, draft, ids, "own", 0, max_new_tokens=PACKING_PAYS_FROM, pad_token_id=0, **sampling)
-        for index in tqdm(range(options.repetitions), desc=name):
-            DecodingLoop._verify = replayed(representative(accepted, num_rounds, index))
-            for loop in runs:
-                settings = {
-                    "max_new_tokens": 1 + (REPLAYED_TOKENS if loop == "own" else 16),
-                    "pad_token_id": 0,
-                    **sampling,
-                }
-                runs[loop].append(decode(target, draft, ids, loop, index, **settings))
-                if loop == "own":
-                    taus.append(draft.last_stats)
-            forwards.measure(5)
-        DecodingLoop._verify = honest
-        runs["transformers"] = runs["own"]  # rounds cannot be replayed there
-        cells[name] = efficiency_cell(runs, forwards, RoundStatistics.joined(taus).tau)
-        for key in ("transformers_loop_speedup", "own_over_transformers_loop"):
-            del cells[name][key]
-        del cells[name]["ms_per_token"]["transformers"]
-    return cells
+def replayed_cell(target, draft, accepted: list[int], rows: int, regime: str, options: argparse.Namespace) -> Cell:
+    """Time one number of rows in one regime."""
+    ways = ways_of(options.baseline, target.device)
+    ids = torch.arange(rows * options.context, device=target.device).view(rows, -1) % 1000 + 5
+    runs: dict[str, list[tuple[float, int]]] = {way.name: [] for way in ways}
+    forwards, statistics_of_calls = Forwards(target, draft, options.context + 16, rows), []
+    lengths = {way.name: 1 + (options.new_tokens if way.drafted else PLAIN_TOKENS) for way in ways}
+    num_rounds = rows * num_rounds_for(options.new_tokens, accepted)
+    settings = {"pad_token_id": 0, **SAMPLINGS[regime]}
+    for index in tqdm(range(-1, options.repetitions), desc=f"{rows} rows, {regime}"):
+        for way in ways:
+            with decoding(draft, FullBlock()), replaying(representative(accepted, num_rounds, max(index, 0))):
+                timed = decode(target, draft, way, ids, max(index, 0), max_new_tokens=lengths[way.name], **settings)
+            if index >= 0:  # the first round warms up
+                runs[way.name].append(timed)
+                if way.name == "own":
+                    statistics_of_calls.append(draft.last_stats)
+        if index >= 0:
+            forwards.measure(5, packed="own_packed" in runs)
+    return cell_of(runs, forwards, RoundStatistics.joined(statistics_of_calls).tau)
 
 
-def context(options: argparse.Namespace) -> dict:
-    """Qwen3-0.6B geometry, bfloat16: a verification pass of 8 tokens against a step, and drafting, by context."""
-    target, draft = random_pair("qwen3-0.6b", torch.bfloat16)
-    cells = {}
-    for length in (256, 1024, 2048):
+def context(options: argparse.Namespace) -> Iterator[Cell]:
+    """A verification pass of 8 tokens against a step, and drafting, by the length of the context."""
+    target, draft = random_pair("qwen3-0.6b", getattr(torch, options.dtype), options.device, options.rehearse)
+    packed = ways_of(options.baseline, target.device)[-1].packed
+    for length in (256, 1024, 2048, 8192):
         forwards = Forwards(target, draft, length)
-        forwards.measure(options.repetitions)
+        forwards.measure(options.repetitions, packed)
         alone = forwards.medians()
-        cells[length] = {
+        yield {
+            "context": length,
             "forwards_ms": {name: 1e3 * value for name, value in alone.items()},
             "verify_over_step": alone["verify"] / alone["plain_step"],
             "transformers_verify_over_step": alone["transformers_verify"] / alone["plain_step"],
         }
-    forwards = Forwards(target, draft, 8192)
-    short = Forwards(target, draft, 256)
-    for _ in range(options.repetitions):
-        for part in (short, forwards):
-            part.times["draft"].append(seconds_of(lambda part=part: part._draft(4)))
-            part.cache.lengths[0] = part.prompt.shape[1]
-    medians = [statistics.median(part.times["draft"]) for part in (short, forwards)]
-    cells["draft"] = {"ms_at_256": 1e3 * medians[0], "ms_at_8192": 1e3 * medians[1], "growth": medians[1] / medians[0]}
-    return cells
 
 
-def batch(options: argparse.Namespace) -> dict:
-    """The shipped pair on batches of held-out prompts: tokens per second against plain batched `generate()`."""
+def batch(options: argparse.Namespace) -> Iterator[Cell]:
+    """The shipped pair on batches of held-out prompts: tokens per second of whole calls."""
     target, draft, tokenizer = load_pair()
     tokenizer.padding_side = "left"
-    prompts = held_out_prompts()
-    scheduled = default_policy(draft, target)
-    policies = {"full block": FullBlock(), "scheduled": scheduled}
-    cells = {}
-    for size in options.sizes:
+    prompts, policies = held_out_prompts(), {"full block": FullBlock(), "scheduled": default_policy(draft, target)}
+    for size, (regime, sampling) in itertools.product(options.rows, SAMPLINGS.items()):
         chosen = [prompts[index % len(prompts)] for index in range(size)]
         inputs = tokenizer(chosen, return_tensors="pt", padding=True)
-        for name, sampling in SAMPLINGS.items():
-            rates: dict[str, list[float]] = {"plain": [], **{policy: [] for policy in policies}}
-            same, rounds = {}, {}
-            for index in tqdm(range(options.repetitions), desc=f"{size} rows, {name}"):
-                outputs = {}
-                for way in rates:
-                    draft.policy = policies.get(way)
-                    assistant = {"assistant_model": draft} if way in policies else {}
-                    torch.manual_seed(index)
-                    started = time.perf_counter()
-                    outputs[way] = target.generate(
-                        **inputs, max_new_tokens=128, pad_token_id=tokenizer.pad_token_id, **sampling, **assistant
-                    )[:, inputs["input_ids"].shape[1] :]
-                    seconds = time.perf_counter() - started
-                    rates[way].append(count_tokens(outputs[way], tokenizer) / seconds)
-                    if assistant:
-                        rounds[way] = draft.last_stats
-                for way in policies:
-                    same[way] = sum(map(torch.equal, *trimmed(outputs["plain"], outputs[way])))
-            medians = {way: statistics.median(values) for way, values in rates.items()}
-            cells[f"{size} {name}"] = {
-                "tokens_per_second": medians,
-                "speedup": {way: medians[way] / medians["plain"] for way in policies},
-                "identical_rows": same if name == "greedy" else None,
-                "tau": {way: rounds[way].tau for way in policies},
-                "proposed_per_row": {way: sum(rounds[way].proposed) / rounds[way].rounds for way in policies},
-            }
-    return cells
+        settings = {"max_new_tokens": 128, "pad_token_id": tokenizer.pad_token_id, **sampling}
+        packs = sorted({way.packed for way in ways_of(options.baseline)})
+        names = [(name, packed) for name in ("plain", *policies) for packed in packs]
+        rates: dict[str, list[float]] = {named(*way): [] for way in names}
+        outputs, rounds = {}, {}
+        for index, (name, packed) in itertools.product(
+            tqdm(range(options.repetitions), desc=f"{size} {regime}"), names
+        ):
+            assistant = {"assistant_model": draft} if name in policies else {}
+            with kernels(target, draft, packed), decoding(draft, policies.get(name)):
+                torch.manual_seed(index)
+                started = time.perf_counter()
+                whole = target.generate(**inputs, **settings, **assistant)
+                seconds = time.perf_counter() - started
+            outputs[name] = whole[:, inputs["input_ids"].shape[1] :]
+            rates[named(name, packed)].append(count_tokens(outputs[name], tokenizer) / seconds)
+            if assistant:
+                rounds[name] = draft.last_stats
+        yield {"rows": size, "regime": regime} | batch_cell(rates, outputs, rounds, regime == "greedy")
+
+
+def named(way: str, packed: bool) -> str:
+    return f"{way}, packed" if packed else way
+
+
+def batch_cell(rates: dict[str, list[float]], outputs: dict, rounds: dict, greedy: bool) -> Cell:
+    """Return what one batch came to."""
+    medians = {way: statistics.median(values) for way, values in rates.items()}
+    is_packed = "plain, packed" in medians
+    ours = {name: medians[named(name, is_packed)] for name in rounds}
+    same = {name: sum(map(torch.equal, *trimmed(outputs["plain"], outputs[name]))) for name in rounds}
+    cell = {
+        "tokens_per_second": medians,
+        "speedup": {name: rate / medians["plain"] for name, rate in ours.items()},
+        "identical_rows": same if greedy else None,
+        "tau": {name: part.tau for name, part in rounds.items()},
+        "proposed_per_row": {name: sum(part.proposed) / part.rounds for name, part in rounds.items()},
+    }
+    if is_packed:
+        cell["speedup_same_kernels"] = {name: rate / medians["plain, packed"] for name, rate in ours.items()}
+    return cell
 
 
 def count_tokens(generated: torch.Tensor, tokenizer) -> int:
@@ -289,27 +281,38 @@ def trimmed(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 PARTS = {"efficiency": efficiency, "replay": replay, "context": context, "batch": batch}
+ROWS = {"replay": [1], "batch": [8, 32, 64]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--baseline", choices=BASELINES, default="both", help="of `efficiency`, `replay` and `batch`")
     parser.add_argument("--num_prompts", type=int, default=30, help="of `efficiency`")
     parser.add_argument("--repetitions", type=int, default=5, help="of the other parts")
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-0.6b", help="of `replay`")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of `replay`")
+    parser.add_argument("--geometry", nargs="+", choices=GEOMETRIES, default=["qwen3-0.6b"], help="of `replay`")
+    parser.add_argument("--rows", type=int, nargs="+", help=f"of a batch; default: {ROWS}")
+    parser.add_argument("--device", default="cpu", help="of `replay` and `context`")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of `replay`, `context`")
     parser.add_argument("--context", type=int, default=256, help="tokens of the prompt of `replay`")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 32, 64], help="of `batch`")
-    parser.add_argument("--rounds", default=str(RESULTS / "pair_rounds.json"), help="recorded rounds for `replay`")
-    parser.add_argument("--output", help="JSON file to write besides printing")
+    parser.add_argument("--new_tokens", type=int, default=DRAFTED_TOKENS, help="drafted ones of `replay`")
+    parser.add_argument("--rounds", default=RESULTS / "pair_rounds.json", help="recorded rounds for `replay`")
+    parser.add_argument("--rehearse", action="store_true", help="tiny models and short calls: tries the script")
+    parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
-    result: dict = {"provenance": provenance()}
-    if options.part == "replay":
-        result |= {name: getattr(options, name) for name in ("geometry", "dtype", "context")}
-    result["cells"] = PARTS[options.part](options)
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    options.rows = options.rows or ROWS.get(options.part)
+    if options.rehearse:
+        options.repetitions, options.new_tokens, options.context = 1, 12, 32
+    result: dict[str, Any] = {"provenance": provenance_of(parser, options, options.device)}
+    if options.part in ("replay", "context"):
+        result |= {"dtype": options.dtype, "context": options.context}
+    result["cells"] = []
+    for cell in PARTS[options.part](options):
+        result["cells"].append(cell)
+        if options.output:
+            write_result(options.output, result)
+    if not options.output:
+        write_result(None, result)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ import sys
 from pathlib import Path
 
 import torch
-from pair import held_out_prompts, load_pair
+from pair import decoding, held_out_prompts, load_pair, provenance_of, write_result
 
 from hf_dspark import FullBlock
-from hf_dspark.provenance import provenance
 
 
 def resident_bytes() -> int:
@@ -28,16 +27,16 @@ def resident_bytes() -> int:
 def measure(assisted: bool, rows: int, new_tokens: int) -> dict:
     """Decode one batch; return how much the peak exceeds what was held before, in bytes."""
     target, draft, tokenizer = load_pair()
-    tokenizer.padding_side, draft.policy = "left", FullBlock()
+    tokenizer.padding_side = "left"
     inputs = tokenizer(held_out_prompts()[:rows], return_tensors="pt", padding=True)
     options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     assistant = {"assistant_model": draft} if assisted else {}
-    target.generate(**{name: value[:1] for name, value in inputs.items()}, max_new_tokens=8, **options, **assistant)
-    before = resident_bytes()
-    output = target.generate(
-        **inputs, max_new_tokens=new_tokens, min_new_tokens=new_tokens, return_dict_in_generate=True, **options,
-        **assistant,
-    )  # fmt: skip
+    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "return_dict_in_generate": True}
+    with decoding(draft, FullBlock()):
+        one_row = {name: value[:1] for name, value in inputs.items()}
+        target.generate(**one_row, max_new_tokens=8, **options, **assistant)
+        before = resident_bytes()
+        output = target.generate(**inputs, **lengths, **options, **assistant)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     draft_cache = 0
     if assisted:
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
     torch.set_num_threads(2)
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(parser, options)
     if options.only:
         print(json.dumps(measure(options.only == "assisted", options.rows, options.new_tokens)))
         return
@@ -70,9 +69,7 @@ def main() -> None:
     ) / cells["plain"]["peak_bytes"]
     cells["within_limit"] = cells["assisted"]["peak_bytes"] <= allowed
     report = {"provenance": origin, "rows": options.rows, "new_tokens": options.new_tokens, "cells": cells}
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    write_result(options.output, report)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,121 @@
-"""The shipped pair and its held-out prompts, as the benchmarks load them."""
+"""What the benchmarks share: the shipped pair, models of other sizes, prompts, result files.
 
+Every call into hf_dspark that is not part of its public interface, and that several scripts need, stands here.
+"""
+
+import argparse
+import itertools
 import json
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from hf_dspark import DSparkDraftModel
+from hf_dspark import AdaptiveDrafting, DSparkConfig, DSparkDraftModel, Policy, PrefixScheduler, SLOLimit, evaluate
+from hf_dspark import load_cost as load_cost
+from hf_dspark.cpu.copies import packed_weights_of
+from hf_dspark.cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from hf_dspark.decoding.hook import default_policy as default_policy
+from hf_dspark.decoding.loop import DecodingLoop
+from hf_dspark.decoding.step_costs import _passes_by_columns as passes_by_columns  # noqa: F401
+from hf_dspark.decoding.step_costs import _passes_by_slots as passes_by_slots  # noqa: F401
+from hf_dspark.decoding.step_costs import _plain_sampler as plain_sampler  # noqa: F401
+from hf_dspark.maths.costs import StepCost
+from hf_dspark.maths.policies import EarlyStopScheduler as EarlyStopScheduler
+from hf_dspark.maths.policies import EliminationScheduler as EliminationScheduler
+from hf_dspark.maths.policies import GlobalScheduler as GlobalScheduler
+from hf_dspark.maths.sampling import VerifiedBlock
+from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 RESULTS = Path(__file__).parent / "results"
-SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 GREEDY = {"do_sample": False}
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 REGIMES = {"greedy": GREEDY, "sampled": SAMPLING}
+GEOMETRIES = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+REHEARSAL = {"num_hidden_layers": 6, "vocab_size": 2048, "intermediate_size": 256}  # of a model that tries a script
+UNTIED = {"qwen3-8b"}  # its LM head is a matrix of its own
+WARM_UP_TOKENS = 16  # of a call that is not timed
+Pair = tuple[PreTrainedModel, DSparkDraftModel]
 
 
-def load_pair(
-    dtype: torch.dtype = torch.float32,
-) -> tuple[PreTrainedModel, DSparkDraftModel, PreTrainedTokenizerBase]:
-    """Return target, draft and tokenizer."""
+@dataclass(frozen=True)
+class Way:
+    """A way to decode: with the draft or plainly, with packed copies of the weights or as users run it."""
+
+    name: str
+    drafted: bool
+    packed: bool
+
+
+WAYS = (
+    Way("plain", drafted=False, packed=False),
+    Way("plain_packed", drafted=False, packed=True),
+    Way("own", drafted=True, packed=False),
+    Way("own_packed", drafted=True, packed=True),
+)
+BASELINES = ("as_it_is", "both")
+
+
+# ---- models
+
+
+def load_pair(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DSparkDraftModel, PreTrainedTokenizerBase]:
+    """Return target, draft and tokenizer of the shipped pair."""
     target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=dtype).eval()
     draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=dtype).eval()
     return target, draft, AutoTokenizer.from_pretrained(PAIR / "target")
+
+
+def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", rehearse: bool = False) -> Pair:
+    """Return a Qwen3 target and a draft of the released layout with random weights, which take the same time.
+
+    Args:
+        geometry (`str`): One of [`GEOMETRIES`].
+        dtype (`torch.dtype`): Of both.
+        device (`str`): Of both; the weights are made there.
+        rehearse (`bool`): Make both tiny, to try a script.
+    """
+    facts = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, **GEOMETRIES[geometry]}
+    facts |= REHEARSAL if rehearse else {}
+    config = Qwen3Config(**facts, tie_word_embeddings=geometry not in UNTIED)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            target = Qwen3ForCausalLM(config).eval()
+            draft = DSparkDraftModel(DSparkConfig.from_target(config, num_hidden_layers=5, block_size=7)).eval()
+    finally:
+        torch.set_default_dtype(before)
+    return target.to(device), draft.to(device)  # what was made elsewhere all the same
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# ---- prompts and results
 
 
 def held_out_prompts() -> list[str]:
@@ -30,7 +124,7 @@ def held_out_prompts() -> list[str]:
 
 
 def calibration_prompts(test_file: str, count: int) -> list[str]:
-    """Return prompts from GSM8K's test file that are not among the held-out ones, evenly spread.
+    """Return evenly spread prompts from GSM8K's test file that are not among the held-out ones.
 
     Raises:
         ValueError: If a line is no question, naming it.
@@ -46,8 +140,146 @@ def calibration_prompts(test_file: str, count: int) -> list[str]:
     return prompts[:: max(1, len(prompts) // count)][:count]
 
 
-def write_result(path: Path, content: dict) -> None:
-    """Write one result file, keys in order, and say where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def recorded_acceptance(rounds_file: str | Path = RESULTS / "pair_rounds.json") -> list[int]:
+    """Return how many drafts each recorded round of the shipped pair accepted at temperature 1."""
+    recording = json.loads(Path(rounds_file).read_text())
+    return [number for request in recording["requests"] for number in request["accepted"]]
+
+
+def write_result(path: str | Path | None, content: Mapping[str, Any]) -> None:
+    """Write a result file if a path is given, and print it as one line of JSON otherwise."""
+    if path is None:
+        print(json.dumps(content))
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     print(f"wrote {path}")
+
+
+# ---- decoding
+
+
+def ways_of(baseline: str, device: torch.device | str = "cpu") -> list[Way]:
+    """Return the ways to decode in turns: packed copies only for both baselines, and only on a CPU."""
+    both = baseline == "both" and torch.device(device).type == "cpu"
+    return [way for way in WAYS if both or not way.packed]
+
+
+def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the speed-ups that the times of some ways allow.
+
+    `speedup` is over plain `generate()` as users run it, of the draft with packed weights if they were measured;
+    `speedup_same_kernels` is of the same over plain `generate()` with packed weights.
+    """
+    own = seconds.get("own_packed", seconds["own"])
+    found = {"speedup": seconds["plain"] / own}
+    if "plain_packed" in seconds:
+        found |= {"speedup_unpacked": seconds["plain"] / seconds["own"]}
+        found |= {"speedup_same_kernels": seconds["plain_packed"] / own}
+    return found
+
+
+def kernels(target: PreTrainedModel, draft: nn.Module | None, packed: bool) -> AbstractContextManager:
+    """Return a context in which calls have packed copies of the weights, or are as users run them."""
+    models = [model for model in (target, draft) if model is not None]
+    return fast_linears(*models, packed=True) if packed else nullcontext()
+
+
+def provenance_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Return the provenance of a run. Take it first: it holds for what is loaded now."""
+    return provenance(device)
+
+
+def scheduler(cost: StepCost) -> Policy:
+    """Return the default policy: draft when it pays, and verify the prefixes that pay."""
+    return AdaptiveDrafting(PrefixScheduler(cost), cost)
+
+
+def with_limit(policy: Policy, cost: StepCost, tpot_seconds: float, mode: str) -> Policy:
+    """Return AdaSpec's limit of the time per output token over a policy, which is asked whether to draft."""
+    return SLOLimit(AdaptiveDrafting(policy, cost), cost, tpot_seconds, mode)
+
+
+@contextmanager
+def decoding(draft: DSparkDraftModel, policy: Policy | None = None, transformers_loop: bool = False) -> Iterator[None]:
+    """While entered, a draft is verified as a policy says (the default one for `None`), in either loop."""
+    before = draft.policy, draft.use_transformers_loop
+    draft.policy, draft.use_transformers_loop = policy, transformers_loop
+    try:
+        yield
+    finally:
+        draft.policy, draft.use_transformers_loop = before
+
+
+@contextmanager
+def fast_linears(*models: nn.Module, packed: bool = False) -> Iterator[None]:
+    """While entered, products of few rows on a CPU use faster kernels, with packed copies of the weights if asked."""
+    with ExitStack() as stack:
+        if packed:
+            stack.enter_context(using_copies(packed_weights_of(*models)))
+        for model in models:
+            stack.enter_context(multiplying_few_rows(large_linears(model)))
+        yield
+
+
+def acceptance(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    prompts: Iterable[str],
+    processing_class: PreTrainedTokenizerBase,
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Return what whole blocks reach: `tau`, `acceptance` by position, and counts of prompts, rounds and tokens."""
+    texts = [row["prompt"] if isinstance(row, Mapping) else row for row in prompts]
+    found = evaluate(
+        target, draft, {"prompts": texts}, processing_class, batch_size=32, seed=seed, chat_template=False, **options
+    )
+    if found.failed:
+        raise ValueError(f"{len(found.failed)} prompts failed; the first: {found.failed[0].error}")
+    metrics = found.metrics["prompts"].to_dict()
+    rates = [None if rate is None else round(rate, 4) for rate in metrics["acceptance"]]
+    counts = {name: metrics[name] for name in ("prompts", "rounds", "tokens")}
+    return {"tau": round(metrics["tau"], 4), "acceptance": rates, **counts}
+
+
+# ---- replayed acceptance
+
+
+def representative(accepted: Sequence[int], count: int, seed: int) -> list[int]:
+    """Return `count` recorded rounds in random order that have the mean of all: one from each of `count` parts."""
+    ordered, source = sorted(accepted), random.Random(seed)
+    place = source.random()  # the same in each part: otherwise the mean would vary
+    chosen = [ordered[int((part + place) * len(ordered) / count)] for part in range(count)]
+    source.shuffle(chosen)
+    return chosen
+
+
+def num_rounds_for(tokens: int, accepted: Sequence[int]) -> int:
+    """Return how many recorded rounds give a request this number of tokens."""
+    return round(tokens / (1 + statistics.mean(accepted)))
+
+
+@contextmanager
+def replaying(rounds: Sequence[int]) -> Iterator[None]:
+    """While entered, the loop does all its work and then accepts as many drafts as recorded rounds did.
+
+    Random weights accept nothing by themselves. The requests of a batch take rounds in turn.
+    """
+    honest, recorded = DecodingLoop._verify, itertools.cycle(rounds)
+
+    def verify(self, proposal, *args):
+        verified = honest(self, proposal, *args)
+        if proposal.block is None:
+            return verified
+        lengths = proposal.lengths.to(verified.num_accepted.device)
+        accepted = torch.tensor([next(recorded) for _ in range(len(lengths))], device=lengths.device)
+        return VerifiedBlock(accepted.minimum(lengths), verified.next_token_ids)
+
+    DecodingLoop._verify = verify
+    try:
+        yield
+    finally:
+        DecodingLoop._verify = honest

@@ -1,40 +1,44 @@
-"""What the verification schedulers decide and what deciding costs; prints one JSON line.
+"""What the verification schedulers decide, and what a decision costs.
 
-python benchmarks/scheduler.py --curves curves.csv --rounds benchmarks/results/pair_rounds.json --table table.json \\
-    --output benchmarks/results/scheduler.json
+python benchmarks/scheduler.py throughput --curves vidur_linear_layer_ms_vs_tokens.csv \\
+    --table src/hf_dspark/tables/cpu_2_cores.pair.float32.json --output benchmarks/results/scheduler.json
+python benchmarks/scheduler.py decisions --output benchmarks/results/decisions.json
 
-Three parts: microseconds of one decision; throughput on jagged step-time curves, over an unconstrained search's;
-verified tokens against concurrency. Without a file, the parts that need it are left out.
+`throughput` is computed: expected throughput on jagged step times over that of an unconstrained search, and verified
+tokens against concurrency. `decisions` times one decision for 256 requests.
 """
 
 import argparse
-import csv
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
-from simulator import LINE, Recording, load_rounds
-from tqdm import tqdm
-
-from hf_dspark import load_cost
-from hf_dspark.maths.costs import Load, StepCost, ThroughputTable
-from hf_dspark.maths.policies import (
-    AdaptiveDrafting,
-    ConfidenceThreshold,
+from pair import (
+    RESULTS,
     EarlyStopScheduler,
     EliminationScheduler,
-    FullBlock,
     GlobalScheduler,
+    load_cost,
+    scheduler,
+    with_limit,
+    write_result,
+)
+from simulator import LINE, Recording, load_curves, load_rounds
+from tqdm import tqdm
+
+from hf_dspark.maths.costs import Load, StepCost, ThroughputTable
+from hf_dspark.maths.policies import (
+    ConfidenceThreshold,
+    FullBlock,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
     RoundOutcome,
-    SLOLimit,
     survival,
 )
 from hf_dspark.provenance import provenance
@@ -51,6 +55,7 @@ REFERENCE = {
     "knee": (KNEE, {1: 6.0, 64: 6.0, 100: 5.12, 128: 4.0, 150: 3.41, 200: 2.56, 256: 2.0, 384: 1.39, 1024: 1.16}),
     "line": (LINE, {8: 6.0, 32: 5.88, 64: 5.56, 128: 5.04, 256: 4.34, 512: 3.5, 1024: 2.71}),
 }
+BETWEEN = (1, 2, 4, 8, 16, 32, 48, 512, 768)  # concurrencies without a reference
 RECORDED_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -213,27 +218,11 @@ def synthetic_curves(rng: numpy.random.Generator) -> dict[str, StepCost]:
     }
 
 
-def load_curves(path: str | Path) -> dict[str, StepCost]:
-    """Read step times, `gpu_model,num_tokens,gemm_ms_all_layers_tp1`, once linear and once padded to the probes.
-
-    Raises:
-        ValueError: If a line is not as described; names the line.
-    """
-    points: dict[str, list[tuple[int, float]]] = {}
-    with Path(path).open(newline="") as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            try:
-                point = int(row["num_tokens"]), float(row["gemm_ms_all_layers_tp1"]) / 1e3
-                points.setdefault(row["gpu_model"], []).append(point)
-            except (KeyError, TypeError, ValueError) as error:
-                columns = "gpu_model,num_tokens,gemm_ms_all_layers_tp1"
-                raise ValueError(f"{path}, line {reader.line_num}: expected {columns}, got {row}") from error
+def jagged_curves(path: str | Path) -> dict[str, StepCost]:
+    """Return the step times of each GPU in a file, once linear and once padded to the measured sizes."""
     curves: dict[str, StepCost] = {}
-    for name, curve in points.items():
-        tokens, seconds = zip(*sorted(curve), strict=True)
-        probes = ThroughputTable(tokens, tuple(1 / each for each in seconds))
-        curves |= {f"{name}, linear": probes, f"{name}, next probe": next_probe(probes)}
+    for name, measured in load_curves(path).items():
+        curves |= {f"{name}, linear": measured, f"{name}, next probe": next_probe(measured)}
     return curves
 
 
@@ -266,9 +255,9 @@ def budget_row(draws: Sequence[Draw], cost: StepCost, reference: float | None) -
 
 
 def reference_budget(name: str, requests: int, num_rows: int, rng: numpy.random.Generator) -> BudgetRow:
-    """Return a concurrency of the reference, from rounds of about `num_rows` requests together."""
+    """Return a concurrency of the paper's setting, from rounds of about `num_rows` requests together."""
     cost, reference = REFERENCE[name]
-    return budget_row(domain_draws(requests, -(-num_rows // requests), rng), cost, reference[requests])
+    return budget_row(domain_draws(requests, -(-num_rows // requests), rng), cost, reference.get(requests))
 
 
 def recorded_budget(
@@ -293,13 +282,13 @@ def time_decisions(num_requests: int, repetitions: int, rng: numpy.random.Genera
         "lagged budget + top-K": LaggedScheduler(cost, LAG),
         "oracle": GlobalScheduler(cost),
         "elimination": EliminationScheduler(cost),
-        "hull + fill, SLO limit": SLOLimit(PrefixScheduler(cost), cost, 0.03),
+        "hull + fill, SLO limit": with_limit(PrefixScheduler(cost), cost, 0.03, "step"),
     }
     times = {}
     for name, policy in policies.items():
         _observe(policy, blocks[:LAG], load)
         times[name] = _timed(lambda block, policy=policy: policy.plan_verify(block, full, load), blocks)
-    adaptive = AdaptiveDrafting(FullBlock(), cost)
+    adaptive = scheduler(cost)
     _observe(adaptive, blocks[:LAG], load)
     times["draft or skip"] = _timed(lambda block: adaptive.plan_draft(load), blocks)
     return times
@@ -321,49 +310,58 @@ def _timed(decide: Callable[[torch.Tensor], object], blocks: Sequence[torch.Tens
     return Decision(statistics.median(measured), measured[int(0.95 * len(measured))])
 
 
+def decisions(options: argparse.Namespace) -> dict[str, Any]:
+    """Time one decision of each policy for 256 requests, in one thread."""
+    torch.set_num_threads(1)
+    times = time_decisions(256, options.repetitions, numpy.random.default_rng(0))
+    return {"decision": {name: asdict(each) for name, each in times.items()}}
+
+
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
+    """Compute what the schedulers gain on jagged step times, and what they verify by concurrency."""
+    rng = numpy.random.default_rng(0)
+    recording = load_rounds(options.rounds)
+    curves = synthetic_curves(rng) | (jagged_curves(options.curves) if options.curves else {})
+    sizes = rng.integers(1, JAGGED_REQUESTS + 1, options.num_draws).tolist()
+    draws = {
+        "synthetic": jagged_draws(options.num_draws, rng),
+        "recorded": recorded_draws(recording, sizes, rng),
+    }
+    budget = {
+        name: [
+            asdict(reference_budget(name, requests, options.num_rows, rng))
+            for requests in tqdm(sorted({*reference, *BETWEEN}), desc=name)
+        ]
+        for name, (_, reference) in REFERENCE.items()
+    }
+    if options.table:
+        cost = load_cost(options.table)
+        budget["recorded"] = [
+            asdict(recorded_budget(recording, cost, requests, options.num_rows, rng))
+            for requests in tqdm(RECORDED_REQUESTS, desc="recorded")
+        ]
+    jagged = {
+        kind: {name: relative_throughput(each, cost) for name, cost in tqdm(curves.items(), desc=kind)}
+        for kind, each in draws.items()
+    }
+    return {"jagged": jagged, "budget": budget}
+
+
+PARTS = {"decisions": decisions, "throughput": throughput}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--curves", help="CSV of measured step times: gpu_model,num_tokens,gemm_ms_all_layers_tp1")
-    parser.add_argument("--rounds", help="recorded rounds, JSON; see simulator.load_rounds")
-    parser.add_argument("--table", help="cost for hf_dspark.load_cost; with --rounds, budget against concurrency")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--curves", help="CSV of measured step times; see simulator.load_curves")
+    parser.add_argument("--rounds", default=RESULTS / "pair_rounds.json", help="recorded rounds")
+    parser.add_argument("--table", help="cost for hf_dspark.load_cost: verified tokens against concurrency")
     parser.add_argument("--num_draws", type=int, default=300, help="rounds per jagged curve")
     parser.add_argument("--num_rows", type=int, default=2048, help="requests drawn per concurrency, over all rounds")
     parser.add_argument("--repetitions", type=int, default=1000, help="decisions timed")
-    parser.add_argument("--output", help="JSON file to write besides printing")
+    parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
-
-    torch.set_num_threads(1)
-    origin = provenance()  # of what runs from here on
-    rng = numpy.random.default_rng(0)
-    decisions = time_decisions(256, options.repetitions, rng)
-    curves = synthetic_curves(rng) | (load_curves(options.curves) if options.curves else {})
-    draws = {"synthetic": jagged_draws(options.num_draws, rng)}
-    budget = {
-        name: [asdict(reference_budget(name, requests, options.num_rows, rng)) for requests in tqdm(rows, desc=name)]
-        for name, (_, rows) in REFERENCE.items()
-    }
-    if options.rounds:
-        recording = load_rounds(options.rounds)
-        sizes = rng.integers(1, JAGGED_REQUESTS + 1, options.num_draws).tolist()
-        draws["recorded"] = recorded_draws(recording, sizes, rng)
-        if options.table:
-            cost = load_cost(options.table)
-            budget["recorded"] = [
-                asdict(recorded_budget(recording, cost, requests, options.num_rows, rng))
-                for requests in tqdm(RECORDED_REQUESTS, desc="recorded")
-            ]
-    result = {
-        "provenance": origin,
-        "decision": {name: asdict(each) for name, each in decisions.items()},
-        "jagged": {
-            kind: {name: relative_throughput(each, cost) for name, cost in tqdm(curves.items(), desc=kind)}
-            for kind, each in draws.items()
-        },
-        "budget": budget,
-    }
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_result(options.output, {"provenance": provenance(), **PARTS[options.part](options)})
 
 
 if __name__ == "__main__":

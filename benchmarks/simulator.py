@@ -1,76 +1,63 @@
-"""Simulate a serving engine with continuous batching: arrivals from a trace, rounds replayed from a recording.
+"""A simulated serving engine with continuous batching: arrivals from a trace, rounds replayed from a recording.
 
-python benchmarks/simulator.py --trace trace.csv --rounds benchmarks/results/pair_rounds.json --rates 1 4 16
+python benchmarks/simulator.py trace --trace adaspec_conv.csv --curves vidur_linear_layer_ms_vs_tokens.csv \\
+    --num_requests 1000 --rates 2 4 6 8 10 12 14 16 18 20 24 28 --output benchmarks/results/simulator.json
+python benchmarks/simulator.py frontier --curves vidur_linear_layer_ms_vs_tokens.csv \\
+    --curve "A100 Llama-2-7B" "H100 Llama-2-7B" --output benchmarks/results/frontier.json
 
-Each step decodes one round of all active requests; its duration comes from a cost (`hf_dspark.load_cost`), its
-tokens from the recording. Not modelled: prefill, memory limits, and the scheduler's own time.
+Each step decodes one round of all active requests. Its duration comes from a cost, its tokens from the recording.
+Prefill, memory limits and the scheduler's own time are not modelled.
+
+`trace` serves the requests of a trace at several rates. The limit of the time per output token is the 90th percentile
+of plain decoding at the first rate, as in AdaSpec. `frontier` keeps R requests active and measures the throughput and
+the speed that each user sees, for many R: DSpark's Figure 7. Step times of GPUs are those of the linear layers; for
+drafting, they get `DRAFT_SHARE` of the shortest step on top.
 """
 
 import argparse
 import csv
 import json
-import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from tqdm import tqdm
-
-from hf_dspark import load_cost
-from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, StepCost
-from hf_dspark.maths.policies import (
-    SLO_MODES,
-    AdaptiveDrafting,
-    ConfidenceThreshold,
+from pair import (
+    RESULTS,
     EarlyStopScheduler,
     EliminationScheduler,
-    FullBlock,
     GlobalScheduler,
+    load_cost,
+    scheduler,
+    with_limit,
+    write_result,
+)
+from tqdm import tqdm
+from traces import Arrival, MeanLengths, load_trace
+
+from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, StepCost, ThroughputTable
+from hf_dspark.maths.policies import (
+    SLO_MODES,
+    ConfidenceThreshold,
+    FullBlock,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
     RoundOutcome,
-    SLOLimit,
 )
 from hf_dspark.provenance import provenance
 
 WINDOW_SECONDS = 5.0
 FIXED_LENGTHS = (1, 3, 5, 7)
-# 20 ms + .03 ms per verified token, and 1.5 ms of drafting: what is taken when no measured cost is given.
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+SLO_QUANTILE = 0.9  # AdaSpec's limit: the 90th percentile of plain decoding
+DRAFT_SHARE = 2 / 32  # a draft of 2 layers for a target of 32
+# 20 ms + .03 ms per verified token, and 1.5 ms of drafting: the cost if none is given.
 LINE = LinearCost(ForwardCost(0.0, 3e-5, 0.02), ForwardCost(0.0, 0.0, 0.0015))
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request.
-
-    Args:
-        seconds (`float`): When it arrives, counted from the first one.
-        context_tokens (`int`): Length of its prompt.
-        output_tokens (`int`): Tokens that it decodes, at least 1.
-    """
-
-    seconds: float
-    context_tokens: int
-    output_tokens: int
-
-
-@dataclass(frozen=True)
-class MeanLengths:
-    """Mean lengths where a trace has none; drawn from geometric laws."""
-
-    context_tokens: float = 512.0
-    output_tokens: float = 128.0
-
-    def draw(self, rng: numpy.random.Generator) -> tuple[int, int]:
-        """Return context and output tokens of one request, at least 1 each."""
-        return int(rng.geometric(1 / self.context_tokens)), int(rng.geometric(1 / self.output_tokens))
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ class Recording:
     Args:
         confidence (`torch.FloatTensor` of shape `[n, γ]`): Calibrated c_k of each round.
         accepted (`torch.LongTensor` of shape `[n]`): Draft tokens accepted in each round, 0..γ.
-        first_rounds (`Sequence[int]`): Where each request begins, and n behind the last.
+        first_rounds (`Sequence[int]`): Where each request begins, and n after the last.
     """
 
     confidence: torch.Tensor
@@ -100,7 +87,7 @@ class Recording:
         return self.first_rounds[request + 1] - self.first_rounds[request]
 
     def row(self, request: int, index: int) -> int:
-        """Return the row of a request's round; behind its last round it starts over."""
+        """Return the row of a request's round; after its last round it starts over."""
         return self.first_rounds[request] + index % self.num_rounds(request)
 
     @classmethod
@@ -121,7 +108,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class NeverDraft(Policy):
+class NeverDraft(FullBlock):
     """Autoregressive decoding."""
 
     def plan_draft(self, load: Load) -> bool:
@@ -227,80 +214,6 @@ class Summary:
     by_concurrency: list[Concurrency]
 
 
-def load_trace(path: str | Path, rate: float, lengths: MeanLengths, rng: numpy.random.Generator) -> list[Arrival]:
-    """Read arrivals, in the order of time, the first at 0.
-
-    Args:
-        path (`str`): A CSV file with `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure, a date and time),
-            `timestamp_ms,input_length,output_length` (Mooncake, milliseconds) or `Timestamp` (AdaSpec, seconds); or
-            Mooncake's own JSON lines.
-        rate (`float`): How many times as fast as recorded they arrive.
-        lengths ([`MeanLengths`]): For traces that hold none.
-        rng (`numpy.random.Generator`): Draws these.
-
-    Raises:
-        ValueError: If the rate is not positive, or a line is not as described; names the line.
-    """
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"the rate must be a positive number, got {rate}")
-    arrivals = []
-    for number, row in _rows(Path(path)):
-        try:
-            arrivals.append(_arrival(row, lengths, rng))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: {_cause(error)}. {TRACE_FORMS}") from error
-    if not arrivals:
-        raise ValueError(f"{path} holds no arrivals. {TRACE_FORMS}")
-    arrivals.sort(key=lambda arrival: arrival.seconds)
-    start = arrivals[0].seconds
-    return [Arrival((each.seconds - start) / rate, each.context_tokens, each.output_tokens) for each in arrivals]
-
-
-TRACE_FORMS = (
-    "Known are CSV files with the columns TIMESTAMP,ContextTokens,GeneratedTokens or "
-    "timestamp_ms,input_length,output_length or Timestamp, and JSON lines with timestamp, input_length, output_length"
-)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(newline="") as file:
-        if path.suffix == ".jsonl":
-            for number, line in enumerate(file, start=1):
-                yield number, _json_row(path, number, line)
-        else:
-            reader = csv.DictReader(file)
-            for row in reader:
-                yield reader.line_num, row
-
-
-def _json_row(path: Path, number: int, line: str) -> Any:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-    return {"timestamp_ms": row["timestamp"], **row} if isinstance(row, dict) and "timestamp" in row else row
-
-
-def _arrival(row: dict[str, Any], lengths: MeanLengths, rng: numpy.random.Generator) -> Arrival:
-    if "TIMESTAMP" in row:
-        whole, _, fraction = row["TIMESTAMP"].partition(".")
-        seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
-        context, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-    elif "timestamp_ms" in row:
-        seconds = float(row["timestamp_ms"]) / 1e3
-        context, output = int(row["input_length"]), int(row["output_length"])
-    else:
-        seconds = float(row["Timestamp"])
-        context, output = lengths.draw(rng)
-    if not math.isfinite(seconds) or context < 0 or output < 1:
-        raise ValueError(f"expected a time, a context of at least 0 and an output of at least 1 token, got {row}")
-    return Arrival(seconds, context, output)
-
-
-def _cause(error: Exception) -> str:
-    return f"column {error} is missing" if isinstance(error, KeyError) else str(error)
-
-
 def load_rounds(path: str | Path) -> Recording:
     """Read a recording: `{"block_size": γ, "requests": [{"confidence": [[c_1, ...]], "accepted": [n]}]}`.
 
@@ -359,18 +272,18 @@ def synthetic_recording(
 
 
 def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Contender]:
-    """Return the policies to compare; those named with a limit know it. AdaSpec and the oracle are not causal."""
-    adaspec = AdaptiveDrafting(EliminationScheduler(cost), cost)
+    """Return the policies to compare. AdaSpec and the oracle are not causal."""
     policies = {
         "confidence threshold .5": ConfidenceThreshold(0.5),
         "Algorithm 1": EarlyStopScheduler(cost),
         "hull + fill": PrefixScheduler(cost),
         "lagged budget + top-K": LaggedScheduler(cost),
-        "hull + fill, draft or skip": AdaptiveDrafting(PrefixScheduler(cost), cost),
-        "hull + fill, limit: expected": SLOLimit(
-            AdaptiveDrafting(PrefixScheduler(cost), cost), cost, tpot_seconds, "expected"
-        ),
-        **{f"AdaSpec, limit: {mode}": SLOLimit(adaspec, cost, tpot_seconds, mode) for mode in SLO_MODES},
+        "hull + fill, draft or skip": scheduler(cost),
+        "hull + fill, limit: expected": with_limit(PrefixScheduler(cost), cost, tpot_seconds, "expected"),
+        **{
+            f"AdaSpec, limit: {mode}": with_limit(EliminationScheduler(cost), cost, tpot_seconds, mode)
+            for mode in SLO_MODES
+        },
         "oracle": GlobalScheduler(cost),
     }
     return [
@@ -381,7 +294,12 @@ def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Con
 
 
 def simulate(
-    arrivals: Sequence[Arrival], recording: Recording, contender: Contender, cost: StepCost, max_requests: int
+    arrivals: Sequence[Arrival],
+    recording: Recording,
+    contender: Contender,
+    cost: StepCost,
+    max_requests: int,
+    max_rounds: int | None = None,
 ) -> Run:
     """Decode all requests; request i replays the recorded request i mod n.
 
@@ -391,12 +309,13 @@ def simulate(
         contender ([`Contender`]): Decides.
         cost ([`StepCost`]): Duration of a round; also what the policy may know of it.
         max_requests (`int`): Cap of the active requests; the others wait in the order of arrival.
+        max_rounds (`int`, *optional*): Stop after this number of rounds.
     """
     if max_requests < 1:
         raise ValueError(f"max_requests must be at least 1, got {max_requests}")
     policy, waiting, active = contender.policy.fresh(), deque(enumerate(arrivals)), []
     run, clock = Run(), 0.0
-    while waiting or active:
+    while (waiting or active) and (max_rounds is None or len(run.rounds) < max_rounds):
         if not active:
             clock = max(clock, waiting[0][1].seconds)
         while waiting and len(active) < max_requests and waiting[0][1].seconds <= clock:
@@ -481,45 +400,138 @@ def _length_correlation(rounds: Sequence[Round]) -> float | None:
     return statistics.correlation(requests, lengths)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", required=True, help="arrivals; see load_trace")
-    parser.add_argument("--rounds", required=True, help="recorded rounds, JSON; see load_rounds")
-    parser.add_argument("--cost", help="JSON for hf_dspark.load_cost; default: 20 ms + .03 ms per token, 1.5 ms draft")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="arrive so many times as fast")
-    parser.add_argument("--num_requests", type=int, default=500, help="the first of the trace")
-    parser.add_argument("--max_requests", type=int, default=256, help="cap of the active requests")
-    parser.add_argument("--tpot_ms", type=float, default=30.0, help="limit of the time per output token")
-    parser.add_argument("--mean_context", type=float, default=MeanLengths.context_tokens, help="if the trace has none")
-    parser.add_argument("--mean_output", type=float, default=MeanLengths.output_tokens, help="if the trace has none")
-    parser.add_argument("--output", help="JSON file to write besides printing")
-    options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+def frontier(
+    recording: Recording, cost: StepCost, concurrencies: Sequence[int], rounds: int = 200
+) -> dict[str, list[dict[str, float]]]:
+    """Return throughput and speed per user of each policy, for several numbers of requests that stay active.
 
-    cost = load_cost(options.cost) if options.cost else LINE
-    recording, limit = load_rounds(options.rounds), options.tpot_ms / 1e3
+    Args:
+        recording ([`Recording`]): What a round of a request is like.
+        cost ([`StepCost`]): Duration of a round.
+        concurrencies (`Sequence[int]`): R of each point.
+        rounds (`int`): About how many rounds a point rests on.
+    """
+    entrants = [
+        Contender("autoregressive", NeverDraft(), recording.block_size),
+        Contender("fixed length 1", FullBlock(), 1),
+        Contender("full block", FullBlock(), recording.block_size),
+        Contender("scheduled", scheduler(cost), recording.block_size),
+    ]
+    found: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in entrants}
+    for requests in tqdm(concurrencies, desc="concurrency"):
+        endless = [Arrival(0.0, 0, 10**9) for _ in range(requests)]
+        for contender in entrants:
+            run = simulate(endless, recording, contender, cost, requests, max_rounds=rounds)
+            throughput = sum(step.new_tokens for step in run.rounds) / sum(step.seconds for step in run.rounds)
+            point = {"requests": requests, "tokens_per_second": throughput, "per_user": throughput / requests}
+            found[contender.name].append(point)
+    return found
+
+
+def load_curves(path: str | Path, draft_share: float = 0.0) -> dict[str, ThroughputTable]:
+    """Read step times of GPUs: `gpu_model,num_tokens,gemm_ms_all_layers_tp1`.
+
+    Args:
+        path (`str`): The CSV file.
+        draft_share (`float`): What drafting adds, as a share of the shortest step.
+
+    Raises:
+        ValueError: If a line is not as described, naming it.
+    """
+    points: dict[str, list[tuple[int, float]]] = {}
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        for row in reader:
+            try:
+                point = int(row["num_tokens"]), float(row["gemm_ms_all_layers_tp1"]) / 1e3
+                points.setdefault(row["gpu_model"], []).append(point)
+            except (KeyError, TypeError, ValueError) as error:
+                columns = "gpu_model,num_tokens,gemm_ms_all_layers_tp1"
+                raise ValueError(f"{path}, line {reader.line_num}: expected {columns}, got {row}") from error
+    curves = {}
+    for name, curve in points.items():
+        tokens, seconds = zip(*sorted(curve), strict=True)
+        drafting = draft_share * min(seconds)
+        curves[name] = ThroughputTable(tokens, tuple(1 / (each + drafting) for each in seconds), drafting)
+    return curves
+
+
+def chosen_cost(options: argparse.Namespace) -> StepCost:
+    """Return the cost that the command line names."""
+    if options.table:
+        return load_cost(options.table)
+    if options.curves:
+        return load_curves(options.curves, DRAFT_SHARE)[options.curve[0]]
+    return LINE
+
+
+def trace(options: argparse.Namespace) -> dict[str, Any]:
+    """Serve the requests of a trace at several rates, by every policy."""
+    cost, recording = chosen_cost(options), load_rounds(options.rounds)
     lengths = MeanLengths(options.mean_context, options.mean_output)
+
+    def arrivals(rate: float) -> list[Arrival]:
+        return load_trace(options.trace, rate, lengths, numpy.random.default_rng(0))[: options.num_requests]
+
+    plain = Contender("autoregressive", NeverDraft(), recording.block_size)
+    first = simulate(arrivals(options.rates[0]), recording, plain, cost, options.max_requests)
+    times = [each.tpot_seconds for each in first.finished]
+    limit = options.slo_scale * float(numpy.quantile(times, SLO_QUANTILE))
     entrants, results = contenders(cost, recording.block_size, limit), []
     for rate in options.rates:
-        arrivals = load_trace(options.trace, rate, lengths, numpy.random.default_rng(0))[: options.num_requests]
+        served = arrivals(rate)
         summaries = {
-            each.name: asdict(summarize(simulate(arrivals, recording, each, cost, options.max_requests), limit))
+            each.name: asdict(summarize(simulate(served, recording, each, cost, options.max_requests), limit))
             for each in tqdm(entrants, desc=f"rate {rate:g}")
         }
-        span = arrivals[-1].seconds
-        requests_per_second = (len(arrivals) - 1) / span if span else None
+        span = served[-1].seconds
+        requests_per_second = (len(served) - 1) / span if span else None
         results.append({"rate": rate, "requests_per_second": requests_per_second, "policies": summaries})
-    result = {
-        "provenance": origin,
+    return {
         "trace": Path(options.trace).name,
-        "num_requests": len(arrivals),
+        "cost": options.table or (options.curve[0] if options.curves else "line"),
+        "num_requests": len(served),
         "max_requests": options.max_requests,
-        "tpot_ms": options.tpot_ms,
+        "tpot_ms": 1e3 * limit,
         "results": results,
     }
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+
+
+def frontiers(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the frontier of each curve, or of the one cost that is given."""
+    recording = load_rounds(options.rounds)
+    if options.curves and not options.table:
+        curves = load_curves(options.curves, DRAFT_SHARE)
+        costs: dict[str, StepCost] = {name: curves[name] for name in options.curve}
+    else:
+        costs = {Path(options.table).stem if options.table else "line": chosen_cost(options)}
+    return {"machines": {name: frontier(recording, cost, CONCURRENCIES) for name, cost in costs.items()}}
+
+
+PARTS = {"trace": trace, "frontier": frontiers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--trace", help="arrivals; see load_trace")
+    parser.add_argument("--rounds", default=RESULTS / "pair_rounds.json", help="recorded rounds; see load_rounds")
+    parser.add_argument(
+        "--table", help="cost for hf_dspark.load_cost; default: 20 ms + .03 ms per token, 1.5 ms draft"
+    )
+    parser.add_argument("--curves", help="CSV of step times; see load_curves")
+    parser.add_argument("--curve", nargs="+", default=["A100 Llama-2-7B"], help="which of them; one for `trace`")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="multiples of the recorded rate")
+    parser.add_argument("--num_requests", type=int, default=500, help="the first of the trace")
+    parser.add_argument("--max_requests", type=int, default=256, help="cap of the active requests")
+    parser.add_argument("--slo_scale", type=float, default=1.0, help="of the limit of the time per output token")
+    parser.add_argument("--mean_context", type=float, default=MeanLengths.context_tokens, help="if the trace has none")
+    parser.add_argument("--mean_output", type=float, default=MeanLengths.output_tokens, help="if the trace has none")
+    parser.add_argument("--output", help="JSON file to write instead of printing")
+    options = parser.parse_args()
+    if options.part == "trace" and not options.trace:
+        parser.error("`trace` needs --trace: a file of arrivals")
+    write_result(options.output, {"provenance": provenance(), **PARTS[options.part](options)})
 
 
 if __name__ == "__main__":

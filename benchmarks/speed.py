@@ -1,29 +1,39 @@
-"""Speed of the shipped pair against plain `generate()`: paired, interleaved, medians, one process; prints one JSON
-line.
+"""Speed of the shipped pair against plain `generate()`: medians of calls in turns, one process.
 
 python benchmarks/speed.py --output benchmarks/results/speed.json
+
+On a CPU, `--baseline both` (the default) also times both with packed copies of the weights: `speedup` is over plain
+`generate()` as users run it, `speedup_same_kernels` over plain `generate()` with packed copies, the stronger baseline.
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from pair import GREEDY, held_out_prompts, load_pair
+from pair import (
+    BASELINES,
+    GREEDY,
+    decoding,
+    default_policy,
+    held_out_prompts,
+    kernels,
+    load_pair,
+    provenance_of,
+    speedups,
+    ways_of,
+    write_result,
+)
 from tqdm import tqdm
 
 from hf_dspark import FullBlock, Policy, RoundStatistics
-from hf_dspark.decoding.hook import default_policy
-from hf_dspark.provenance import provenance
 
 
 @dataclass
 class Cell:
-    """One policy at one temperature over all prompts. Times in seconds, speeds in tokens per second."""
+    """One policy at one temperature over all prompts. `speedup_same_kernels` is `None` with one baseline."""
 
     temperature: float
     policy: str
@@ -34,6 +44,8 @@ class Cell:
     plain_tokens_per_second: float
     tokens_per_second: float
     speedup: float
+    speedup_same_kernels: float | None
+    ms_per_token: dict[str, float]
     identical_outputs: int | None
     draft_ms_per_round: float
     verify_ms_per_round: float
@@ -61,26 +73,46 @@ def timed(target, ids: torch.Tensor, seed: int, **options) -> Run:
 
 
 def measure(
-    target, draft, tokenizer, prompts: list[str], policies: dict[str, Policy], temperature: float, max_new_tokens: int
+    target,
+    draft,
+    tokenizer,
+    prompts: list[str],
+    policies: dict[str, Policy],
+    temperature: float,
+    max_new_tokens: int,
+    baseline: str = "both",
 ) -> list[Cell]:
-    """Decode each prompt plainly and under each policy, one behind the other."""
+    """Decode each prompt plainly and under each policy, with the kernels that the baselines ask for, in turns."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else GREEDY
-    options = {"max_new_tokens": max_new_tokens, **sampling}
-    plain: list[Run] = []
-    assisted: dict[str, list[Run]] = {name: [] for name in policies}
+    options, ways = {"max_new_tokens": max_new_tokens, **sampling}, ways_of(baseline)
+    runs: dict[tuple[str, str | None], list[Run]] = {}
     for index, prompt in enumerate(tqdm(prompts, desc=f"temperature {temperature:g}")):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        plain.append(timed(target, ids, index, **options))
-        for name, policy in policies.items():
-            draft.policy = policy
-            assisted[name].append(timed(target, ids, index, assistant_model=draft, **options))
-    return [summary(name, temperature, plain, runs, draft.config.block_size) for name, runs in assisted.items()]
+        for way in ways:
+            for name in policies if way.drafted else [None]:
+                assistant = {} if name is None else {"assistant_model": draft}
+                with kernels(target, draft, way.packed), decoding(draft, policies.get(name)):
+                    run = timed(target, ids, index, **options, **assistant)
+                runs.setdefault((way.name, name), []).append(run)
+    plain = {way: calls for (way, policy), calls in runs.items() if policy is None}
+    return [
+        summary(
+            name,
+            temperature,
+            plain | {way: calls for (way, policy), calls in runs.items() if policy == name},
+            draft.config.block_size,
+        )
+        for name in policies
+    ]
 
 
-def summary(policy: str, temperature: float, plain: list[Run], runs: list[Run], block_size: int) -> Cell:
-    stats = RoundStatistics.joined(run.stats for run in runs)
-    plain_seconds, seconds = (statistics.median(run.seconds_per_token for run in part) for part in (plain, runs))
-    identical = sum(a.tokens == b.tokens for a, b in zip(plain, runs, strict=True))
+def summary(policy: str, temperature: float, runs: dict[str, list[Run]], block_size: int) -> Cell:
+    """Return what one policy came to: the rounds of `own_packed` if it was measured, else of `own`."""
+    ours = runs.get("own_packed", runs["own"])
+    stats = RoundStatistics.joined(run.stats for run in ours)
+    seconds = {way: statistics.median(run.seconds_per_token for run in calls) for way, calls in runs.items()}
+    found = speedups(seconds)
+    identical = sum(a.tokens == b.tokens for a, b in zip(runs["plain"], ours, strict=True))
     return Cell(
         temperature=temperature,
         policy=policy,
@@ -90,14 +122,16 @@ def summary(policy: str, temperature: float, plain: list[Run], runs: list[Run], 
         conditional_acceptance=[
             None if math.isnan(share) else round(share, 4) for share in stats.conditional_acceptance(block_size)
         ],
-        plain_tokens_per_second=1 / plain_seconds,
-        tokens_per_second=1 / seconds,
-        speedup=plain_seconds / seconds,
+        plain_tokens_per_second=1 / seconds["plain"],
+        tokens_per_second=1 / seconds.get("own_packed", seconds["own"]),
+        speedup=found["speedup"],
+        speedup_same_kernels=found.get("speedup_same_kernels"),
+        ms_per_token={way: 1e3 * value for way, value in seconds.items()},
         identical_outputs=None if temperature else identical,
         draft_ms_per_round=1e3 * stats.draft_seconds / stats.rounds,
         verify_ms_per_round=1e3 * stats.verify_seconds / stats.rounds,
         rest_ms_per_round=1e3 * stats.rest_seconds / stats.rounds,
-        plain_ms_per_token=1e3 * plain_seconds,
+        plain_ms_per_token=1e3 * seconds["plain"],
     )
 
 
@@ -108,9 +142,10 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=50)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--draft_top_k", type=int, default=None)
-    parser.add_argument("--output", help="JSON file to write besides printing")
+    parser.add_argument("--baseline", choices=BASELINES, default="both")
+    parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(parser, options)
 
     target, draft, tokenizer = load_pair(getattr(torch, options.dtype))
     draft.config.draft_top_k = options.draft_top_k
@@ -119,16 +154,16 @@ def main() -> None:
     if scheduled != FullBlock():
         policies["scheduled"] = scheduled
     prompts = held_out_prompts()[: options.num_prompts]
-    measure(target, draft, tokenizer, prompts[:2], policies, 0.0, options.max_new_tokens)  # warm-up
+    common = target, draft, tokenizer
+    length = options.max_new_tokens
+    measure(*common, prompts[:2], policies, 0.0, length, options.baseline)  # warm-up
     cells = [
         asdict(cell)
         for temperature in options.temperatures
-        for cell in measure(target, draft, tokenizer, prompts, policies, temperature, options.max_new_tokens)
+        for cell in measure(*common, prompts, policies, temperature, length, options.baseline)
     ]
     result = {"provenance": origin, "dtype": options.dtype, "num_prompts": len(prompts), "cells": cells}
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    write_result(options.output, result)
 
 
 if __name__ == "__main__":

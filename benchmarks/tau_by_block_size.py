@@ -1,4 +1,4 @@
-"""Tokens that a round commits with longer blocks, by DSpark, which sees what it has drawn, and by DFlash.
+"""Tokens that a round commits with longer blocks: by DSpark, which sees what it has drawn, and by DFlash.
 
 python benchmarks/tau_by_block_size.py --work_dir out/gsm8k --num_answers 3675 --steps 2000 \
     --output benchmarks/results/tau_by_block_size.json
@@ -6,27 +6,24 @@ python benchmarks/tau_by_block_size.py --work_dir out/gsm8k --num_answers 3675 -
 Data, target and recipe are those of `compare_drafts.py`, which says how to make the folder; what is missing in it is
 made, draft by draft, in half an hour to an hour each. The DFlash drafts have the fill-in layout of transformers' own.
 Every block size has a draft of its own, as long blocks take training that short ones do not need. Decoded are the
-held-out prompts of each domain, four times each at temperature 1, with whole blocks; the report's Figures 2 and 4 show
-the result. Knows nothing of times: `drafting.py block_sizes` measures those of rounds, and `compare.py --block_size`
-those of calls.
+held-out prompts of each domain, four times each at temperature 1, with whole blocks. Figure 4 shows the result.
+`drafting.py block_sizes` measures the time of rounds, `compare.py --block_size` that of calls.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import domains
 from compare_drafts import Recipe, answered, trained_draft
-from pair import write_result
+from pair import provenance_of, write_result
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dspark.models.modeling_draft import DraftModel
-from hf_dspark.provenance import provenance
 from hf_dspark.targets.fingerprint import weight_hash
 
 DRAFTS = {"dspark": "dspark_2", "dflash": "dflash_fill_in_2"}
-NUM_SAMPLES = 4  # of each prompt at temperature 1: tau of a few hundred rounds is known to some per cent only
+NUM_SAMPLES = 4  # of each prompt at temperature 1: a few hundred rounds tell tau to some per cent only
 
 
 def rows_of(
@@ -43,7 +40,7 @@ def rows_of(
     Args:
         kind (`str`): Of [`DRAFTS`].
         draft (`DraftModel`): Verified block by block, whole.
-        target, tokenizer: Who decodes.
+        target, tokenizer: The model that decodes.
         work_dir (`Path`): Has the prompts, by domain.
         num_prompts, max_new_tokens (`int`): Per domain and regime, and per prompt, at most.
     """
@@ -76,29 +73,6 @@ def ratio_to_dflash(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[int,
     return found
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Return tau of each kind by block size, how much more DSpark's is, and the acceptance by position, as tables."""
-    sizes = sorted({row["block_size"] for row in result["block_sizes"]})
-    lines = ["| tau | " + " | ".join(f"γ = {size}" for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
-    cells = {(row["kind"], row["regime"], row["block_size"]): row["tau"] for row in result["block_sizes"]}
-    ratios = ratio_to_dflash(result["block_sizes"])
-    for regime in domains.REGIMES:
-        for domain in next(iter(cells.values())):
-            for kind in DRAFTS:
-                taus = [cells.get((kind, regime, size), {}).get(domain) for size in sizes]
-                shown = " | ".join("–" if tau is None else f"{tau:.2f}" for tau in taus)
-                lines.append(f"| {domain}, {regime}, {kind} | {shown} |")
-            by_size = ratios.get(regime, {}).get(domain, {})
-            shown = " | ".join(f"{by_size[size]:.2f}x" if size in by_size else "–" for size in sizes)
-            lines.append(f"| {domain}, {regime}, dspark over dflash | {shown} |")
-    lines += ["", "| | acceptance by position |", "|---|---|"]
-    for row in result["block_sizes"]:
-        for domain, rates in row["acceptance"].items():
-            name = f"{domain}, {row['regime']}, {row['kind']}, γ = {row['block_size']}"
-            lines.append(f"| {name} | {domains.shown_rates(rates)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work_dir", default="out/gsm8k", help="data and target; gets answers and drafts")
@@ -108,12 +82,8 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=50, help="decoded per domain and regime")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--output", help="result file")
-    parser.add_argument("--table", help="only print the table of this result file")
     options = parser.parse_args()
-    if options.table:
-        print(markdown(json.loads(Path(options.table).read_text())))
-        return
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(parser, options)
     work_dir = Path(options.work_dir)
     target, tokenizer = domains.load_target(work_dir)
     rows: list[dict[str, Any]] = []
@@ -131,9 +101,7 @@ def main() -> None:
         "answers": len(answers), "num_prompts": options.num_prompts, "max_new_tokens": options.max_new_tokens,
         "trained_at": trained_at, "block_sizes": rows, "ratio_to_dflash": ratio_to_dflash(rows),
     }  # fmt: skip
-    print(markdown(result))
-    if options.output:
-        write_result(Path(options.output), result)
+    write_result(options.output, result)
 
 
 if __name__ == "__main__":

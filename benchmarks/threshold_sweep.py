@@ -1,4 +1,4 @@
-"""Acceptance against tokens per round as the confidence threshold rises, on the held-out prompts (the paper's Fig. 5).
+"""Acceptance against tokens per round as the confidence threshold rises, on the held-out prompts: Figure 5.
 
 python benchmarks/threshold_sweep.py
 """
@@ -6,12 +6,11 @@ python benchmarks/threshold_sweep.py
 import argparse
 
 import torch
-from pair import REGIMES, RESULTS, held_out_prompts, load_pair, write_result
+from pair import REGIMES, RESULTS, held_out_prompts, load_pair, provenance_of, write_result
 from simulator import load_rounds
 from tqdm import tqdm
 
 from hf_dspark import ConfidenceThreshold, Load, RoundStatistics
-from hf_dspark.provenance import provenance
 
 
 def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float], **options) -> list[dict]:
@@ -57,8 +56,9 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=50)
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    parser.add_argument("--output", default=RESULTS / "threshold_sweep.json")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(parser, options)
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts()[: options.num_prompts]
     regimes = {
@@ -68,9 +68,7 @@ def main() -> None:
         for name, sampling in REGIMES.items()
     }
     regimes["sampled, recorded rounds cut afterwards"] = replay(options.thresholds)
-    write_result(
-        RESULTS / "threshold_sweep.json", {"provenance": origin, "num_prompts": len(prompts), "regimes": regimes}
-    )
+    write_result(options.output, {"provenance": origin, "num_prompts": len(prompts), "regimes": regimes})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,19 @@ import argparse
 from dataclasses import dataclass, replace
 
 import torch
-from pair import RESULTS, SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
+from pair import (
+    RESULTS,
+    SAMPLING,
+    GlobalScheduler,
+    calibration_prompts,
+    held_out_prompts,
+    load_cost,
+    load_pair,
+    provenance_of,
+    write_result,
+)
 
-from hf_dspark import GlobalScheduler, Policy, PrefixScheduler, ThroughputTable, load_cost
+from hf_dspark import Policy, PrefixScheduler, ThroughputTable
 from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.maths.calibration import (
     CalibrationRounds,
@@ -23,7 +33,6 @@ from hf_dspark.maths.calibration import (
     measure_calibration,
 )
 from hf_dspark.maths.costs import Load
-from hf_dspark.provenance import provenance
 
 CONCURRENCY = (1, 4, 16, 64)
 
@@ -90,7 +99,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--draws", type=int, default=400, help="steps per concurrency")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance_of(parser, options)
 
     target, draft, tokenizer = load_pair()
     fitted_on = calibration_prompts(options.test_file, options.num_prompts)

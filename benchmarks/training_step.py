@@ -8,29 +8,30 @@ Memory is that of a fresh process: its peak during one step over what it held be
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from pair import write_result
+from pair import provenance_of, synchronize, write_result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.maths.losses import DENOMINATOR_EPSILON, LossWeights, position_weights
 from hf_dspark.models.block_attention import BlockLayout, visible_to_blocks
-from hf_dspark.provenance import provenance
 from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
+
+REHEARSAL = {"vocab_size": 200, "hidden_size": 64, "length": 64, "num_anchors": 8, "steps": 2}
 
 
 def attend_densely(query, key, value, layout, window, scaling, dropout=0.0):
     """Attention over all context and all blocks, under one mask."""
-    index = [torch.arange(size) for size in (len(query), 1, query.shape[2], key.shape[2])]
+    index = [torch.arange(size, device=query.device) for size in (len(query), 1, query.shape[2], key.shape[2])]
     batch, head, row, column = torch.meshgrid(*index, indexing="ij")
     mask = visible_to_blocks(layout, window)(batch, head, row, column)
     group = query.shape[1] // key.shape[1]
@@ -67,16 +68,24 @@ class Setting:
             vocab_size=options.vocab_size, hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
             num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=options.hidden_size // 8,
         )  # fmt: skip
-        self.target = Qwen3ForCausalLM(config).requires_grad_(False)
-        self.draft = DSparkDraftModel(
-            DSparkConfig.from_target(config, num_hidden_layers=options.num_layers, block_size=options.block_size)
-        ).bind(self.target)
+        device = options.device
+        self.target = Qwen3ForCausalLM(config).requires_grad_(False).to(device)
+        self.draft = (
+            DSparkDraftModel(
+                DSparkConfig.from_target(config, num_hidden_layers=options.num_layers, block_size=options.block_size)
+            )
+            .to(device)
+            .bind(self.target)
+        )
         torch.nn.init.normal_(self.draft.markov_head.markov_w2.weight, std=0.1)
         length, width = options.length, len(self.draft.config.target_layer_ids) * options.hidden_size
         self.input_ids = torch.randint(0, options.vocab_size, (1, length))
         self.features, last_hidden = torch.randn(1, length, width), torch.randn(1, length, options.hidden_size)
         mask, positions = torch.ones(1, length, dtype=torch.bool), torch.arange(length)[None]
         anchors, real = sample_anchors(mask, positions, options.num_anchors)
+        self.features, last_hidden, self.input_ids, mask, positions, anchors, real = (
+            each.to(device) for each in (self.features, last_hidden, self.input_ids, mask, positions, anchors, real)
+        )
         self.blocks = cut_blocks(self.input_ids, mask, BlockLayout(anchors, real, positions, options.block_size))
         self.hidden_of_labels = label_hidden(last_hidden, self.blocks)
 
@@ -99,11 +108,12 @@ class Setting:
                 self.input_ids, self.features, self.hidden_of_labels, layout, blocks.labels, blocks.supervised
             ).loss
             loss.backward()
+        synchronize(loss.device)
         return loss.item(), {name: p.grad.clone() for name, p in self.draft.named_parameters()}
 
 
 def memory_growth(variant: str, arguments: list[str]) -> float:
-    """Return by how many MiB the peak of a fresh process grows in its first step."""
+    """Return by how many MiB the peak of a fresh process grows in its first step, on its device."""
     command = [sys.executable, __file__, "--only", variant, *arguments]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
@@ -112,6 +122,19 @@ def resident(field: str) -> float:
     """Return a field of this process's status in MiB: VmRSS now, VmHWM at its peak."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
+
+
+def growth_of_peak(device: str, step: Callable[[], object]) -> float:
+    """Return by how many MiB the peak of this process exceeds what it held before a step."""
+    if device != "cpu":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    held = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    step()
+    return resident("VmHWM") - held
 
 
 def main() -> None:
@@ -123,16 +146,17 @@ def main() -> None:
     parser.add_argument("--num_anchors", type=int, default=256)
     parser.add_argument("--block_size", type=int, default=7)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rehearse", action="store_true", help=f"tries the script: {REHEARSAL}")
     parser.add_argument("--only", choices=("bounded", "dense"), help="one step, and print its memory")
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    if options.rehearse:
+        vars(options).update(REHEARSAL)
+    origin = provenance_of(parser, options, options.device)
     setting = Setting(options)
     if options.only:
-        before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        setting.step(options.only)
-        print(resident("VmHWM") - before)
+        print(growth_of_peak(options.device, lambda: setting.step(options.only)))
         return
     gradients = {variant: setting.step(variant)[1] for variant in ("bounded", "dense")}
     difference = max(
@@ -157,9 +181,7 @@ def main() -> None:
         "memory_ratio": round(growth["bounded"] / growth["dense"], 3),
         "largest_relative_gradient_difference": difference,
     }
-    print(json.dumps({name: value for name, value in result.items() if name != "provenance"}))
-    if options.output:
-        write_result(Path(options.output), result)
+    write_result(options.output, result)
 
 
 if __name__ == "__main__":

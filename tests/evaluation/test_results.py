@@ -7,13 +7,13 @@ import torch
 from transformers import GenerationConfig
 
 from hf_dspark import AdaptiveDrafting, FullBlock, LaggedScheduler, Policy, PrefixScheduler, SLOLimit, ThroughputTable
-from hf_dspark.evaluation.measurements import short_policy
 from hf_dspark.evaluation.results import (
     describe_draft,
     describe_policy,
     describe_sampling,
     describe_target,
     read_results,
+    short_policy,
     write_result,
 )
 from hf_dspark.evaluation.timed_decoding import effective_config
@@ -117,3 +117,10 @@ def test_numbers_that_json_cannot_hold_are_refused_and_nothing_is_left(tmp_path)
     with pytest.raises(ValueError):
         write_result(tmp_path / "c.json", "acceptance", {}, {}, **FOUND | {"domains": {"x": float("nan")}})
     assert json.loads((tmp_path / "c.json").read_text()) == old
+
+
+def test_policies_are_named_without_their_tables():
+    assert short_policy("FullBlock()") == short_policy(None) == "whole block"
+    assert short_policy("ConfidenceThreshold(threshold=0.5, cumulative=True)") == "survival threshold 0.5"
+    limited = "SLOLimit(policy=PrefixScheduler(cost=LinearCost(1)), cost=2)"
+    assert short_policy(limited) == "SLOLimit of PrefixScheduler"

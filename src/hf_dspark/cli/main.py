@@ -39,12 +39,10 @@ from .options import (
     ProfileOptions,
     PushOptions,
     RegenerateOptions,
-    ReportOptions,
     SamplingOptions,
     TargetOptions,
     TrainOptions,
 )
-from .report import run_report
 from .sharing import run_card, run_convert, run_push
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -209,17 +207,6 @@ COMMANDS = {
         ("card examples/gsm8k_pair/draft --results out/math.json --output out/README.md",),
         lambda: ((CardOptions,), run_card),
         (Word("folder", "Folder of the draft."),),
-    ),
-    "report": Command(
-        "draw figures from results, and put them on one page",
-        "--output_dir FOLDER [--overwrite] RESULTS [RESULTS ...]",
-        "Draw what the given results allow: acceptance by position, depth, block size, thresholds, reliability, load. "
-        "Writes each figure as PNG and SVG, report.md and report.html into --output_dir; what is missing is named "
-        "there with the command that measures it. Needs matplotlib.",
-        ("report benchmarks/results --output_dir out/report",),
-        lambda: ((ReportOptions,), run_report),
-        (Word("results", "Result file of eval, calibrate or a benchmark, or a folder of them.", "+"),),
-        "figures that were finished are kept",
     ),
 }
 

@@ -440,14 +440,6 @@ class CardOptions(CardFacts):
     overwrite: bool = flag("Replace the card if it exists.")
 
 
-@dataclass(kw_only=True)
-class ReportOptions:
-    """What `report` can be told."""
-
-    output_dir: str = option("Where figures and pages go.", metavar="FOLDER")
-    overwrite: bool = flag("Replace a report that is there.")
-
-
 def check_positive(name: str, value: int) -> None:
     """Raise a `ValueError` unless a number is at least 1."""
     if value < 1:
