@@ -87,7 +87,7 @@ class Method:
 def methods_for(models: Models, cost: ThroughputTable, threshold: float) -> list[Method]:
     """Return everything that can be compared with these models, plain decoding first."""
     lookup = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    scheduler = AdaptiveDrafting(PrefixScheduler(cost), cost)
+    scheduler = AdaptiveDrafting(PrefixScheduler(cost))
     native = [
         Method("prompt lookup", options=lookup, is_native=True),
         Method("assistant", models.assistant, is_native=True),

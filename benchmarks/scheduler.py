@@ -26,10 +26,7 @@ from hf_dspark.maths.costs import Load, StepCost, ThroughputTable
 from hf_dspark.maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
-    EarlyStopScheduler,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
@@ -37,6 +34,7 @@ from hf_dspark.maths.policies import (
     SLOLimit,
     survival,
 )
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from hf_dspark.provenance import provenance
 
 LAG = 2
@@ -293,13 +291,13 @@ def time_decisions(num_requests: int, repetitions: int, rng: numpy.random.Genera
         "lagged budget + top-K": LaggedScheduler(cost, LAG),
         "oracle": GlobalScheduler(cost),
         "elimination": EliminationScheduler(cost),
-        "hull + fill, SLO limit": SLOLimit(PrefixScheduler(cost), cost, 0.03),
+        "hull + fill, SLO limit": SLOLimit(PrefixScheduler(cost), 0.03),
     }
     times = {}
     for name, policy in policies.items():
         _observe(policy, blocks[:LAG], load)
         times[name] = _timed(lambda block, policy=policy: policy.plan_verify(block, full, load), blocks)
-    adaptive = AdaptiveDrafting(FullBlock(), cost)
+    adaptive = AdaptiveDrafting(FullBlock(), cost=cost)
     _observe(adaptive, blocks[:LAG], load)
     times["draft or skip"] = _timed(lambda block: adaptive.plan_draft(load), blocks)
     return times

@@ -28,16 +28,14 @@ from hf_dspark.maths.policies import (
     SLO_MODES,
     AdaptiveDrafting,
     ConfidenceThreshold,
-    EarlyStopScheduler,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
     RoundOutcome,
     SLOLimit,
 )
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from hf_dspark.provenance import provenance
 
 WINDOW_SECONDS = 5.0
@@ -360,17 +358,15 @@ def synthetic_recording(
 
 def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Contender]:
     """Return the policies to compare; those named with a limit know it. AdaSpec and the oracle are not causal."""
-    adaspec = AdaptiveDrafting(EliminationScheduler(cost), cost)
+    adaspec = AdaptiveDrafting(EliminationScheduler(cost))
     policies = {
         "confidence threshold .5": ConfidenceThreshold(0.5),
         "Algorithm 1": EarlyStopScheduler(cost),
         "hull + fill": PrefixScheduler(cost),
         "lagged budget + top-K": LaggedScheduler(cost),
-        "hull + fill, draft or skip": AdaptiveDrafting(PrefixScheduler(cost), cost),
-        "hull + fill, limit: expected": SLOLimit(
-            AdaptiveDrafting(PrefixScheduler(cost), cost), cost, tpot_seconds, "expected"
-        ),
-        **{f"AdaSpec, limit: {mode}": SLOLimit(adaspec, cost, tpot_seconds, mode) for mode in SLO_MODES},
+        "hull + fill, draft or skip": AdaptiveDrafting(PrefixScheduler(cost)),
+        "hull + fill, limit: expected": SLOLimit(AdaptiveDrafting(PrefixScheduler(cost)), tpot_seconds, "expected"),
+        **{f"AdaSpec, limit: {mode}": SLOLimit(adaspec, tpot_seconds, mode) for mode in SLO_MODES},
         "oracle": GlobalScheduler(cost),
     }
     return [

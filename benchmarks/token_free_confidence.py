@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from pair import RESULTS, SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
 
-from hf_dspark import GlobalScheduler, Policy, PrefixScheduler, ThroughputTable, load_cost
+from hf_dspark import Policy, PrefixScheduler, ThroughputTable, load_cost
 from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.maths.calibration import (
     CalibrationRounds,
@@ -23,6 +23,7 @@ from hf_dspark.maths.calibration import (
     measure_calibration,
 )
 from hf_dspark.maths.costs import Load
+from hf_dspark.maths.policy_baselines import GlobalScheduler
 from hf_dspark.provenance import provenance
 
 CONCURRENCY = (1, 4, 16, 64)

@@ -166,7 +166,7 @@ def choose_policy(choice: PolicyChoice, target: PreTrainedModel, draft: DraftMod
         raise ValueError(
             "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and draft"
         )
-    return AdaptiveDrafting(PrefixScheduler(cost), cost)
+    return AdaptiveDrafting(PrefixScheduler(cost))
 
 
 def generate_kwargs(sampling: SamplingOptions, target: PreTrainedModel) -> dict[str, Any]:
