@@ -20,8 +20,7 @@ from .evaluation.evaluate import (
     measure_domains,
     tokens_per_pass,
 )
-from .maths.calibration import TemperatureScaling, measure_calibration
-from .maths.costs import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
+from .maths.costs import Load, ThroughputTable
 from .maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
@@ -55,7 +54,6 @@ _DraftModel.sharing = _hub
 __all__ = [
     "AcceptanceReport",
     "AdaptiveDrafting",
-    "AdditiveCost",
     "Completion",
     "ConfidenceThreshold",
     "DSparkCandidateGenerator",
@@ -67,10 +65,8 @@ __all__ = [
     "Eagle3DraftModel",
     "Evaluation",
     "FeatureCache",
-    "ForwardCost",
     "FullBlock",
     "LaggedScheduler",
-    "LinearCost",
     "Load",
     "Policy",
     "PrefixScheduler",
@@ -78,7 +74,6 @@ __all__ = [
     "RoundStatistics",
     "SLOLimit",
     "SlotCache",
-    "TemperatureScaling",
     "ThroughputTable",
     "cache_features",
     "calibrate",
@@ -91,15 +86,12 @@ __all__ = [
     "export_checkpoint",
     "find_cost",
     "generate_many",
-    "load_cost",
     "measure_acceptance",
-    "measure_calibration",
     "measure_domains",
     "profile_throughput",
     "push_draft",
     "regenerate",
     "regenerate_with_endpoint",
-    "save_cost",
     "save_repository",
     "tokens_per_pass",
     "write_card",

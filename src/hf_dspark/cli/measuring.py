@@ -28,7 +28,6 @@ from ..evaluation.results import (
 )
 from ..formats.files import read_config
 from ..formats.tables import OURS
-from ..maths.costs import save_cost
 from ..models.modeling_draft import DraftModel
 from ..sharing.convert import detect_format
 from ..sharing.hub import RESULTS_FOLDER
@@ -270,7 +269,7 @@ def run_profile(
     )  # fmt: skip
     places = [] if options.no_cache else [str(cache_folder() / f"{profile.machine.key}.json")]
     if output is not None:
-        profile.save(output) if options.format == "hf_dspark" else save_cost(profile.table, output)
+        (profile if options.format == "hf_dspark" else profile.table).save(output)
         places.append(str(output))
     table = profile.table.to_sglang()
     rows = zip(table["sample_batch_tokens"], table["sample_steps_per_sec"], strict=True)

@@ -205,7 +205,7 @@ def calibrate(
             f"give prompts for {FEW_ROUNDS} rounds or more",
             stacklevel=2,
         )
-    scaling = fit_temperatures(rounds, realised, dataset=domain)
+    scaling = fit_temperatures(rounds, realised)
     known = dict(draft.config.sts_temperatures or {})
     known[domain] = list(scaling.temperatures)
     known.setdefault(DEFAULT_DOMAIN, known[domain])
