@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds_folder", default="out/calibration", help="recorded rounds, to resume")
     parser.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES), help="record these only")
     options = parser.parse_args()
-    origin = {"provenance": provenance()}  # of what runs from here on
+    origin = {"provenance": provenance(options=vars(options))}  # of what runs from here on
 
     target, draft, tokenizer = load_pair()
     draft.config.sts_temperatures = None

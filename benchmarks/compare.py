@@ -221,6 +221,7 @@ def compare(
     num_prompts: int = 24,
     max_new_tokens: int = 128,
     threshold: float = 0.5,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure all methods in all cells, and write the result.
 
@@ -231,6 +232,7 @@ def compare(
         num_prompts (`int`): Per cell; at least five calls are made if there are as many prompts.
         max_new_tokens (`int`): Of an answer, at most.
         threshold (`float`): Of DSpark's confidence threshold.
+        options (`Mapping`, *optional*): Of the command line, for the provenance.
 
     Returns:
         `dict`: What the file holds.
@@ -238,7 +240,7 @@ def compare(
     Raises:
         ValueError: If there is no room for prompts, or an unfinished run had other settings.
     """
-    origin = provenance(models.target.device)  # what runs from here on, whatever is committed meanwhile
+    origin = provenance(models.target.device, options)  # what runs from here on, whatever is committed meanwhile
     room = room_for_prompts(models.target, max_new_tokens)
     models, left_out = with_room(models, room)
     settings = settings_of(models, max_new_tokens, threshold, origin)
@@ -331,8 +333,9 @@ def main() -> None:
     grid = itertools.product(tasks, options.batch_sizes, options.temperatures, options.contexts)
     cells = list(itertools.starmap(Cell, grid))
     result = compare(
-        models, cells, Path(options.output), options.num_prompts, options.max_new_tokens, options.threshold
-    )
+        models, cells, Path(options.output), options.num_prompts, options.max_new_tokens, options.threshold,
+        vars(options),
+    )  # fmt: skip
     print(markdown(result))
 
 

@@ -283,7 +283,7 @@ def main() -> None:
         print(markdown(json.loads(Path(options.table).read_text())))
         return
 
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     work_dir = Path(options.work_dir)
     target, tokenizer = load_target(work_dir)
     answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)

@@ -441,7 +441,7 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help=f"of `block_sizes`; {NO_HEAD}: none")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    result = {"provenance": provenance(options.device), **PARTS[options.part](options)}
+    result = {"provenance": provenance(options.device, vars(options)), **PARTS[options.part](options)}
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

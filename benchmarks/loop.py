@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--rounds", default=str(RESULTS / "pair_rounds.json"), help="recorded rounds for `replay`")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    result: dict = {"provenance": provenance()}
+    result: dict = {"provenance": provenance(options=vars(options))}
     if options.part == "replay":
         result |= {name: getattr(options, name) for name in ("geometry", "dtype", "context")}
     result["cells"] = PARTS[options.part](options)

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
     torch.set_num_threads(2)
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     if options.only:
         print(json.dumps(measure(options.only == "assisted", options.rows, options.new_tokens)))
         return

@@ -330,7 +330,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     rng = numpy.random.default_rng(0)
     decisions = time_decisions(256, options.repetitions, rng)
     curves = synthetic_curves(rng) | (load_curves(options.curves) if options.curves else {})

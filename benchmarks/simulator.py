@@ -491,7 +491,7 @@ def main() -> None:
     parser.add_argument("--mean_output", type=float, default=MeanLengths.output_tokens, help="if the trace has none")
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
 
     cost = ThroughputTable.load(options.cost) if options.cost else LINE
     recording, limit = load_rounds(options.rounds), options.tpot_ms / 1e3

@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--draft_top_k", type=int, default=None)
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
 
     target, draft, tokenizer = load_pair(getattr(torch, options.dtype))
     draft.config.draft_top_k = options.draft_top_k

@@ -113,7 +113,7 @@ def main() -> None:
     if options.table:
         print(markdown(json.loads(Path(options.table).read_text())))
         return
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     work_dir = Path(options.work_dir)
     target, tokenizer = domains.load_target(work_dir)
     rows: list[dict[str, Any]] = []

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     target, draft, tokenizer = load_pair()
     prompts = held_out_prompts()[: options.num_prompts]
     regimes = {

@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--draws", type=int, default=400, help="steps per concurrency")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
 
     target, draft, tokenizer = load_pair()
     fitted_on = calibration_prompts(options.test_file, options.num_prompts)

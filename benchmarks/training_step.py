@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("bounded", "dense"), help="one step, and print its memory")
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     setting = Setting(options)
     if options.only:
         before = resident("VmRSS")

@@ -98,7 +98,7 @@ def main() -> None:
         print(f"{regime}: calibration error of the survival {report.mean_ece[0]:.1%} -> {report.mean_ece[1]:.1%}")
     draft.save_pretrained(folder)
     after = measured()
-    results: dict[str, Any] = {"provenance": provenance(), "calibration_error": calibration_error}
+    results: dict[str, Any] = {"provenance": provenance(options=vars(options)), "calibration_error": calibration_error}
     for regime in REGIMES:
         print(f"\n{regime}\n\n{compare_domains(before[regime], after[regime])}")
         results[regime] = {
