@@ -9,17 +9,10 @@ from .decoding.drafter import DSparkCandidateGenerator, RoundStatistics
 from .decoding.hook import decode_with
 from .decoding.hook import install as _install_generate_hook
 from .decoding.many import Completion, generate_many
-from .decoding.step_costs import find_cost, profile_throughput
+from .decoding.step_costs import find_cost
 from .evaluation.calibrate import calibrate, collect_rounds
-from .evaluation.evaluate import (
-    AcceptanceReport,
-    Evaluation,
-    compare_domains,
-    evaluate,
-    measure_acceptance,
-    measure_domains,
-    tokens_per_pass,
-)
+from .evaluation.evaluate import Evaluation, evaluate
+from .evaluation.profile import profile_throughput
 from .maths.costs import Load, ThroughputTable
 from .maths.policies import (
     AdaptiveDrafting,
@@ -52,7 +45,6 @@ _install_generate_hook()
 _DraftModel.sharing = _hub
 
 __all__ = [
-    "AcceptanceReport",
     "AdaptiveDrafting",
     "Completion",
     "ConfidenceThreshold",
@@ -79,21 +71,16 @@ __all__ = [
     "calibrate",
     "check_target",
     "collect_rounds",
-    "compare_domains",
     "convert_checkpoint",
     "decode_with",
     "evaluate",
     "export_checkpoint",
     "find_cost",
     "generate_many",
-    "measure_acceptance",
-    "measure_domains",
     "profile_throughput",
     "push_draft",
     "regenerate",
-    "regenerate_with_endpoint",
     "save_repository",
-    "tokens_per_pass",
     "write_card",
     "write_remote_code",
 ]
@@ -108,7 +95,6 @@ _IMPORTED_WHEN_USED = {
     "convert_checkpoint": "sharing.convert",
     "export_checkpoint": "sharing.convert",
     "regenerate": "decoding.regenerate",
-    "regenerate_with_endpoint": "decoding.regenerate",
 }
 
 

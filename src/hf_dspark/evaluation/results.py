@@ -1,7 +1,4 @@
-"""Result files: what was measured, of which pair, with its provenance. Cards and figures are made of nothing else.
-
-Knows nothing of how the measuring is done.
-"""
+"""Result files: what was measured, of which pair, with its provenance. Cards and figures are made of nothing else."""
 
 import json
 import re
@@ -36,7 +33,7 @@ REQUIRED = {
 WHOLE_BLOCK = "FullBlock()"
 COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
 MAX_BYTES = 2**29  # an evaluation keeps every round
-# What `generate()` samples with where neither its arguments nor the target's generation config say something else.
+# How `generate()` samples unless its arguments or the target's generation config say something else.
 SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50}
 
 
@@ -108,7 +105,7 @@ def write_result(
         path (`str` or `Path`): Where to.
         kind (`str`): What was measured, one of [`REQUIRED`].
         target, draft (`Mapping`): From [`describe_target`] and [`describe_draft`].
-        found: What was found; what can't be written as JSON is an error.
+        found: What was found, as JSON can hold it.
 
     Returns:
         `dict`: What the file holds.
