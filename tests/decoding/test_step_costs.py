@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from hf_dspark import AdaptiveDrafting, PrefixScheduler, load_cost, profile_throughput
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, profile_throughput
 from hf_dspark.decoding import step_costs as profiling
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile, find_cost, known_profiles
 from hf_dspark.maths.costs import ThroughputTable
@@ -31,7 +31,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def profile(target, draft):
     return profile_throughput(
-        target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1, progress=False
+        target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1
     )
 
 
@@ -59,7 +59,7 @@ def test_profile_is_remembered_and_found_again(target, draft, profile):
 
 
 def test_profile_is_not_remembered_when_asked_not_to(target, draft):
-    profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, progress=False, cache=False)
+    profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
     assert find_cost(target, draft) is None
 
 
@@ -67,7 +67,7 @@ def test_stored_profiles_are_sglang_tables(profile, tmp_path):
     profile.save(tmp_path / "table.json")
     table = json.loads((tmp_path / "table.json").read_text())
     assert {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"} <= set(table)
-    assert load_cost(tmp_path / "table.json") == profile.table
+    assert ThroughputTable.load(tmp_path / "table.json") == profile.table
     again = ThroughputProfile.from_dict(table)
     assert again.machine == profile.machine and again.linear == profile.linear and again.samples == profile.samples
 
@@ -108,7 +108,7 @@ def test_targets_with_sliding_windows_can_be_measured(family, make_draft):
     }  # fmt: skip
     config = MistralConfig(**geometry) if family == "mistral" else Gemma3TextConfig(**geometry)
     target = AutoModelForCausalLM.from_config(config).eval()
-    measured = profile_throughput(target, make_draft(target), (1, 2), (6, 30), repetitions=1, progress=False)
+    measured = profile_throughput(target, make_draft(target), (1, 2), (6, 30), repetitions=1)
     assert len(measured.samples["target"]) == 16
 
 
@@ -126,7 +126,7 @@ def test_the_table_taken_is_named(target, draft, profile, caplog):
 
 
 def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_cache):
-    measured = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, progress=False, cache=False)
+    measured = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
     older = dataclasses.replace(
         measured, machine=dataclasses.replace(measured.machine, versions={"torch": "2.0"}),
         table=ThroughputTable((1, 2), (1.0, 1.0)),

@@ -15,8 +15,9 @@ from transformers import TextStreamer
 
 from ..data.prompts import Prompt, PromptFile, read_prompt_file
 from ..decoding.drafter import RoundStatistics
+from ..decoding.endpoint import Endpoint
 from ..decoding.many import generate_many
-from ..decoding.regenerate import Endpoint, RegenerationReport, regenerate
+from ..decoding.regenerate import RegenerationReport, regenerate
 from ..evaluation.results import describe_policy, describe_sampling
 from ..models.modeling_draft import DraftModel
 from .console import Console, Outcome, note_faults

@@ -1,11 +1,10 @@
 """Answers in the target's own words, to train a draft on: by the model in this process, or by one behind a server."""
 
-import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,18 @@ from ..data.prompts import Prompt, as_messages, read_prompts, token_ids
 from ..files import Journal, digest, plain_json
 from ..models.modeling_draft import DraftModel, input_device
 from ..targets.fingerprint import fingerprint
+from .batch import end_token_ids, left_padded, new_tokens, refuse_made_here
 from .call import effective_config
+from .endpoint import Endpoint, Refused, ask
 from .many import generate_many
-from .padding import end_token_ids, left_padded, new_tokens
 
 DEFAULT_NEW_TOKENS = 2048
 UNCHOSEN_LENGTH = 20  # transformers' default of `max_length`
-MADE_HERE = (
-    "input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "assistant_model",
-    "num_return_sequences", "return_dict_in_generate", "max_length",
-)  # fmt: skip
 # Entries of a generation config that decide nothing about the answers.
 NO_OPTIONS = (
     "transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states",
     "pad_token_id",
 )  # fmt: skip
-RETRIES = {"max_retries": 5, "base_wait_time": 1.0, "max_wait_time": 60.0}
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """An OpenAI-compatible server, such as vLLM, SGLang or llama.cpp.
-
-    Args:
-        url (`str`): Such as `http://localhost:8000/v1`.
-        api_key (`str`, *optional*): Sent to the server, never written.
-        timeout (`float`): Seconds a request may take.
-    """
-
-    url: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -135,10 +115,7 @@ def regenerate(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    for name in MADE_HERE:
-        if generate_kwargs.get(name) is not None:
-            instead = {"num_return_sequences": "use num_samples", "max_length": "use max_new_tokens"}
-            raise ValueError(f"regenerate makes {name} itself: {instead.get(name, 'drop it')}")
+    refuse_made_here("regenerate", generate_kwargs, num_return_sequences="use num_samples")
     read, options = read_prompts(prompts), dict(generate_kwargs)
     if endpoint is not None:
         if draft is not None:
@@ -373,89 +350,43 @@ def _answer_by_server(
         fields["temperature"] = 0
     _check_samples(num_samples, fields.get("temperature") == 0)
     thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    asked = [as_messages(prompt) for prompt in prompts]
+    conversations = [as_messages(prompt) for prompt in prompts]
     if processing_class is not None:
-        answered = [*asked[0].content, {"role": "assistant", "content": "An answer."}]
-        tokenize_row({"messages": answered, "tools": asked[0].tools}, processing_class, chat_template_kwargs=thinking)
+        answered = [*conversations[0].content, {"role": "assistant", "content": "An answer."}]
+        tokenize_row(
+            {"messages": answered, "tools": conversations[0].tools}, processing_class, chat_template_kwargs=thinking
+        )
     settings = {
-        "prompts": digest([[prompt.content, prompt.tools] for prompt in asked]),
+        "prompts": digest([[prompt.content, prompt.tools] for prompt in conversations]),
         "model": model,
         "enable_thinking": enable_thinking,
         "seed": seed,
         **plain_json(fields),
     }
     fields["max_tokens"] = fields.pop("max_new_tokens")
-    jobs = [(index, sample) for sample in range(num_samples) for index in range(len(asked))]
-    answers = _Answers(output_file, settings, [prompt.content for prompt in asked], len(jobs))
+    jobs = [(index, sample) for sample in range(num_samples) for index in range(len(conversations))]
+    answers = _Answers(output_file, settings, [prompt.content for prompt in conversations], len(jobs))
 
-    def ask(index: int, sample: int) -> dict[str, Any]:
-        prompt = asked[index]
+    def line_of(index: int, sample: int) -> dict[str, Any]:
+        prompt = conversations[index]
         extras = {} if prompt.tools is None else {"tools": prompt.tools}
         kwargs = thinking | dict(prompt.chat_template_kwargs or {})
         extras |= {"chat_template_kwargs": kwargs} if kwargs else {}
-        own_seed = seed + sample * len(asked) + index
+        own_seed = seed + sample * len(conversations) + index
         body = {"model": model, "messages": prompt.content, "seed": own_seed, **fields, **extras}
-        return extras | _read_answer(_post(server, body), prompt.content)
+        answer, finished = ask(server, body)
+        return extras | {"messages": [*prompt.content, answer], "text": answer["content"], "finished": finished}
 
     executor = ThreadPoolExecutor(concurrency)
     try:
         with answers.bar:
-            futures = {executor.submit(ask, *job): job for job in jobs if answers.lack(*job)}
+            futures = {executor.submit(line_of, *job): job for job in jobs if answers.lack(*job)}
             for future in as_completed(futures):
                 error = future.exception()
-                if error is not None and _is_hopeless(error, bool(len(answers))):
-                    raise _explained(error, server, model) from error
+                if isinstance(error, Refused) or (isinstance(error, ConnectionError) and not len(answers)):
+                    raise error
                 outcome = future.result() if error is None else {"error": _described(error)}
                 answers.append(*futures[future], **outcome)
     finally:
         executor.shutdown(cancel_futures=True)
     return answers.report()
-
-
-def _post(server: Endpoint, body: Mapping[str, Any]) -> Any:
-    """Send a request, again if it fails for a reason that may pass; return the answer's JSON."""
-    from huggingface_hub.utils import hf_raise_for_status, http_backoff
-
-    # The whole header: without a key, the user's Hugging Face token must not reach the server.
-    headers = {"Authorization": f"Bearer {server.api_key or 'none'}"}
-    url = f"{server.url.rstrip('/')}/chat/completions"
-    response = http_backoff("POST", url, json=body, headers=headers, timeout=server.timeout, **RETRIES)
-    hf_raise_for_status(response)
-    return response.json()
-
-
-def _status(error: BaseException) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    names = {base.__name__ for base in type(error).__mro__}  # of whichever HTTP library huggingface_hub uses
-    return _status(error) is None and (isinstance(error, OSError) or "TransportError" in names)
-
-
-def _is_hopeless(error: BaseException, answered: bool) -> bool:
-    return _status(error) in (401, 403, 404) or (_is_lost_connection(error) and not answered)
-
-
-def _explained(error: BaseException, server: Endpoint, model: str) -> Exception:
-    if _is_lost_connection(error):
-        return ConnectionError(f"no answer from {server.url}: is the server running? ({_described(error)})")
-    return ValueError(
-        f"{server.url} refuses model {model!r} or the key: pass the name that the server lists under /models, and an "
-        f"api_key if it needs one ({_described(error)})"
-    )
-
-
-def _read_answer(output: Any, prompt: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of a line that a server's answer gives."""
-    choices = output.get("choices") if isinstance(output, Mapping) else None
-    choice = choices[0] if choices else {}
-    message = choice.get("message") or {}
-    answer = {"role": "assistant", "content": message.get("content") or ""}
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    extras = {"reasoning_content": reasoning, "tool_calls": message.get("tool_calls")}
-    answer |= {name: value for name, value in extras.items() if value}
-    if not any(value for name, value in answer.items() if name != "role"):
-        return {"error": f"the server sent an answer without content: {json.dumps(output)[:500]}"}
-    finished = choice.get("finish_reason") != "length"
-    return {"messages": [*prompt, answer], "text": answer["content"], "finished": finished}

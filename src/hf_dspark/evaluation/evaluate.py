@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, read_task
+from ..decoding.batch import refuse_made_here
 from ..files import Journal, digest, plain_json
 from ..maths.policies import FullBlock, Policy
 from ..models.auto import require_pair
@@ -20,10 +21,6 @@ from .run import EvaluationRun, FailedPrompt, Setup
 
 ALL = "all"  # the name of the tasks together
 DEFAULT_NEW_TOKENS = 128
-MADE_HERE = (
-    "input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "assistant_model",
-    "num_return_sequences", "return_dict_in_generate", "max_length",
-)  # fmt: skip
 CUT_OFFS = ("assistant_confidence_threshold", "num_assistant_tokens")
 Task = str | Path | PromptFile | Iterable[Any]
 
@@ -165,10 +162,7 @@ def _check_arguments(
     if draft is None and (compare_plain or policy is not None):
         given = "compare_plain" if compare_plain else "a policy"
         raise ValueError(f"{given} needs a draft, got draft=None: pass one, or drop {given}")
-    for name in MADE_HERE:
-        if generate_kwargs.get(name) is not None:
-            instead = "use max_new_tokens" if name == "max_length" else "drop it"
-            raise ValueError(f"evaluate makes {name} itself: {instead}")
+    refuse_made_here("evaluate", generate_kwargs)
     for name in CUT_OFFS:
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from ..decoding.batch import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..decoding.call import effective_config
 from ..decoding.drafter import RoundStatistics
-from ..decoding.padding import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..models.modeling_draft import DraftModel, input_device
 
 MIB = 2**20

@@ -1,9 +1,24 @@
-"""Rows of token ids to a batch for plain `generate()`, and the new tokens of each row back out of it."""
+"""For functions that call `generate()` themselves: which arguments they make, rows of token ids to a batch, and the
+new tokens of each row back out of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
+
+MADE_HERE = {
+    "input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "assistant_model",
+    "num_return_sequences", "return_dict_in_generate", "max_length",
+}  # fmt: skip
+
+
+def refuse_made_here(caller: str, generate_kwargs: Mapping[str, Any], **instead: str) -> None:
+    """Raise a `ValueError` for arguments of `generate()` that the caller makes itself, and say what to use instead."""
+    for name, value in generate_kwargs.items():
+        if name in MADE_HERE and value is not None:
+            cure = {"max_length": "use max_new_tokens"} | instead
+            raise ValueError(f"{caller} makes {name} itself: {cure.get(name, 'drop it')}")
 
 
 def left_padded(
