@@ -27,7 +27,7 @@ from hf_dspark import (
     DSparkTrainingArguments,
     Eagle3Config,
     Eagle3DraftModel,
-    measure_acceptance,
+    evaluate,
     regenerate,
 )
 from hf_dspark.data.prompts import read_json_lines
@@ -97,7 +97,7 @@ def training_prompts(work_dir: Path) -> dict[str, list[str]]:
 
 def answers_to(prompts: list[str], path: Path, target, tokenizer, **options) -> list[dict]:
     """Let the target answer into a file; return the answers of which something can be learnt, as token ids."""
-    regenerate(target, tokenizer, prompts, path, batch_size=64, **options)
+    regenerate(target, prompts, tokenizer, path, batch_size=64, **options)
     return [
         {name: row[name] for name in ("prompt_ids", "completion_ids")}
         for row in read_rows(path)
@@ -239,12 +239,13 @@ def measured_acceptance(
     for domain in domains_in(work_dir):
         prompts = read_rows(work_dir / f"{domain}_test.jsonl")[:num_prompts]
         for regime, sampling in REGIMES.items():
-            torch.manual_seed(0)
             times = num_samples if sampling["do_sample"] else 1
-            report = measure_acceptance(
-                target, draft, times * prompts, tokenizer, batch_size=32, max_new_tokens=max_new_tokens, **sampling
-            )
-            measured.setdefault(domain, {})[regime] = report.to_dict()
+            found = evaluate(
+                target, draft, {domain: times * prompts}, tokenizer, batch_size=32, max_new_tokens=max_new_tokens,
+                **sampling,
+            ).metrics[domain]  # fmt: skip
+            facts = {name: getattr(found, name) for name in ("tau", "acceptance", "prompts", "rounds", "tokens")}
+            measured.setdefault(domain, {})[regime] = facts
     return measured
 
 

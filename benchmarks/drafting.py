@@ -44,7 +44,7 @@ from profile_machine import random_pair
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, evaluate
 from hf_dspark.cpu.copies import packed_weights_of
 from hf_dspark.cpu.few_rows import using_copies
 from hf_dspark.cpu.int8_copy import Int8Copy
@@ -160,7 +160,7 @@ def tau_losses(
     """Measure tau with all tokens and among candidates, on the same prompts with the same seeds.
 
     Args:
-        target, draft, prompts, tokenizer: As for [`measure_acceptance`].
+        target, draft, prompts, tokenizer: As for [`evaluate`], of one task.
         candidates (`Sequence[int]`): Values of `draft_top_k`.
         max_new_tokens (`int`): Of an answer.
         num_seeds (`int`): Answers to each prompt where they are sampled: tau of a few hundred rounds is no better
@@ -178,15 +178,15 @@ def tau_losses(
         for regime, sampling in REGIMES.items():
             taus, looked_up = {}, {}
             draft._successor_tables.clear()  # of the other regime's answers
-            options = {"max_new_tokens": max_new_tokens, "batch_size": 32, "progress": False, **sampling}
+            options = {"max_new_tokens": max_new_tokens, "batch_size": 32, **sampling}
             for k, choice in ((None, ""), *itertools.product(candidates, choices)):
                 draft.config.draft_top_k, draft.rough_logits = k, choices[choice]
                 reports = []
                 for seed in range(num_seeds if sampling["do_sample"] else 1):
-                    torch.manual_seed(seed)
-                    reports.append(measure_acceptance(target, draft, prompts, tokenizer, **options))
+                    found = evaluate(target, draft, {"task": prompts}, tokenizer, seed=seed, **options)
+                    reports.append(found.metrics["task"])
                     if k is not None and not choice and seed == 0:
-                        looked_up[k] = share_looked_up(draft)
+                        looked_up[k] = share_looked_up(draft, reports[-1].rounds)
                 rounds = [report.rounds for report in reports]
                 taus[k, choice] = sum(r.tau * n for r, n in zip(reports, rounds, strict=True)) / sum(rounds)
             losses[regime] = {
@@ -204,10 +204,10 @@ def tau_losses(
     return losses
 
 
-def share_looked_up(draft: DSparkDraftModel) -> float:
+def share_looked_up(draft: DSparkDraftModel, rounds: int) -> float:
     """Return how many of the tokens drafted so far were new, and had their successors computed."""
     successors = draft._successors()
-    drafted = draft.last_stats.rounds * draft.config.block_size
+    drafted = rounds * draft.config.block_size
     return 0.0 if successors is None else successors.num_known / drafted
 
 

@@ -417,7 +417,7 @@ def test_chain_from_a_tiny_pair_to_every_figure_of_the_paper(tmp_path, make_targ
         draft = make_draft(target, num_hidden_layers=layers, block_size=block_size)
         evaluate(
             target, draft, tasks, chat_tokenizer, tmp_path / "results" / f"{name}.json", batch_size=batch_size,
-            progress=False, max_new_tokens=12, do_sample=False,
+            max_new_tokens=12, do_sample=False,
         )  # fmt: skip
     written = report(tmp_path / "results", tmp_path / "out")
     assert {path.stem for path in written.figures} == {kind.name for kind in FIGURES if kind.name.startswith("figure")}

@@ -30,9 +30,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def profile(target, draft):
-    return profile_throughput(
-        target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1
-    )
+    return profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
 
 
 def test_profile_measures_every_length_of_one_request_and_full_blocks_of_several(profile, draft):

@@ -161,7 +161,7 @@ def test_results_of_two_targets_are_refused(draft, write, other):
 
 
 def test_step_times_are_shown_with_their_machine_and_those_of_others_refused(target, draft, make_draft, tmp_path):
-    profile = profile_throughput(target, draft, (1, 2), (8, 16), repetitions=1, progress=False, cache=False)
+    profile = profile_throughput(target, draft, (1, 2), (8, 16), repetitions=1, cache=False)
     profile.save(tmp_path / "sps.json")
     text = sections(model_card(draft, throughput=[tmp_path / "sps.json"]))["Step times (SPS)"]
     assert profile.machine.device in text and f"| {profile.table.verify_tokens[0]} |" in text

@@ -12,6 +12,7 @@ from ..data.prompts import PromptFile, read_prompt_file
 from ..decoding.step_costs import cache_folder
 from ..evaluation.calibrate import CalibrationReport, calibrate
 from ..evaluation.evaluate import ALL, evaluate
+from ..evaluation.metrics import comparison_table
 from ..evaluation.profile import profile_throughput
 from ..evaluation.results import (
     WHOLE_BLOCK,
@@ -92,7 +93,7 @@ def run_eval(
     found = evaluation.to_dict()
     console.show(evaluation.table())
     if before is not None:
-        console.show(f"\n{_compared(before, _reports(found['tasks']))}")
+        console.show(f"\n{comparison_table(before, _reports(found['tasks']))}")
     malformed = [fault for file in files.values() for fault in file.faults]
     unanswered = [part for part in evaluation.failed if (part.task, part.line) not in _places(files)]
     for part in unanswered:
@@ -163,17 +164,6 @@ def _require_same_way(
 def _reports(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return what tasks say of acceptance; not of all tasks together, which a result of another kind does not have."""
     return {name: found for name, found in tasks.items() if name != ALL}
-
-
-def _compared(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of tau, and of the acceptance at the first and last position, before and after."""
-    rows = []
-    for name, old in before.items():
-        new = after[name]
-        first, last = (f"{number(old['acceptance'][place])} → {number(new['acceptance'][place])}" for place in (0, -1))
-        change = f"{new['tau'] / old['tau'] - 1:+.0%}" if old["tau"] and new["tau"] else None
-        rows.append((name, number(old["tau"]), number(new["tau"]), change, first, last))
-    return markdown_table(("domain", "tau before", "tau after", "change", "position 1", "last position"), rows)
 
 
 def run_calibrate(

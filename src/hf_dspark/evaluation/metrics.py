@@ -329,6 +329,21 @@ def metrics_table(metrics: Mapping[str, Metrics]) -> str:
     return markdown_table(head, [_row(name, part, compared) for name, part in metrics.items()])
 
 
+def comparison_table(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a Markdown table of tau and of the acceptance at the first and last position, before and after.
+
+    Args:
+        before, after (`Mapping`): Metrics of the same tasks, as [`Metrics.to_dict`] returns them.
+    """
+    rows = []
+    for name, old in before.items():
+        new = after[name]
+        ends = [f"{number(old['acceptance'][place])} → {number(new['acceptance'][place])}" for place in (0, -1)]
+        change = f"{new['tau'] / old['tau'] - 1:+.0%}" if old["tau"] and new["tau"] else None
+        rows.append((name, number(old["tau"]), number(new["tau"]), change, *ends))
+    return markdown_table(("task", "tau before", "tau after", "change", "position 1", "last position"), rows)
+
+
 def _row(name: str, part: Metrics, compared: bool) -> list[Any]:
     times, first, speed = part.seconds_per_round, part.time_to_first_token, part.speedup
     cells = [
