@@ -68,18 +68,23 @@ def literal_algorithm_one(confidence, seconds, base=0):
 # ---- full block and threshold
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3, 5])
-def test_full_block_verifies_every_draft(num_drafts):
-    assert plan(FullBlock(), [[0.0] * 5] * 2, [num_drafts] * 2) == [num_drafts] * 2
-
-
-def test_full_block_works_without_a_confidence_head():
+def test_full_block_verifies_every_draft_also_without_a_confidence_head():
+    for num_drafts in (0, 3, 5):
+        assert plan(FullBlock(), [[0.0] * 5] * 2, [num_drafts] * 2) == [num_drafts] * 2
     assert FullBlock().plan_verify(None, torch.tensor([4, 2]), Load((0, 1))).tolist() == [4, 2]
 
 
-def test_confidence_threshold_stops_before_the_first_doubtful_slot():
-    confidence = [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8]]
-    assert plan(ConfidenceThreshold(0.5), confidence) == [2, 0, 4]
+@pytest.mark.parametrize(
+    ("threshold", "confidence", "lengths"),
+    [
+        (0.5, [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8]], [2, 0, 4]),
+        (0.5, [[0.5, 0.5, 0.25]], [2]),  # reached exactly
+        (0.0, [[0.0, 0.1, 0.0]], [3]),
+        (1.0, [[1.0, 0.999]], [1]),
+    ],
+)
+def test_confidence_threshold_stops_before_the_first_doubtful_slot(threshold, confidence, lengths):
+    assert plan(ConfidenceThreshold(threshold), confidence) == lengths
 
 
 def test_cumulative_threshold_compares_the_survival():
@@ -87,21 +92,8 @@ def test_cumulative_threshold_compares_the_survival():
     assert plan(ConfidenceThreshold(0.5, cumulative=True), confidence) == [2, 3]
 
 
-def test_confidence_threshold_keeps_a_slot_that_reaches_it_exactly():
-    assert plan(ConfidenceThreshold(0.5), [[0.5, 0.5, 0.25]]) == [2]
-
-
-def test_confidence_threshold_of_zero_verifies_every_draft():
-    assert plan(ConfidenceThreshold(0.0), [[0.0, 0.1, 0.0]]) == [3]
-
-
-def test_confidence_threshold_of_one_needs_certainty():
-    assert plan(ConfidenceThreshold(1.0), [[1.0, 0.999]]) == [1]
-
-
-@pytest.mark.parametrize("num_drafts", [0, 1, 2])
-def test_confidence_threshold_never_exceeds_the_drafts_there_are(num_drafts):
-    assert plan(ConfidenceThreshold(0.1), [[0.9] * 4], [num_drafts]) == [num_drafts]
+def test_confidence_threshold_never_exceeds_the_drafts_there_are():
+    assert [plan(ConfidenceThreshold(0.1), [[0.9] * 4], [count]) for count in range(3)] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn"])
@@ -392,15 +384,21 @@ def test_a_request_beyond_rescue_does_not_hold_up_the_others():
     assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13 * 6 - 0.13)
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_limit_must_be_positive(limit):
-    with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
-        SLOLimit(FullBlock(), limit, cost=LINEAR)
-
-
-def test_limit_refuses_an_unknown_mode():
+def test_wrong_limits_are_refused():
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
+            SLOLimit(FullBlock(), limit, cost=LINEAR)
     with pytest.raises(ValueError, match="mode must be one of"):
         SLOLimit(FullBlock(), 1.0, mode="average", cost=LINEAR)
+
+
+def test_the_cost_is_the_inner_policys_unless_given():
+    limited = SLOLimit(AdaptiveDrafting(PrefixScheduler(JAGGED)), 1.0)
+    assert limited.cost is limited.policy.cost is JAGGED and limited.fresh().cost is JAGGED
+    assert AdaptiveDrafting(PrefixScheduler(JAGGED), cost=LINEAR).cost is LINEAR
+    for make in (AdaptiveDrafting, lambda policy: SLOLimit(policy, 1.0)):
+        with pytest.raises(ValueError, match=r"needs to know what a round costs, and FullBlock\(\) does not: pass"):
+            make(FullBlock())
 
 
 # ---- draft or skip

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,25 +26,6 @@ UNDERSTOOD = (
 ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
 STREAM_CHECK = 1000
 FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
-
-
-def tokenize_prompt_completion(
-    prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
-) -> dict[str, list[int]]:
-    """Tokenise one example; only the completion, and the end-of-sequence token after it, is supervised.
-
-    Args:
-        prompt, completion (`str`): Texts, joined as they are.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        max_length (`int`, *optional*): Cut to this many tokens.
-
-    Returns:
-        `dict` with `input_ids` and `loss_mask`, lists of equal length.
-    """
-    completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    if tokenizer.eos_token_id is not None and completion_ids[-1:] != [tokenizer.eos_token_id]:
-        completion_ids = completion_ids + [tokenizer.eos_token_id]
-    return _joined(tokenizer(prompt)["input_ids"], completion_ids, max_length)
 
 
 def tokenize_row(
@@ -112,10 +94,12 @@ def tokenize_row(
     if form == "messages":
         messages, first = read_messages(given.get("messages", given.get("conversations"))), 0
     elif isinstance(given["prompt"], str) and isinstance(given["completion"], str):
-        tokens = tokenize_prompt_completion(given["prompt"], given["completion"], tokenizer)
-        if not finished and tokens["input_ids"][-1] == tokenizer.eos_token_id:
-            tokens = {name: values[:-1] for name, values in tokens.items()}
-        return {name: values[:max_length] for name, values in tokens.items()}
+        completion_ids = tokenizer(given["completion"], add_special_tokens=False)["input_ids"]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if completion_ids[-1:] == end:
+            completion_ids = completion_ids[: len(completion_ids) - len(end)]
+        completion_ids += end if finished else []
+        return _joined(tokenizer(given["prompt"])["input_ids"], completion_ids, max_length)
     else:
         if isinstance(given["prompt"], str) or isinstance(given["completion"], str):
             raise ValueError(
@@ -330,18 +314,14 @@ class Chat:
         return bool(text.strip()) and not self.tokenizer.decode([token_id], skip_special_tokens=True)
 
 
+@dataclass(frozen=True)
 class _RowReader:
     """Tokenises rows one by one and checks them; can be sent to other processes."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        vocab_size: int,
-        max_length: int | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    max_length: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
     def __call__(self, row: Any, index: int) -> dict[str, Any]:
         """Return ids, mask, and the longest run of supervised tokens."""
@@ -393,8 +373,8 @@ def _prepare_table(dataset: Any, reader: _RowReader, block_size: int, num_proc: 
         reader, with_indices=True, remove_columns=columns, features=features, num_proc=num_proc, desc="tokenising"
     )
     _check_runs(list(prepared["longest_run"]), block_size, reader.max_length)
-    usable = prepared.filter(_is_anchored_run, input_columns="longest_run", num_proc=num_proc, desc="choosing")
-    return usable.remove_columns("longest_run")
+    options = {"input_columns": "longest_run", "num_proc": num_proc, "desc": "choosing"}
+    return prepared.filter(lambda run: run > 1, **options).remove_columns("longest_run")
 
 
 def _check_stream(stream: Iterable[Any], reader: _RowReader, block_size: int) -> list[str]:
@@ -483,11 +463,7 @@ def _iterate(dataset: Any) -> Iterator[Any]:
 
 
 def _has_anchor(row: Mapping[str, Any]) -> bool:
-    return _is_anchored_run(row["longest_run"])
-
-
-def _is_anchored_run(longest_run: int) -> bool:
-    return longest_run > 1
+    return row["longest_run"] > 1
 
 
 def _without_run(row: dict[str, Any]) -> dict[str, list[int]]:

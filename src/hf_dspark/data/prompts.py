@@ -23,20 +23,13 @@ BETWEEN_TURNS = "\n\n"  # without a chat template; between messages, too
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be answered.
-
-    Args:
-        content (`str`, `list[dict]` or `list[int]`): A text, messages, or token ids.
-        later_turns (`tuple[str, ...]`): What the user says after the first answer, the second, and so on.
-        tools, chat_template_kwargs (*optional*): For the chat template.
-        line (`int`, *optional*): Where it stands in its file or list, from 1.
-    """
+    """What is to be answered: a text, messages, or token ids."""
 
     content: str | list[dict[str, Any]] | list[int]
-    later_turns: tuple[str, ...] = ()
-    tools: Any = None
+    later_turns: tuple[str, ...] = ()  # what the user says after the first answer, the second, and so on
+    tools: Any = None  # for the chat template
     chat_template_kwargs: Mapping[str, Any] | None = None
-    line: int | None = field(default=None, compare=False)
+    line: int | None = field(default=None, compare=False)  # where it stands in its file or list, from 1
 
     @property
     def is_token_ids(self) -> bool:
@@ -46,13 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with one line.
-
-    Args:
-        file (`str`): The file.
-        line (`int`): The line, from 1.
-        reason (`str`): What is wrong, as the rest of a sentence about the line.
-    """
+    """What is wrong with one line of a file, as the rest of a sentence about the line."""
 
     file: str
     line: int
@@ -64,13 +51,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file holds.
-
-    Args:
-        name (`str`): The file.
-        prompts (`list[Prompt]`): Of its sound lines, in their order.
-        faults (`list[Fault]`): What is wrong with the others.
-    """
+    """The prompts of a file's sound lines, in their order, and the faults of the others."""
 
     name: str
     prompts: list[Prompt]
@@ -145,12 +126,7 @@ def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = 
 
 
 def read_task(name: str, prompts: Iterable[Any]) -> PromptFile:
-    """Read prompts from a list as if it were a file of this name.
-
-    Raises:
-        TypeError: If `prompts` is a single one.
-        ValueError: If there is no prompt in it.
-    """
+    """Read prompts from a list as if it were a file of this name; raises as [`read_prompt_file`] does."""
     return _sound_prompts(name, enumerate(several(prompts), start=1), [])
 
 
@@ -262,13 +238,9 @@ def token_ids(
 
 
 def next_turn(prompt: Prompt, answer: str) -> Prompt:
-    """Return the conversation so far with what the user says next.
+    """Return the conversation so far with the user's next turn.
 
     A text is continued by the answer, an empty line and the next turn; messages get two more.
-
-    Args:
-        prompt ([`Prompt`]): With later turns.
-        answer (`str`): What was answered to it.
     """
     said, *later = prompt.later_turns
     if isinstance(prompt.content, str):

@@ -33,22 +33,14 @@ SHIPPED_TABLES = Path(__file__).parents[1] / "tables"
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement depends on.
+    """What a measurement depends on."""
 
-    Args:
-        target, draft (`dict[str, int]`): Geometry of the models.
-        dtype (`str`): The target's.
-        device (`str`): Name of the accelerator or the CPU, its instruction sets included.
-        threads (`int`): CPU threads of torch; 0 on an accelerator.
-        versions (`dict[str, str]`): Of Python, torch and transformers.
-    """
-
-    target: dict[str, int]
+    target: dict[str, int]  # geometry
     draft: dict[str, int]
-    dtype: str
-    device: str
-    threads: int
-    versions: dict[str, str]
+    dtype: str  # the target's
+    device: str  # name of the accelerator or the CPU, its instruction sets included
+    threads: int  # of torch on a CPU; 0 on an accelerator
+    versions: dict[str, str]  # of Python, torch and transformers
 
     @classmethod
     def of(cls, target: PreTrainedModel, draft: DraftModel) -> "Machine":
@@ -83,39 +75,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Sample:
-    """Median time of one kind of forward pass.
-
-    Args:
-        requests (`int`): R.
-        verify_tokens (`int`): B, tokens of the pass; for a draft R, one block each.
-        context_tokens (`int`): Cached tokens of all requests together.
-        seconds (`float`): Median over the repetitions.
-    """
+    """Median time of one kind of forward pass."""
 
     requests: int
-    verify_tokens: int
-    context_tokens: int
+    verify_tokens: int  # of the pass; for a draft the requests, one block each
+    context_tokens: int  # cached, of all requests together
     seconds: float
 
 
 @dataclass(frozen=True)
 class ThroughputProfile:
-    """A measurement of one machine: the table, the linear model, and what they were made from.
-
-    Args:
-        machine ([`Machine`]): What it holds for.
-        table ([`ThroughputTable`]): SPS over B at the shortest context: one request up to γ+1 tokens, full blocks of
-            several requests beyond.
-        linear ([`LinearCost`]): Least squares over all samples.
-        fit (`dict[str, float]`): R squared of `linear` for `target` and `draft`.
-        samples (`dict[str, list[Sample]]`): Of `target` and `draft`.
-    """
+    """A measurement of one machine: the table, the linear model, and the samples that they were made from."""
 
     machine: Machine
-    table: ThroughputTable
-    linear: LinearCost
-    fit: dict[str, float]
-    samples: dict[str, list[Sample]]
+    table: ThroughputTable  # at the shortest context: one request up to γ+1 tokens, full blocks of several beyond
+    linear: LinearCost  # least squares over all samples
+    fit: dict[str, float]  # R squared of `linear` for `target` and `draft`
+    samples: dict[str, list[Sample]]  # of `target` and `draft`
 
     def save(self, path: str | Path) -> None:
         """Write JSON that SGLang reads as a 1-D SPS table."""

@@ -33,20 +33,13 @@ FEW_ROUNDS = 500
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What calibration found, on the rounds it was fitted on.
+    """What calibration found, on the rounds it was fitted on."""
 
-    Attributes:
-        domain (`str`): The name under which the temperatures are kept.
-        scaling ([`TemperatureScaling`]): The temperatures.
-        before, after (`list[PositionCalibration]`): Per position, raw and calibrated.
-        auc (`float`, *optional*): Of c_k against acceptance over all reached slots.
-    """
-
-    domain: str
+    domain: str  # the name under which the temperatures are kept
     scaling: TemperatureScaling
-    before: list[PositionCalibration]
-    after: list[PositionCalibration]
-    auc: float | None
+    before: list[PositionCalibration]  # raw
+    after: list[PositionCalibration]  # calibrated
+    auc: float | None  # of c_k against acceptance over all reached slots
 
     @property
     def mean_ece(self) -> tuple[float, float]:
@@ -72,7 +65,9 @@ def calibrate(
     Args:
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`]): Its draft, with a confidence head.
-        prompts (`Iterable`): Held-out prompts of the domain; see [`collect_rounds`].
+        prompts (`Iterable`): Held-out prompts of the domain: texts, which are continued as they are; token ids;
+            messages; or rows with `prompt`, `question`, `messages`, `conversations`, `input_ids` or `turns`. Of
+            several turns each is answered, and its rounds count.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
             token ids.
         domain (`str`, *optional*): The name under which the temperatures are kept. Unless given, `sampled` or
@@ -124,20 +119,10 @@ def collect_rounds(
     """Decode prompts with whole blocks and record every round.
 
     Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft, with a confidence head.
-        prompts (`Iterable`): Texts, which are continued as they are; token ids; messages; or rows with `prompt`,
-            `question`, `messages`, `conversations`, `input_ids` or `turns`. Of several turns each is answered, and
-            its rounds count.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
-            token ids.
+        target, draft, prompts, processing_class, generate_kwargs: As for [`calibrate`].
         output_file (`str`, *optional*): JSON lines, one per prompt, written as they come; prompts already in it are
             not decoded again.
         seed (`int`): Of each prompt's draws, together with its index.
-        generate_kwargs: For `target.generate()`; `max_new_tokens=128` unless given.
-
-    Returns:
-        [`CalibrationRounds`]
 
     Raises:
         TypeError: If `prompts` is a single one.
@@ -167,7 +152,8 @@ def collect_rounds(
             if index in done:
                 continue
             rounds: list[CalibrationRounds] = []
-            draft.observer = _recorder(rounds)
+            # Not the outcomes: their logits over the vocabulary would soon fill the memory.
+            draft.observer = lambda outcome, rounds=rounds: outcome.drafted and rounds.append(recorded_round(outcome))
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 _answer(target, draft, prompt, processing_class, options)
@@ -197,16 +183,6 @@ def _answer(
         if not prompt.later_turns:
             return
         prompt = next_turn(prompt, processing_class.decode(output[0, len(ids) :], skip_special_tokens=True))
-
-
-def _recorder(rounds: list[CalibrationRounds]) -> Any:
-    """Return an observer that keeps what a round says; its logits over the vocabulary would soon fill the memory."""
-
-    def record(outcome: RoundOutcome) -> None:
-        if outcome.drafted:
-            rounds.append(recorded_round(outcome))
-
-    return record
 
 
 def recorded_round(outcome: RoundOutcome) -> CalibrationRounds:

@@ -24,26 +24,16 @@ COMPARED_COLUMNS = ("speed-up, median over median (quartiles of single turns)", 
 
 @dataclass(frozen=True)
 class TurnRounds:
-    """The rounds of one turn, in their order.
+    """The rounds of one turn, in their order."""
 
-    Attributes:
-        proposed, accepted (`list[int]`): Draft tokens verified and accepted, without the bonus token.
-        committed (`list[int]`): Tokens gained, the bonus token included, up to the end of the turn.
-        confidence (`list[list[float] | None]`, *optional*): Calibrated c_1..c_γ; `None` for a round that drafted
-            nothing, and for all of them if the draft has no confidence head.
-        draft_seconds, verify_seconds, total_seconds (`list[float]`): Of the whole round, whatever part the turn had
-            in it.
-        num_requests (`list[int]`): Turns that the round served together.
-    """
-
-    proposed: list[int]
-    accepted: list[int]
-    committed: list[int]
-    confidence: list[list[float] | None] | None
-    draft_seconds: list[float]
+    proposed: list[int]  # draft tokens verified
+    accepted: list[int]  # of them, without the bonus token
+    committed: list[int]  # tokens gained, the bonus token included, up to the end of the turn
+    confidence: list[list[float] | None] | None  # calibrated c_1..c_γ; `None` for a round that drafted nothing
+    draft_seconds: list[float]  # of the whole round, not of the turn's part in it
     verify_seconds: list[float]
     total_seconds: list[float]
-    num_requests: list[int]
+    num_requests: list[int]  # turns that the round served together
 
     @classmethod
     def of(cls, statistics: RoundStatistics, request_id: int) -> "TurnRounds":
@@ -69,49 +59,29 @@ class TurnRounds:
 
 @dataclass(frozen=True)
 class PlainTurn:
-    """The same turn, decoded by the target alone.
-
-    Attributes:
-        num_tokens (`int`): Tokens written.
-        prefill_seconds, seconds (`float`): As in [`TurnRecord`].
-        identical (`bool`, *optional*): Whether the tokens are the same; `None` where both are drawn at random.
-    """
+    """The same turn, decoded by the target alone."""
 
     num_tokens: int
     prefill_seconds: float
     seconds: float
-    identical: bool | None
+    identical: bool | None  # whether the tokens are the same; `None` where both are drawn at random
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One answered turn.
-
-    Attributes:
-        task (`str`): Its task.
-        prompt, turn (`int`): Its conversation among the sound ones of the task, and its place in that, from 0.
-        num_prompt_tokens, num_tokens (`int`): Tokens of the conversation before it, and tokens written.
-        prefill_seconds (`float`): From the call until its first new token, the preparation of `generate()` included.
-        seconds (`float`): Its share of the duration of its call, in proportion to its tokens; all of it if it was
-            decoded alone.
-        rows_together (`int`): Turns that its call decoded.
-        peak_memory_mib (`float`, *optional*): Peak of what the call had allocated on an accelerator; on a CPU, of the
-            memory of the process since its start.
-        rounds ([`TurnRounds`]): Its rounds; empty without a draft.
-        plain ([`PlainTurn`], *optional*): The turn without a draft, if compared.
-    """
+    """One answered turn."""
 
     task: str
-    prompt: int
-    turn: int
-    num_prompt_tokens: int
-    num_tokens: int
-    prefill_seconds: float
-    seconds: float
-    rows_together: int
-    peak_memory_mib: float | None
-    rounds: TurnRounds
-    plain: PlainTurn | None = None
+    prompt: int  # its conversation among the sound ones of the task, from 0
+    turn: int  # its place in the conversation, from 0
+    num_prompt_tokens: int  # of the conversation before it
+    num_tokens: int  # written
+    prefill_seconds: float  # from the call until its first new token
+    seconds: float  # its share of the call's duration, in proportion to its tokens
+    rows_together: int  # turns that its call decoded
+    peak_memory_mib: float | None  # allocated by the call on an accelerator; by the process so far on a CPU
+    rounds: TurnRounds  # empty without a draft
+    plain: PlainTurn | None = None  # the turn without a draft, if compared
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file holds; `plain` only if compared."""
@@ -127,11 +97,7 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Mean seconds of a round, however many requests it served.
-
-    Attributes:
-        draft, verify, rest, total (`float`): In the draft, in the target, elsewhere, and in all.
-    """
+    """Mean seconds of a round, however many requests it served: in the draft, in the target, elsewhere, in all."""
 
     draft: float
     verify: float
@@ -141,81 +107,45 @@ class RoundTimes:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How much faster than plain decoding of the same turns.
+    """How much faster than plain decoding of the same turns."""
 
-    Attributes:
-        ratio_of_medians (`float`): Median seconds per token over the turns, plain over drafted.
-        lower_quartile, median, upper_quartile (`float`): Of the ratios of single turns.
-        plain_tokens_per_second (`float`): Tokens over seconds of all turns, plain.
-        plain_time_to_first_token (`float`): Median over the turns, in seconds.
-        identical (`int`, *optional*): Turns whose tokens are the same; `None` if sampled.
-    """
-
-    ratio_of_medians: float
-    lower_quartile: float
+    ratio_of_medians: float  # median seconds per token over the turns, plain over drafted
+    lower_quartile: float  # of the ratios of single turns
     median: float
     upper_quartile: float
-    plain_tokens_per_second: float
-    plain_time_to_first_token: float
-    identical: int | None
+    plain_tokens_per_second: float  # tokens over seconds of all turns
+    plain_time_to_first_token: float  # median over the turns, in seconds
+    identical: int | None  # turns whose tokens are the same; `None` if sampled
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What some turns come to. `None` for what nothing was measured of.
+    """What some turns come to; `None` where nothing was measured."""
 
-    Attributes:
-        prompts, turns, rounds, tokens (`int`): Conversations and turns answered, rounds of all turns, tokens written.
-        tau (`float`): Mean tokens per round over the rounds of all turns, the bonus token included. The first token of
-            a turn comes out of the prefill and belongs to no round.
-        acceptance (`list[float | None]`): Of each draft position 1..γ, the share of rounds that accepted it among
-            those that verified it after an accepted prefix.
-        survival (`list[float | None]`): Of each position k, the share of rounds that accepted the first k tokens among
-            those that proposed k or more.
-        reached (`list[int]`): Of each position, the rounds that verified it after an accepted prefix.
-        acceptance_rate (`float`): Accepted over proposed draft tokens.
-        proposed_per_round (`float`): Mean draft tokens verified.
-        ece (`list[float | None]`): Expected calibration error of the survival that the confidences predict, by
-            position, against what happened.
-        ece_mean, brier (`float`): Mean of the ECE and of the squared error over the positions that were proposed.
-        auc (`float`): Area under the ROC curve of c_k against acceptance, over all slots with an accepted prefix.
-        calibration (`list[PositionCalibration]`): The same by position, with the bins of a reliability diagram.
-        tokens_per_second (`float`): Tokens over seconds of all turns, prefill included.
-        seconds_per_round ([`RoundTimes`]): Mean over the rounds; one of several requests counts once.
-        time_to_first_token (`float`): Median over the turns, in seconds.
-        peak_memory_mib (`float`): Highest of all turns.
-        speedup ([`Speedup`]): Against plain decoding, if compared.
-    """
-
-    prompts: int
+    prompts: int  # conversations answered
     turns: int
     rounds: int
-    tokens: int
-    tau: float | None
-    acceptance: list[float | None]
-    survival: list[float | None]
-    reached: list[int]
-    acceptance_rate: float | None
+    tokens: int  # written
+    tau: float | None  # mean tokens per round, with the bonus token; the first token of a turn is the prefill's
+    acceptance: list[float | None]  # by position: accepted of the rounds that verified it after an accepted prefix
+    survival: list[float | None]  # by position k: rounds that accepted k tokens, of those that proposed k or more
+    reached: list[int]  # by position: rounds that verified it after an accepted prefix
+    acceptance_rate: float | None  # accepted over proposed draft tokens
     proposed_per_round: float | None
-    ece: list[float | None]
-    ece_mean: float | None
-    brier: float | None
-    auc: float | None
-    calibration: list[PositionCalibration]
-    tokens_per_second: float | None
-    seconds_per_round: RoundTimes | None
-    time_to_first_token: float | None
-    peak_memory_mib: float | None
-    speedup: Speedup | None
+    ece: list[float | None]  # by position: of the survival that the confidences predict
+    ece_mean: float | None  # over the positions that were proposed
+    brier: float | None  # mean squared error over the same positions
+    auc: float | None  # of c_k against acceptance, over all slots after an accepted prefix
+    calibration: list[PositionCalibration]  # with the bins of a reliability diagram
+    tokens_per_second: float | None  # over all turns, prefill included
+    seconds_per_round: RoundTimes | None  # a round of several requests counts once
+    time_to_first_token: float | None  # median over the turns, in seconds
+    peak_memory_mib: float | None  # highest of all turns
+    speedup: Speedup | None  # against plain decoding, if compared
 
     @classmethod
     def of(cls, records: Sequence[TurnRecord], block_size: int) -> "Metrics":
-        """Sum up turns.
-
-        Args:
-            records (`Sequence[TurnRecord]`): The turns.
-            block_size (`int`): γ of the draft; 0 without one.
-        """
+        """Sum up turns; γ is 0 without a draft."""
         rounds = joined_rounds(records)
         confidences = predicted_rounds(records)
         calibration = [] if confidences is None else measure_calibration(confidences)

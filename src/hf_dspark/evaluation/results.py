@@ -81,13 +81,7 @@ def _described(value: Any) -> str:
 
 
 def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
-    """Return how a target decodes: `do_sample`, the law that is sampled with the seed, and `max_new_tokens`.
-
-    Args:
-        generate_kwargs (`Mapping`): For `generate()`.
-        target (`PreTrainedModel`): What they do not say is as its generation config says.
-        seed (`int`): Of the draws.
-    """
+    """Return how a target decodes: `do_sample`, the law that is sampled with the seed, and `max_new_tokens`."""
     config = effective_config(target, generate_kwargs)
     if not config.do_sample:
         return {"do_sample": False, "max_new_tokens": config.max_new_tokens}
@@ -130,10 +124,7 @@ def _as_text(result: Mapping[str, Any]) -> str:
 
 
 def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read result files.
-
-    Args:
-        paths (`Iterable`): The files, or folders whose `*.json` files are read.
+    """Read result files, and all `*.json` files of folders.
 
     Raises:
         ValueError: If a file is no result file; says what it lacks.

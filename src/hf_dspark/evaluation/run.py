@@ -24,13 +24,7 @@ PROMPT_TOKENS_TO_WARM_UP = 16
 
 @dataclass(frozen=True)
 class FailedPrompt:
-    """A prompt that could not be evaluated, or not to its last turn.
-
-    Attributes:
-        task (`str`): Its task.
-        line (`int`): The line of the file, or the place in the list, from 1.
-        error (`str`): Why.
-    """
+    """A prompt that could not be evaluated, or not to its last turn; `line` is its place in the task, from 1."""
 
     task: str
     line: int
@@ -68,11 +62,7 @@ class _Turn:
 
 
 class EvaluationRun:
-    """Answers turns, and notes those that are finished.
-
-    Args:
-        setup ([`Setup`]): Who decodes, and how.
-        journal ([`Journal`], *optional*): Where finished turns go.
+    """Answers turns, and notes in the journal those that are finished.
 
     Attributes:
         records (`dict`): Every answered turn, by task, prompt and turn.

@@ -19,22 +19,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class TimedCall:
-    """What a `generate()` call gave, and took.
+    """What a `generate()` call gave, and took."""
 
-    Attributes:
-        token_ids (`list[list[int]]`): New tokens of each row, up to and including its end.
-        prefill_seconds (`float`): From the call until the first new tokens.
-        seconds (`float`): From the call until its return.
-        peak_memory_mib (`float`, *optional*): On an accelerator, the peak of what was allocated during the call; on a
-            CPU, that of the process since its start; `None` where it cannot be read.
-        statistics ([`RoundStatistics`], *optional*): Of the rounds, if there was a draft.
-    """
-
-    token_ids: list[list[int]]
-    prefill_seconds: float
-    seconds: float
-    peak_memory_mib: float | None
-    statistics: RoundStatistics | None
+    token_ids: list[list[int]]  # new tokens of each row, up to and including its end
+    prefill_seconds: float  # from the call until the first new tokens
+    seconds: float  # from the call until its return
+    peak_memory_mib: float | None  # of the call on an accelerator; of the process so far on a CPU
+    statistics: RoundStatistics | None  # of the rounds, if there was a draft
 
 
 def timed_call(
@@ -44,18 +35,7 @@ def timed_call(
     draft: DraftModel | None = None,
     **generate_kwargs: Any,
 ) -> TimedCall:
-    """Decode prompts together, with a draft or without, and measure it.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        prompts (`Sequence[Sequence[int]]`): Token ids of each row; shorter ones are padded on the left.
-        seed (`int`): Of all draws of the call. The global generators are left as they were.
-        draft ([`DraftModel`], *optional*): Its draft; plain decoding unless given.
-        generate_kwargs: For `generate()`.
-
-    Returns:
-        [`TimedCall`]
-    """
+    """Decode prompts together, with a draft or without, and measure it; the global generators stay as they were."""
     config = effective_config(target, generate_kwargs)
     padding = pad_token_id(config)
     device = input_device(target.get_input_embeddings())

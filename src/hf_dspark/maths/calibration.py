@@ -106,17 +106,11 @@ class CalibrationRounds:
 
 @dataclass(frozen=True)
 class TemperatureScaling:
-    """Fitted temperatures, one per draft position.
+    """Fitted temperatures, one per draft position."""
 
-    Args:
-        temperatures (`Sequence[float]`): T_1..T_γ, positive.
-        num_samples (`int`): Rounds they were fitted on.
-        ece_before, ece_after (`Sequence[float]`): ECE of the survival at each position, on those rounds.
-    """
-
-    temperatures: Sequence[float]
-    num_samples: int
-    ece_before: Sequence[float]
+    temperatures: Sequence[float]  # T_1..T_γ, positive
+    num_samples: int  # rounds they were fitted on
+    ece_before: Sequence[float]  # of the survival at each position, on those rounds
     ece_after: Sequence[float]
 
 
@@ -176,23 +170,14 @@ def fit_temperatures(
 
 @dataclass(frozen=True)
 class PositionCalibration:
-    """How well the survival predicted for one draft position fits what happened.
+    """How well the survival predicted for one draft position fits what happened."""
 
-    Args:
-        position (`int`): k, from 1.
-        num_rounds (`int`): Rounds that verified it.
-        ece (`float`): Expected calibration error against the integrated labels.
-        brier (`float`): Mean squared error against the realised labels.
-        auc (`float`, *optional*): Area under the ROC curve of the realised labels; `None` if all are equal.
-        bins (`list[tuple[float, float, int]]`): Mean prediction, mean label and count of each bin that is not empty.
-    """
-
-    position: int
-    num_rounds: int
-    ece: float
-    brier: float
-    auc: float | None
-    bins: list[tuple[float, float, int]]
+    position: int  # k, from 1
+    num_rounds: int  # that verified it
+    ece: float  # expected calibration error against the integrated labels
+    brier: float  # mean squared error against the realised labels
+    auc: float | None  # area under the ROC curve of the realised labels; `None` if all are equal
+    bins: list[tuple[float, float, int]]  # mean prediction, mean label and count of each bin that is not empty
 
 
 def measure_calibration(
