@@ -39,7 +39,8 @@ def test_prompts_come_in_many_forms(row, prompt):
     [
         (5, "must be a string, token ids, messages, or an object with"),
         (None, "must be a string"),
-        ([], "must be a string"),
+        ([], "the prompt is empty"),
+        ([1.5], "message 0 must be a dict"),
         ({}, "got an object with nothing"),
         ({"text": "up"}, r"got an object with \['text'\]"),
         ("", "the prompt is empty"),

@@ -155,7 +155,7 @@ def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, ch
     assert len(rounds.logits) > len(first.logits) and torch.equal(rounds.logits[: len(first.logits)], first.logits)
 
 
-@pytest.mark.parametrize("row", [[], {}, None, {"text": "x"}, 5])
+@pytest.mark.parametrize("row", [{}, None, {"text": "x"}, 5])
 def test_rows_that_are_no_prompt_are_named(target, draft, row):
     with pytest.raises(ValueError, match="prompt 0: a prompt must be a string, token ids"):
         records(target, draft, [row])

@@ -251,14 +251,14 @@ def next_turn(prompt: Prompt, answer: str) -> Prompt:
 
 def _content(value: Any) -> str | list[dict[str, Any]] | list[int]:
     """Read a text, messages or token ids."""
-    if isinstance(value, str):
-        if not value:
-            raise ValueError("the prompt is empty")
-        return value
     if hasattr(value, "tolist"):  # a tensor or an array
         value = value.tolist()
-    if not isinstance(value, Sequence) or not value:
+    if not isinstance(value, str | Sequence):
         raise ValueError(f"a prompt must be {FORMS}, got {shortened(value)}")
+    if not value:
+        raise ValueError("the prompt is empty")
+    if isinstance(value, str):
+        return value
     if len(value) == 1 and isinstance(value[0], list):  # a batch of one
         (value,) = value
     if value and all(isinstance(token, int) for token in value):
