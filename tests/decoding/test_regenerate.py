@@ -208,6 +208,7 @@ def test_learned_positions_are_never_exceeded(tokenizer, tmp_path):
             "prompt 0: .* no message before the answer",
         ),
         ({"prompts": [""]}, "prompt 0: the prompt is empty"),
+        ({"prompts": [{"turns": ["a", "b"]}]}, "prompt 0: has several turns"),
     ],
 )
 def test_wrong_options_are_raised_before_anything_is_written(run, options, words):
@@ -215,6 +216,8 @@ def test_wrong_options_are_raised_before_anything_is_written(run, options, words
         run(**options)
     with pytest.raises(TypeError, match="pass \\[prompt\\]"):
         run(prompts="abc")
+    with pytest.raises(TypeError, match="target is the name 'org/model': load the model, or say with endpoint"):
+        regenerate("org/model", PROMPTS, None, run.path)
     assert not run.path.exists()
 
 

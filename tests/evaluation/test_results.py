@@ -51,9 +51,6 @@ class HalfBlock(Policy):
     def __init__(self, share):
         self.share, self.seen = share, object()
 
-    def plan_verify(self, confidence, max_lengths, load):
-        return max_lengths // 2
-
 
 def test_policies_are_told_apart_by_their_values():
     one, other = ThroughputTable((1, 8), (95, 94)), ThroughputTable((1, 8), (95, 80))

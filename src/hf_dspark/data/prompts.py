@@ -58,11 +58,11 @@ class PromptFile:
     faults: list[Fault]
 
 
-def read_prompt(row: Any) -> Prompt:
+def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
     """Read a prompt in one of the [`FORMS`]. A conversation that ends in an answer loses it: it is answered anew.
 
     Raises:
-        ValueError: If it has none of them.
+        ValueError: If it has none of them, or several turns that are not wanted.
     """
     if isinstance(row, Prompt):
         return row
@@ -77,11 +77,13 @@ def read_prompt(row: Any) -> Prompt:
         if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
             raise ValueError(f"'turns' must be a list of strings, the user's, got {shortened(value)}")
         value, *later = value
+        if later and not several_turns:
+            raise ValueError("has several turns, which evaluate and calibrate answer: give 'messages' here")
     prompt = Prompt(_content(value), tuple(later), given.get("tools"), given.get("chat_template_kwargs"))
     return as_messages(prompt) if name in ("question", "turns") else prompt
 
 
-def read_prompts(prompts: Iterable[Any]) -> list[Prompt]:
+def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Prompt]:
     """Read several prompts.
 
     Raises:
@@ -91,7 +93,7 @@ def read_prompts(prompts: Iterable[Any]) -> list[Prompt]:
     read = []
     for index, row in enumerate(several(prompts)):
         try:
-            read.append(read_prompt(row))
+            read.append(read_prompt(row, several_turns))
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
     if not read:
@@ -142,9 +144,7 @@ def _sound_prompts(
         if limit is not None and len(prompts) == limit:
             break
         try:
-            prompt = read_prompt(row)
-            if prompt.later_turns and not several_turns:
-                raise ValueError("has several turns, which eval and calibrate answer: give 'messages' here")
+            prompt = read_prompt(row, several_turns)
         except ValueError as error:
             faults.append(Fault(name, number, f"is no prompt: {error}"))
         else:

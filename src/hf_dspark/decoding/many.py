@@ -160,7 +160,7 @@ class _Queue:
         return job
 
     def _prepare(self, job: _Job) -> None:
-        job.call = call = self.prepare(token_ids(as_prompt(job.prompt), self.tokenizer))
+        job.call = call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
         prompt = read_prompt(call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
         job.request = make_request(call, 0, job.index, prompt, self.draft.config.block_size)

@@ -116,7 +116,7 @@ def regenerate(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     refuse_made_here("regenerate", generate_kwargs, num_return_sequences="use num_samples")
-    read, options = read_prompts(prompts), dict(generate_kwargs)
+    read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
     if endpoint is not None:
         if draft is not None:
             raise ValueError("a draft helps a target in this process, not one behind an endpoint: drop one of them")
@@ -125,6 +125,8 @@ def regenerate(
             server, str(target), read, processing_class, output_file, num_samples, batch_size, enable_thinking, seed,
             options,
         )  # fmt: skip
+    if isinstance(target, str):
+        raise TypeError(f"target is the name {target!r}: load the model, or say with endpoint=... which server has it")
     config = effective_config(target, options)
     if config.max_new_tokens is None and config.max_length in (None, UNCHOSEN_LENGTH):
         options["max_new_tokens"] = config.max_new_tokens = DEFAULT_NEW_TOKENS

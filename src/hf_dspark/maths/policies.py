@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,8 +48,9 @@ class RoundOutcome:
     target_logits: torch.Tensor | None = None
 
 
-class Policy(ABC):
-    """Decides, round by round, whether to draft and how much to verify. Subclass it: only `plan_verify` is needed.
+class Policy:
+    """Decides, round by round, whether to draft and how much to verify. Subclass it, and say what it does otherwise:
+    this one drafts always and verifies everything.
 
     Attributes:
         requires_confidence (`bool`): Whether `plan_verify` needs a draft with a confidence head.
@@ -80,7 +80,6 @@ class Policy(ABC):
         """Tell whether to draft at all this round; asked before anything is drawn."""
         return True
 
-    @abstractmethod
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         """Return the verification lengths l, `[R]`, 0 <= l <= max_lengths.
 
@@ -90,17 +89,15 @@ class Policy(ABC):
             max_lengths (`torch.LongTensor` of shape `[R]`): Draft tokens that exist or may be sent, at most γ.
             load ([`Load`]): The rows, and what shares their forward pass.
         """
+        return max_lengths.clone()
 
-    def observe(self, outcome: RoundOutcome) -> None:  # noqa: B027
+    def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
 
 
 @dataclass(frozen=True)
 class FullBlock(Policy):
     """Verify every drafted token."""
-
-    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        return max_lengths.clone()
 
 
 @dataclass(frozen=True)
