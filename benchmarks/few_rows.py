@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=6)
     parser.add_argument("--output", help="JSON file to write besides printing")
     options = parser.parse_args()
-    origin = provenance()  # of what runs from here on
+    origin = provenance(options=vars(options))  # of what runs from here on
     torch.manual_seed(0)
     cells: list[dict[str, Any]] = []
     packing: list[dict[str, Any]] = []

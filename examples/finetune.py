@@ -23,10 +23,10 @@ from hf_dspark import (
     DSparkTrainer,
     DSparkTrainingArguments,
     calibrate,
-    compare_domains,
-    measure_domains,
+    evaluate,
     regenerate,
 )
+from hf_dspark.evaluation.metrics import comparison_table
 from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
@@ -61,10 +61,10 @@ def main() -> None:
     def measured() -> dict[str, Any]:
         samples = {"sampled": options.num_test_samples, "greedy": 1}
         return {
-            regime: measure_domains(
+            regime: evaluate(
                 target, draft, {name: part * samples[regime] for name, part in held_out.items()}, tokenizer,
                 **decoding, **sampling,
-            )
+            ).to_dict()["tasks"]
             for regime, sampling in REGIMES.items()
         }  # fmt: skip
 
@@ -72,7 +72,7 @@ def main() -> None:
     questions = own_questions(target, tokenizer, draft, folder / "questions.jsonl", options.replayed)
     rows = []
     for name, prompts in {"code": code[2 * num_tests :][: options.num_prompts], "math": questions}.items():
-        regenerate(target, tokenizer, prompts, folder / f"{name}.jsonl", draft, **decoding, **SAMPLED)
+        regenerate(target, prompts, tokenizer, folder / f"{name}.jsonl", draft, **decoding, **SAMPLED)
         rows += read_rows(folder / f"{name}.jsonl")
     random.Random(0).shuffle(rows)
 
@@ -91,20 +91,17 @@ def main() -> None:
     calibration_error = {}
     for regime, sampling in REGIMES.items():
         report = calibrate(
-            target, draft, code[num_tests : 2 * num_tests], tokenizer, regime, progress=False,
+            target, draft, code[num_tests : 2 * num_tests], tokenizer,
             max_new_tokens=options.max_new_tokens, **sampling,
         )  # fmt: skip
         calibration_error[regime] = report.mean_ece
         print(f"{regime}: calibration error of the survival {report.mean_ece[0]:.1%} -> {report.mean_ece[1]:.1%}")
     draft.save_pretrained(folder)
     after = measured()
-    results: dict[str, Any] = {"provenance": provenance(), "calibration_error": calibration_error}
+    results: dict[str, Any] = {"provenance": provenance(options=vars(options)), "calibration_error": calibration_error}
     for regime in REGIMES:
-        print(f"\n{regime}\n\n{compare_domains(before[regime], after[regime])}")
-        results[regime] = {
-            name: {"before": before[regime][name].to_dict(), "after": after[regime][name].to_dict()}
-            for name in held_out
-        }
+        print(f"\n{regime}\n\n{comparison_table(before[regime], after[regime])}")
+        results[regime] = {name: {"before": before[regime][name], "after": after[regime][name]} for name in held_out}
     results["log"] = trainer.state.log_history
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
@@ -118,7 +115,7 @@ def own_questions(
     question are harder to guess, so that a loss on them would drown the loss on what counts.
     """
     options = {"batch_size": 16, "max_new_tokens": QUESTION_TOKENS} | SAMPLED
-    regenerate(target, tokenizer, ["Question:"], path, draft, count, **options)
+    regenerate(target, ["Question:"], tokenizer, path, draft, count, **options)
     return [f"Question:{row['text'].split(ANSWER)[0]}{ANSWER}" for row in read_rows(path)]
 
 

@@ -28,7 +28,7 @@ def regenerate(
     questions = [json.loads(line)["question"] for line in Path(train_file).read_text().strip().split("\n")]
     prompts = [f"Question: {question}\nAnswer:" for question in questions]
     report = regeneration.regenerate(
-        target, tokenizer, prompts, output_file, draft, num_samples, batch_size,
+        target, prompts, tokenizer, output_file, draft, num_samples, batch_size,
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=320,
     )  # fmt: skip
     print(report)

@@ -91,7 +91,7 @@ def test_the_sharing_notebook_writes_a_card_from_results_and_loads_it_back(in_ex
     printed = capsys.readouterr().out
     assert "the same tokens: True" in printed and type(left["loaded"]).__module__.startswith("hf_dspark.")
     card = (tmp_path / "shared" / "README.md").read_text()
-    assert f"| {left['domains']['math'].tau:.2f} |" in card and card in printed
+    assert f"| {left['found'].metrics['math'].tau:.2f} |" in card and card in printed
 
 
 def test_the_fine_tuning_script_runs_and_resumes(in_examples, tmp_path, capsys, monkeypatch):

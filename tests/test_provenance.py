@@ -5,45 +5,20 @@ import sys
 from hf_dspark.provenance import provenance
 
 
-def test_a_command_shows_no_path_outside_the_working_folder(tmp_path, monkeypatch):
+def test_a_command_is_the_program_with_its_options_and_no_path_outside_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    words = [
-        str(tmp_path / "run.py"),
-        "--target",
-        "org/name",
-        "/somewhere/private/data.jsonl",
-        str(tmp_path / "a/b.json"),
-    ]
-    monkeypatch.setattr(sys, "argv", words)
-    assert provenance()["command"] == "python run.py --target org/name data.jsonl a/b.json"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "run.py"), "--hub_token", "hf_secret"])
+    options = {
+        "target": "org/name", "data": "/somewhere/private/data.jsonl", "output": tmp_path / "a/b.json", "quick": True,
+        "slow": False, "rows": [1, 2], "table": None,
+    }  # fmt: skip
+    command = "python run.py --target org/name --data data.jsonl --output a/b.json --quick --rows 1 2"
+    assert provenance(options=options)["command"] == command
 
 
-def test_a_command_shows_no_secret(monkeypatch):
-    words = "train --hub_token hf_0123456789 --data=/home/u/x.jsonl --api_key=abc math=/home/u/y.jsonl".split()
-    words += [
-        "--max_new_tokens",
-        "24",
-        "--tokenizer=x",
-        "--api_key_env",
-        "NAME",
-        "--hub-token=hf_0123456789",
-        "--endpoint",
-        "https://user:pw@host/v1",
-        "say",
-        "hf_0123456789",
-    ]
-    monkeypatch.setattr(sys, "argv", ["hf-dspark", *words])
-    assert provenance()["command"] == (
-        "hf-dspark train --hub_token *** --data=x.jsonl --api_key=*** math=y.jsonl --max_new_tokens 24 --tokenizer=x "
-        "--api_key_env NAME --hub-token=*** "
-        "--endpoint https://host/v1 say ***"
-    )
-
-
-def test_a_console_script_is_shown_by_its_name(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/hf-dspark", "eval", "http://127.0.0.1:8000/v1"])
-    assert provenance()["command"] == "hf-dspark eval http://127.0.0.1:8000/v1"
+def test_the_command_line_itself_is_not_shown(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/hf-dspark", "push", "--hub_token", "hf_secret"])
+    assert provenance()["command"] == "hf-dspark"
 
 
 def test_provenance_names_versions_hardware_and_the_revision_of_a_checkout():

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dspark
-from hf_dspark import DSparkDraftModel, ForwardCost, FullBlock, LinearCost, PrefixScheduler, load_cost
+from hf_dspark import DSparkDraftModel, FullBlock, PrefixScheduler, ThroughputTable
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile
+from hf_dspark.maths.costs import ForwardCost, LinearCost
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 TABLES = sorted((Path(hf_dspark.__file__).parent / "tables").glob("*.json"))
@@ -87,7 +88,7 @@ def test_shipped_draft_is_calibrated_in_both_regimes(shipped):
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_shipped_tables_are_complete(path):
     profile = ThroughputProfile.from_dict(json.loads(path.read_text()))
-    assert load_cost(path).verify_tokens == profile.table.verify_tokens
+    assert ThroughputTable.load(path).verify_tokens == profile.table.verify_tokens
     assert {"device", "dtype", "threads", "torch", "transformers"} <= set(profile.table.provenance)
     assert profile.table.verify_tokens[: 1 + profile.machine.draft["block_size"]] == tuple(range(1, 9))
 

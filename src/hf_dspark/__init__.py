@@ -9,26 +9,15 @@ from .decoding.drafter import DSparkCandidateGenerator, RoundStatistics
 from .decoding.hook import decode_with
 from .decoding.hook import install as _install_generate_hook
 from .decoding.many import Completion, generate_many
-from .decoding.step_costs import find_cost, profile_throughput
+from .decoding.step_costs import find_cost
 from .evaluation.calibrate import calibrate, collect_rounds
-from .evaluation.evaluate import (
-    AcceptanceReport,
-    Evaluation,
-    compare_domains,
-    evaluate,
-    measure_acceptance,
-    measure_domains,
-    tokens_per_pass,
-)
-from .maths.calibration import TemperatureScaling, measure_calibration
-from .maths.costs import AdditiveCost, ForwardCost, LinearCost, Load, ThroughputTable, load_cost, save_cost
+from .evaluation.evaluate import Evaluation, evaluate
+from .evaluation.profile import profile_throughput
+from .maths.costs import Load, ThroughputTable
 from .maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
-    EarlyStopScheduler,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
@@ -56,9 +45,7 @@ _install_generate_hook()
 _DraftModel.sharing = _hub
 
 __all__ = [
-    "AcceptanceReport",
     "AdaptiveDrafting",
-    "AdditiveCost",
     "Completion",
     "ConfidenceThreshold",
     "DSparkCandidateGenerator",
@@ -68,15 +55,10 @@ __all__ = [
     "DSparkTrainingArguments",
     "Eagle3Config",
     "Eagle3DraftModel",
-    "EarlyStopScheduler",
-    "EliminationScheduler",
     "Evaluation",
     "FeatureCache",
-    "ForwardCost",
     "FullBlock",
-    "GlobalScheduler",
     "LaggedScheduler",
-    "LinearCost",
     "Load",
     "Policy",
     "PrefixScheduler",
@@ -84,29 +66,20 @@ __all__ = [
     "RoundStatistics",
     "SLOLimit",
     "SlotCache",
-    "TemperatureScaling",
     "ThroughputTable",
     "cache_features",
     "calibrate",
     "check_target",
     "collect_rounds",
-    "compare_domains",
     "convert_checkpoint",
     "decode_with",
     "evaluate",
     "find_cost",
     "generate_many",
-    "load_cost",
-    "measure_acceptance",
-    "measure_calibration",
-    "measure_domains",
     "profile_throughput",
     "push_draft",
     "regenerate",
-    "regenerate_with_endpoint",
-    "save_cost",
     "save_repository",
-    "tokens_per_pass",
     "write_card",
     "write_remote_code",
 ]
@@ -120,7 +93,6 @@ _IMPORTED_WHEN_USED = {
     "cache_features": "training.feature_cache",
     "convert_checkpoint": "sharing.convert",
     "regenerate": "decoding.regenerate",
-    "regenerate_with_endpoint": "decoding.regenerate",
 }
 
 

@@ -1,91 +1,104 @@
-"""What is finished of a long run, line by line, so that the same run goes on after it was interrupted or killed.
-
-JSON Lines; the first one holds the settings, which a run that goes on must share. Knows nothing of what is run.
-"""
+"""Files that survive interruptions: a file of finished work that grows, and a file that is written at once or not at
+all."""
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-BEGINNING = b'{"settings": '
+# `str.splitlines()` takes these for the end of a line, JSON does not: escaped, lines survive such readers.
+_LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
 
 
 class Journal:
-    """A file of finished work that grows.
+    """Finished work, one JSON line each; a run that was interrupted goes on after the last one.
+
+    `<path>.settings.json` says what the lines were made with. It is written with the first line, so a run that failed
+    before it finished anything leaves nothing.
 
     Args:
-        path (`str` or `Path`): The file; its folder is made, and it goes on from there if it exists. A last line cut
-            short by an interruption is dropped from it.
+        path (`str` or `Path`): The file; its folder is made. A last line cut short by an interruption is dropped.
         settings (`Mapping`): What decides about the work, as JSON can hold it.
+        remember (`Callable`, *optional*): Returns what to keep in memory of a line; `None` drops the line from the
+            file. All of it unless given.
 
     Attributes:
         path (`Path`): The file.
-        entries (`list[dict]`): What earlier runs have finished.
+        entries (`list`): What is remembered of the work of earlier runs.
 
     Raises:
         ValueError: If the file was made with other settings, naming them, or is no journal.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str | Path, settings: Mapping[str, Any], remember: Callable[[Any], Any] = lambda entry: entry
+    ) -> None:
         self.path = Path(path)
-        self.entries: list[dict[str, Any]] = []
-        settings = json.loads(json.dumps(settings))
-        content = self.path.read_bytes() if self.path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole:
-            first, *self.entries = self._read(whole)
-            self._compare(first, settings)
-        if len(whole) < len(content):
-            if not whole and content[: len(BEGINNING)] != BEGINNING[: len(content)]:
-                raise ValueError(f"{self.path} does not say what it was made with: delete it, or name another file")
-            self.path.write_bytes(whole)
-        # With the first entry: a run that failed before it finished anything leaves nothing to go on with.
-        self._waiting = b"" if whole else _line({"settings": settings})
+        self.entries: list[Any] = []
+        self._settings_path = self.path.with_name(f"{self.path.name}.settings.json")
+        self._settings = json.loads(json.dumps(settings))
+        self._has_settings = self.path.exists() and self.path.stat().st_size > 0
+        if self._has_settings:
+            self._compare()
+            self._read(remember)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write a line; one cut short by the end of the process counts as not written."""
+        text = json.dumps(entry, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._has_settings:
+            replace_text(self._settings_path, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
+            self._has_settings = True
         with self.path.open("ab") as file:
-            file.write(self._waiting + _line(entry))
-        self._waiting = b""
+            file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair is JSON, too
 
     def remove(self) -> None:
         """Delete the file: the run is over."""
         self.path.unlink(missing_ok=True)
+        self._settings_path.unlink(missing_ok=True)
 
-    def _read(self, content: bytes) -> list[dict[str, Any]]:
-        entries = []
-        for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path} line {number} is damaged: delete the file, or the line") from error
-            entries.append(entry)
-        return entries
-
-    def _compare(self, first: Any, settings: dict[str, Any]) -> None:
-        known = first.get("settings") if isinstance(first, dict) else None
-        if not isinstance(known, dict):
-            raise ValueError(f"{self.path} does not say what it was made with: delete it, or name another file")
-        different = differences(known, settings)
+    def _compare(self) -> None:
+        try:
+            known = json.loads(self._settings_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} does not say what it was made with ({self._settings_path.name} is missing or damaged): "
+                "delete it, or name another file"
+            ) from error
+        different = differences(known, self._settings)
         if different:
             raise ValueError(
                 f"{self.path} holds what another run has finished, which differs in {different}: go on as before, "
                 "delete it, or name another file"
             )
 
+    def _read(self, remember: Callable[[Any], Any]) -> None:
+        dropped = set()
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines):
+                try:
+                    kept = remember(json.loads(line)) if line.endswith(b"\n") else None
+                except (ValueError, LookupError, TypeError) as error:
+                    raise ValueError(
+                        f"{self.path} line {number + 1} is damaged: delete the file, or the line"
+                    ) from error
+                if kept is None:
+                    dropped.add(number)
+                else:
+                    self.entries.append(kept)
+        if dropped:
+            rewritten = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+            with self.path.open("rb") as lines, rewritten.open("wb") as copy:
+                copy.writelines(line for number, line in enumerate(lines) if number not in dropped)
+            rewritten.replace(self.path)
+
 
 def differences(known: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return in words how the settings of a file differ from those of now; nothing if they do not."""
+    """Return in words how the settings of a file differ from those of now; an empty text if they do not."""
     names = sorted(name for name in known.keys() | settings if known.get(name) != settings.get(name))
     return ", ".join(f"{name} ({known.get(name)!r} there, {settings.get(name)!r} now)" for name in names)
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry, allow_nan=False).encode() + b"\n"
 
 
 def plain_json(value: Any) -> Any:

@@ -1,46 +1,36 @@
-"""What a measured number carries with it: command, revision, versions, hardware.
-
-Knows nothing of what was measured.
-"""
+"""What a measured number carries with it: program and options, revision, versions, hardware."""
 
 import functools
 import os
 import platform
-import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-HIDDEN = "***"
-# Options whose last word names a secret; `--tokenizer`, `--max_new_tokens` and `--api_key_env` do not.
-_SECRET_OPTION = re.compile(r"--?([\w-]*[_-])?(token|key|secret|password)", re.IGNORECASE)
-_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
-_USER_OF_URL = re.compile(r"(?<=://)[^/@]*@")
 
-
-def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
+def provenance(device: torch.device | str = "cpu", options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return where and how a measurement is made, for the file that holds its result.
 
-    A result is published: of paths outside the working folder, the command keeps the last part; of tokens, and of the
-    values of options that sound like secrets, nothing.
+    A result is published. The command line is not read, as it may hold secrets: the options are those of the caller.
 
     Args:
         device (`torch.device` or `str`): Where the models were.
+        options (`Mapping`, *optional*): What the program was called with, without secrets. Of a path outside of the
+            working folder, only the last part is shown.
 
     Returns:
-        `dict`: `command`, `revision` (of the git checkout that the package runs from, `+changes` behind it if its
-        sources differ from it; absent for an installed package), `hf_dspark`, `python`, `torch`, `transformers`,
-        `device`, `threads`.
+        `dict`: `command`, `revision` (of the git checkout that the package runs from, with `+changes` if its sources
+        differ from it; absent for an installed package), `hf_dspark`, `python`, `torch`, `transformers`, `device`,
+        `threads`.
     """
-    started = Path(sys.argv[0])
-    program = ["python", _shown_path(str(started))] if started.suffix == ".py" else [started.name]
     revision = _revision()
     return {
-        "command": " ".join([*program, *_shown_words(sys.argv[1:])]),
+        "command": _command(options or {}),
         **({"revision": revision} if revision else {}),
         "hf_dspark": version("hf_dspark"),
         "python": platform.python_version(),
@@ -51,19 +41,20 @@ def provenance(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
-def _shown_words(words: list[str]) -> list[str]:
-    """Return the words of a command line without what is nobody's business."""
-    shown = []
-    for previous, word in zip(["", *words], words, strict=False):
-        name, sign, value = word.rpartition("=")  # --option=value, or domain=file
-        if _SECRET_OPTION.fullmatch(name if sign else previous):
-            value = HIDDEN
-        shown.append(name + sign + _HUB_TOKEN.sub(HIDDEN, _USER_OF_URL.sub("", _shown_path(value))))
-    return shown
+def _command(options: Mapping[str, Any]) -> str:
+    started = Path(sys.argv[0])
+    words = ["python", _shown(str(started))] if started.suffix == ".py" else [started.name]
+    for name, value in options.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words += [f"--{name}", *(_shown(str(each)) for each in values)]
+    return " ".join(words)
 
 
-def _shown_path(word: str) -> str:
-    """Return a path relative to the working folder, and nothing of one that leaves it but its name."""
+def _shown(word: str) -> str:
+    """Return a path relative to the working folder, and nothing but the name of one that leaves it."""
     if "/" not in word or "://" in word:
         return word
     here, path = Path.cwd(), Path(word).resolve()

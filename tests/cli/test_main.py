@@ -17,7 +17,6 @@ from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.cli.main import COMMANDS, exit_code, main
 from hf_dspark.cli.models import load_draft
 from hf_dspark.cli.options import ConvertOptions, PolicyChoice, SamplingOptions
-from hf_dspark.data.prompts import Prompt, expand_turns, read_prompt_file
 from hf_dspark.evaluation.results import read_results
 from hf_dspark.formats.tables import FORMAT_NAMES
 
@@ -431,29 +430,6 @@ def test_malformed_lines_are_named_and_the_others_are_answered(folders, capsys):
     assert all(fault in printed.err for fault in found["skipped_lines"])
 
 
-def test_prompt_files_take_every_form_and_drop_answers(tmp_path):
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    rows = ["a", {"prompt": "b"}, {"question": "c"}, {"turns": ["d", "e"]}, {"messages": talk, "tools": [{"x": 1}]}]
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    read = read_prompt_file(str(path))
-    assert read.prompts == [
-        Prompt("a"), Prompt("b"), Prompt("c"), Prompt("d", ("e",)), Prompt(talk[:1], tools=[{"x": 1}]),
-    ]  # fmt: skip
-    assert len(read_prompt_file(str(path), limit=2).prompts) == 2
-
-
-def test_each_turn_is_asked_behind_the_answers_before_it():
-    first = Prompt([{"role": "user", "content": "a"}], ("b", "c"))
-    expanded = expand_turns(
-        [first, Prompt("alone")], lambda prompts: [f"re {p.content[-1]['content']}" for p in prompts]
-    )
-    assert [prompt.content if isinstance(prompt.content, str) else len(prompt.content) for prompt in expanded] == [
-        1, "alone", 3, 5,
-    ]  # fmt: skip
-    assert [message["content"] for message in expanded[-1].content] == ["a", "re a", "b", "re b", "c"]
-
-
 def test_quantising_without_bitsandbytes_says_what_to_install(folders, capsys, monkeypatch):
     monkeypatch.setattr("hf_dspark.cli.options.importlib.util.find_spec", lambda name: None)
     assert run(f"generate {PAIR} --load_in_8bit up") == 2
@@ -473,9 +449,9 @@ def test_a_damaged_checkpoint_is_one_line(folders, capsys):
 
 
 def test_an_interruption_keeps_answers_and_ends_with_130(folders, capsys, monkeypatch):
-    from hf_dspark.decoding import regenerate as regeneration
+    from hf_dspark.decoding.regenerate import _Session
 
-    real, calls = regeneration._answer_batch, []
+    real, calls = _Session._answer_batch, []
 
     def interrupted(*args):
         calls.append(args)
@@ -483,7 +459,7 @@ def test_an_interruption_keeps_answers_and_ends_with_130(folders, capsys, monkey
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(regeneration, "_answer_batch", interrupted)
+    monkeypatch.setattr(_Session, "_answer_batch", interrupted)
     words = (
         "regenerate --target target --prompts_file prompts.jsonl --output_file answers.jsonl --batch_size 1 "
         "--max_new_tokens 4 --temperature 1"
@@ -491,7 +467,7 @@ def test_an_interruption_keeps_answers_and_ends_with_130(folders, capsys, monkey
     assert run(words) == 130
     assert "interrupted; answers are kept" in one_line(capsys)
     assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 1
-    monkeypatch.setattr(regeneration, "_answer_batch", real)
+    monkeypatch.setattr(_Session, "_answer_batch", real)
     assert run(f"{words} --json") == 0
     assert document(capsys)["num_answers"] == 3
 

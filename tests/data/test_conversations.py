@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_dspark.data.conversations import prepare_rows, tokenize_prompt_completion, tokenize_row
+from hf_dspark.data.conversations import prepare_rows, tokenize_row
 
 WORDS = "<pad> <bos> <eos> <|im_start|> <|im_end|> ? what is up not much".split()
 
@@ -184,8 +184,8 @@ def starting_tokenizer() -> PreTrainedTokenizerFast:
 def test_only_the_completion_and_its_end_are_supervised(starting_tokenizer):
     ids = starting_tokenizer.convert_tokens_to_ids("<bos> what is up not much <eos>".split())
     expected = {"input_ids": ids, "loss_mask": [0, 0, 0, 0, 1, 1, 1]}
-    assert tokenize_prompt_completion("what is up", "not much", starting_tokenizer) == expected
-    assert tokenize_prompt_completion("what is up", "not much <eos>", starting_tokenizer) == expected
+    assert tokenize_row({"prompt": "what is up", "completion": "not much"}, starting_tokenizer) == expected
+    assert tokenize_row({"prompt": "what is up", "completion": "not much <eos>"}, starting_tokenizer) == expected
     assert tokenize_row({"prompt": "what is up", "completion": "not much"}, starting_tokenizer) == expected
 
 

@@ -22,9 +22,7 @@ from hf_dspark import (
     ConfidenceThreshold,
     DSparkConfig,
     DSparkDraftModel,
-    EarlyStopScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     PrefixScheduler,
     SLOLimit,
@@ -34,6 +32,7 @@ from hf_dspark.decoding.drafter import ProcessedSampler
 from hf_dspark.decoding.processing import BlockProcessor
 from hf_dspark.decoding.request import Request, StopRule
 from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
@@ -381,7 +380,7 @@ def test_generate_samples_from_the_target_law(make_target, options):
     [
         PrefixScheduler(CLIFF),
         LaggedScheduler(CLIFF, lag=1),
-        AdaptiveDrafting(SLOLimit(FullBlock(), CLIFF, 1.3, mode="expected"), SLOW_DRAFT),
+        AdaptiveDrafting(SLOLimit(FullBlock(), 1.3, mode="expected", cost=CLIFF), cost=SLOW_DRAFT),
     ],
     ids=["hull_and_fill", "lagged", "adaptive_limited"],
 )

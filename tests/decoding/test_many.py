@@ -249,10 +249,10 @@ def test_wrong_options_are_raised_once(pair, prompts):
 
 def test_prompts_of_another_type_fail_alone_and_say_what_is_needed(pair, prompts):
     target, draft = pair
-    mixed = [5, None, [1.5], [[1, 2]], prompts[0], torch.tensor(prompts[1])]
+    mixed = [5, None, [1.5], [[1, 2], [3]], prompts[0], torch.tensor(prompts[1])]
     results = {r.index: r for r in generate_many(target, draft, mixed, batch_size=3, **GREEDY)}
     for index in range(4):
-        assert isinstance(results[index].error, TypeError) and "list of token ids" in str(results[index].error)
+        assert isinstance(results[index].error, ValueError) and "must be" in str(results[index].error)
     assert results[4].error is None and results[5].token_ids.tolist() == alone(target, prompts[1])
 
 

@@ -12,9 +12,7 @@ from hf_dspark import (
     ConfidenceThreshold,
     DSparkConfig,
     DSparkDraftModel,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
@@ -23,6 +21,7 @@ from hf_dspark import (
 )
 from hf_dspark.decoding import hook as generate_hook
 from hf_dspark.maths.costs import ForwardCost, LinearCost
+from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
@@ -73,9 +72,9 @@ POLICIES = {
     "lagged": LaggedScheduler(TABLE),
     "global": GlobalScheduler(TABLE),
     "elimination": EliminationScheduler(TABLE),
-    "step_limit": SLOLimit(FullBlock(), TABLE, 1.4),
-    "expected_limit": SLOLimit(FullBlock(), TABLE, 0.5, mode="expected"),
-    "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), SLOW_DRAFT),
+    "step_limit": SLOLimit(FullBlock(), 1.4, cost=TABLE),
+    "expected_limit": SLOLimit(FullBlock(), 0.5, mode="expected", cost=TABLE),
+    "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), cost=SLOW_DRAFT),
     "every_second": EverySecond(),
 }
 
@@ -211,7 +210,7 @@ def test_calibrated_drafts_are_scheduled_when_the_machine_is_known(pair, prompts
     target, draft = pair
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
     monkeypatch.setattr(generate_hook, "find_cost", lambda *_: TABLE)
-    assert generate_hook.default_policy(draft, target) == AdaptiveDrafting(PrefixScheduler(TABLE), TABLE)
+    assert generate_hook.default_policy(draft, target) == AdaptiveDrafting(PrefixScheduler(TABLE))
     monkeypatch.setattr(generate_hook, "find_cost", lambda *_: None)
     assert generate_hook.default_policy(draft, target) == FullBlock()
 
@@ -235,8 +234,8 @@ def test_policies_that_look_ahead_are_refused_when_drafts_are_sampled(pair, prom
     target, draft = pair
     for policy in (
         scheduler(TABLE),
-        SLOLimit(scheduler(TABLE), TABLE, 5.0),
-        AdaptiveDrafting(scheduler(TABLE), TABLE),
+        SLOLimit(scheduler(TABLE), 5.0),
+        AdaptiveDrafting(scheduler(TABLE)),
     ):
         draft.policy = policy
         with pytest.raises(ValueError, match=r"not causal with this draft.*accept_bias=True"):
@@ -293,8 +292,8 @@ def test_schedulers_need_a_confidence_head(pair, prompts):
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=4, enable_confidence_head=False))
     for policy in (
         PrefixScheduler(TABLE),
-        AdaptiveDrafting(FullBlock(), TABLE),
-        SLOLimit(PrefixScheduler(TABLE), TABLE, 1.0),
+        AdaptiveDrafting(FullBlock(), cost=TABLE),
+        SLOLimit(PrefixScheduler(TABLE), 1.0),
     ):
         draft.policy = policy
         with pytest.raises(ValueError, match="needs a draft with a confidence head"):

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_dspark.data.conversations import prepare_rows, tokenize_row
-from hf_dspark.decoding import regenerate as regeneration
-from hf_dspark.decoding.regenerate import regenerate, regenerate_with_endpoint
+from hf_dspark.decoding import endpoint as endpoint_module
+from hf_dspark.decoding.endpoint import Endpoint
+from hf_dspark.decoding.regenerate import regenerate
 
 LETTERS = string.ascii_letters + string.digits + ".,"  # the vocabulary of the trained pair
 TEMPLATE = (
@@ -39,10 +40,10 @@ def run(request, pair, tokenizer, tmp_path):
     target, draft = pair
 
     def call(prompts=PROMPTS, name="answers.jsonl", **options):
-        options = {"progress": False, "batch_size": 4} | SAMPLED | options
+        options = {"batch_size": 4} | SAMPLED | options
         file = tmp_path / name
         report = regenerate(
-            target, tokenizer, prompts, file, draft=draft if request.param == "draft" else None, **options
+            target, prompts, tokenizer, file, draft=draft if request.param == "draft" else None, **options
         )
         lines = read_lines(file)
         done = [line for line in lines if "error" not in line]
@@ -169,14 +170,14 @@ def test_a_prompt_that_breaks_its_batch_fails_alone(pair, tokenizer, tmp_path, m
         return honest(input_ids, **kwargs)
 
     monkeypatch.setattr(target, "generate", fragile)
-    options = {"progress": False, "batch_size": 3} | SAMPLED
+    options = {"batch_size": 3} | SAMPLED
     with pytest.warns(UserWarning, match="1 prompts failed"):
-        regenerate(target, tokenizer, PROMPTS, tmp_path / "a", **options)
+        regenerate(target, PROMPTS, tokenizer, tmp_path / "a", **options)
     failed = [line for line in read_lines(tmp_path / "a") if "error" in line]
     assert len(read_lines(tmp_path / "a")) == 6
     assert [line["prompt"] for line in failed] == ["dQ"] and failed[0]["error"] == "RuntimeError: not this one"
     monkeypatch.setattr(target, "generate", honest)  # the failed one is tried again
-    regenerate(target, tokenizer, PROMPTS, tmp_path / "a", **options)
+    regenerate(target, PROMPTS, tokenizer, tmp_path / "a", **options)
     lines = read_lines(tmp_path / "a")
     assert len(lines) == 6 and not any("error" in line for line in lines)
 
@@ -184,8 +185,8 @@ def test_a_prompt_that_breaks_its_batch_fails_alone(pair, tokenizer, tmp_path, m
 def test_learned_positions_are_never_exceeded(tokenizer, tmp_path):
     target = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=8, n_layer=1, n_head=1)).eval()
     prompts = ["abcdefghijklmn", "abcdefg", "abc"]
-    options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "progress": False}
-    regenerate(target, tokenizer, prompts, tmp_path / "a", **options)
+    options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
+    regenerate(target, prompts, tokenizer, tmp_path / "a", **options)
     lengths = {line["prompt"]: len(line["completion_ids"]) for line in read_lines(tmp_path / "a")}
     assert lengths == {"abcdefghijklmn": 2, "abcdefg": 9, "abc": 12}
 
@@ -199,17 +200,24 @@ def test_learned_positions_are_never_exceeded(tokenizer, tmp_path):
         ({"num_return_sequences": 2}, "use num_samples"),
         ({"max_length": 20}, "use max_new_tokens"),
         ({"max_new_token": 5}, "max_new_token"),
-        ({"prompts": "abc"}, "pass \\[prompt\\]"),
         ({"prompts": []}, "there are no prompts"),
-        ({"prompts": ["abc", {"text": "a"}]}, "prompt 1 has columns \\['text'\\]"),
-        ({"prompts": [[{"role": "user"}]]}, "prompt 0 must be a text, messages, or a row.*'role' and 'content'"),
-        ({"prompts": [[{"role": "assistant", "content": "a"}]]}, "prompt 0 is empty"),
-        ({"prompts": [""]}, "prompt 0 has no tokens"),
+        ({"prompts": ["abc", {"text": "a"}]}, "prompt 1: a prompt must be .* got an object with \\['text'\\]"),
+        ({"prompts": [[{"role": "user"}]]}, "prompt 0: message 0 must be a dict with 'role' and 'content'"),
+        (
+            {"prompts": [[{"role": "assistant", "content": "a"}]]},
+            "prompt 0: .* no message before the answer",
+        ),
+        ({"prompts": [""]}, "prompt 0: the prompt is empty"),
+        ({"prompts": [{"turns": ["a", "b"]}]}, "prompt 0: has several turns"),
     ],
 )
 def test_wrong_options_are_raised_before_anything_is_written(run, options, words):
     with pytest.raises(ValueError, match=words):
         run(**options)
+    with pytest.raises(TypeError, match="pass \\[prompt\\]"):
+        run(prompts="abc")
+    with pytest.raises(TypeError, match="target is the name 'org/model': load the model, or say with endpoint"):
+        regenerate("org/model", PROMPTS, None, run.path)
     assert not run.path.exists()
 
 
@@ -265,7 +273,7 @@ def test_a_file_of_another_target_is_refused(run, pair):
 
 def test_a_file_of_unknown_making_is_refused(run):
     run.path.write_text('{"index": 0}\n')
-    with pytest.raises(ValueError, match="nobody knows what it was made with"):
+    with pytest.raises(ValueError, match="does not say what it was made with"):
         run()
     assert run.path.read_text() == '{"index": 0}\n'
 
@@ -277,7 +285,7 @@ def test_damaged_settings_are_named_and_sound_ones_are_not_written_again(run):
     run()
     assert beside.stat().st_mtime_ns == before
     beside.write_text("")
-    with pytest.raises(ValueError, match="settings.json is damaged: delete it and"):
+    with pytest.raises(ValueError, match="settings.json is missing or damaged.: delete it"):
         run()
 
 
@@ -341,11 +349,14 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def ask(server, tmp_path):
+def ask(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "RETRIES", {"max_retries": 2, "base_wait_time": 0.01, "max_wait_time": 0.01})
+
     def call(prompts, **options):
         url = options.pop("base_url", f"http://127.0.0.1:{server.server_port}/v1")
-        options = {"model": "target", "retry_wait": 0.01, "num_retries": 2, "progress": False} | options
-        report = regenerate_with_endpoint(url, prompts=prompts, output_file=tmp_path / "answers.jsonl", **options)
+        model, tokenizer = options.pop("model", "target"), options.pop("tokenizer", None)
+        endpoint = Endpoint(url, options.pop("api_key", None))
+        report = regenerate(model, prompts, tokenizer, tmp_path / "answers.jsonl", endpoint=endpoint, **options)
         return report, {(line["index"], line["sample"]): line for line in read_lines(report.output_file)}
 
     call.path = tmp_path / "answers.jsonl"
@@ -354,7 +365,7 @@ def ask(server, tmp_path):
 
 def test_a_server_answers_several_at_once(ask, server, tokenizer):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "cut"}]
-    report, lines = ask(["one", {"messages": chat}, "think"], num_samples=2, concurrency=3, temperature=0.7)
+    report, lines = ask(["one", {"messages": chat}, "think"], num_samples=2, batch_size=3, temperature=0.7)
     assert report.num_answers == 6 and report.num_unfinished == 2 and report.num_failed == 0
     line = lines[0, 1]
     assert line["text"] == "to one 3" and line["finished"] and line["prompt"] == line["messages"][:1]
@@ -385,12 +396,12 @@ def test_only_what_is_missing_is_asked_for_again(ask, server):
         _, lines = ask(prompts)
     assert {body["messages"][-1]["content"] for body in server.requests} == {"broken"}
     assert len(lines) == len(read_lines(ask.path)) == 3
-    with pytest.raises(ValueError, match="differs in max_tokens \\(2048 there, 5 now\\)"):
-        ask(prompts, max_tokens=5)
+    with pytest.raises(ValueError, match="differs in max_new_tokens \\(2048 there, 5 now\\)"):
+        ask(prompts, max_new_tokens=5)
 
 
 def test_thinking_and_further_fields_reach_the_server(ask, server):
-    _, lines = ask(["one"], enable_thinking=False, extra_body={"top_k": 20})
+    _, lines = ask(["one"], enable_thinking=False, top_k=20)
     assert server.requests[0]["chat_template_kwargs"] == {"enable_thinking": False}
     assert server.requests[0]["top_k"] == 20 and "temperature" not in server.requests[0]
     assert lines[0, 0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -410,20 +421,21 @@ def test_the_key_is_sent_but_never_written_and_no_other_one_is_sent(ask, server,
 
 def test_a_wrong_model_is_raised_instead_of_recorded(ask):
     with pytest.raises(ValueError, match="refuses model 'other'.*/models"):
-        ask(["one"] * 5, model="other", concurrency=1)
+        ask(["one"] * 5, model="other", batch_size=1)
     assert not ask.path.exists()
 
 
 def test_a_server_that_is_not_there_is_raised_instead_of_recorded(ask):
     with pytest.raises(ConnectionError, match="127.0.0.1:9/v1: is the server running"):
-        ask(["one"] * 5, base_url="http://127.0.0.1:9/v1", concurrency=1)
+        ask(["one"] * 5, base_url="http://127.0.0.1:9/v1", batch_size=1)
 
 
 def test_wrong_endpoint_options_are_raised_before_any_request(ask, server, tokenizer, monkeypatch):
     for options, words in (
         ({"num_samples": 2, "temperature": 0}, "decoding is greedy"),
-        ({"concurrency": 0}, "concurrency"),
-        ({"prompts": [[1, 2]]}, "a server needs texts or messages"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"draft": object()}, "not one behind an endpoint"),
+        ({"prompts": [[1, 2]]}, "prompt of token ids cannot become a message"),
         ({"tokenizer": PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)}, "no chat template"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -440,8 +452,7 @@ def test_answers_are_written_in_batches_of_similar_length(pair, tokenizer, tmp_p
     monkeypatch.setattr(
         pair[0], "generate", lambda ids, **kwargs: widths.append(list(ids.shape)) or honest(ids, **kwargs)
     )
-    assert regeneration.regenerate is regenerate
-    regenerate(pair[0], tokenizer, PROMPTS, tmp_path / "a", batch_size=2, progress=False, **SAMPLED)
+    regenerate(pair[0], PROMPTS, tokenizer, tmp_path / "a", batch_size=2, **SAMPLED)
     assert widths == [[2, 6], [2, 3], [2, 2]]
 
 

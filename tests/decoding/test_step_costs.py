@@ -7,9 +7,8 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from hf_dspark import AdaptiveDrafting, PrefixScheduler, load_cost, profile_throughput
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, profile_throughput
 from hf_dspark.decoding import step_costs as profiling
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile, find_cost, known_profiles
 from hf_dspark.maths.costs import ThroughputTable
@@ -30,26 +29,7 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def profile(target, draft):
-    return profile_throughput(
-        target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1, progress=False
-    )
-
-
-def test_profile_measures_every_length_of_one_request_and_full_blocks_of_several(profile, draft):
-    gamma = draft.config.block_size
-    assert profile.table.verify_tokens == (*range(1, gamma + 2), 2 * (1 + gamma))
-    assert {(s.requests, s.verify_tokens) for s in profile.samples["target"]} == {
-        *((1, 1 + length) for length in range(gamma + 1)), (2, 2), (2, 2 * (1 + gamma // 2)), (2, 2 * (1 + gamma)),
-    }  # fmt: skip
-    assert {s.context_tokens for s in profile.samples["target"]} == {8, 24, 16, 48}
-    assert 0 < profile.table.drafting < 1 / max(profile.table.steps_per_second)
-    assert set(profile.fit) == {"target", "draft"}
-
-
-def test_profile_leaves_the_draft_as_it_was(target, draft, profile):
-    ids = torch.tensor([[5, 6, 7]])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
-    assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))
+    return profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
 
 
 def test_profile_is_remembered_and_found_again(target, draft, profile):
@@ -58,16 +38,11 @@ def test_profile_is_remembered_and_found_again(target, draft, profile):
     assert found.steps_per_second == pytest.approx(profile.table.steps_per_second)
 
 
-def test_profile_is_not_remembered_when_asked_not_to(target, draft):
-    profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, progress=False, cache=False)
-    assert find_cost(target, draft) is None
-
-
 def test_stored_profiles_are_sglang_tables(profile, tmp_path):
     profile.save(tmp_path / "table.json")
     table = json.loads((tmp_path / "table.json").read_text())
     assert {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"} <= set(table)
-    assert load_cost(tmp_path / "table.json") == profile.table
+    assert ThroughputTable.load(tmp_path / "table.json") == profile.table
     again = ThroughputProfile.from_dict(table)
     assert again.machine == profile.machine and again.linear == profile.linear and again.samples == profile.samples
 
@@ -100,18 +75,6 @@ def test_a_table_of_other_threads_is_taken_with_a_warning(target, draft, profile
     assert caplog.text.count("with 99 threads") == 1
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_targets_with_sliding_windows_can_be_measured(family, make_draft):
-    geometry = {
-        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "sliding_window": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
-    }  # fmt: skip
-    config = MistralConfig(**geometry) if family == "mistral" else Gemma3TextConfig(**geometry)
-    target = AutoModelForCausalLM.from_config(config).eval()
-    measured = profile_throughput(target, make_draft(target), (1, 2), (6, 30), repetitions=1, progress=False)
-    assert len(measured.samples["target"]) == 16
-
-
 def test_a_missing_table_is_warned_of_once(target, draft, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_dspark"):
         assert find_cost(target, draft) is None and find_cost(target, draft) is None
@@ -126,7 +89,7 @@ def test_the_table_taken_is_named(target, draft, profile, caplog):
 
 
 def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_cache):
-    measured = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, progress=False, cache=False)
+    measured = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
     older = dataclasses.replace(
         measured, machine=dataclasses.replace(measured.machine, versions={"torch": "2.0"}),
         table=ThroughputTable((1, 2), (1.0, 1.0)),
@@ -151,24 +114,6 @@ def test_machine_names_the_device_and_the_threads(target, draft):
     machine = Machine.of(target, draft)
     assert machine.dtype == "float32" and machine.threads == torch.get_num_threads() and "cores" in machine.device
     assert machine.target["hidden_size"] == 32 and machine.draft["block_size"] == 4
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_sizes": ()}, "batch_sizes must be increasing"),
-        ({"batch_sizes": (2, 1)}, "batch_sizes must be increasing"),
-        ({"batch_sizes": (2, 4)}, "must begin with 1"),
-        ({"context_lengths": (0,)}, "context_lengths must be increasing"),
-        ({"context_lengths": (256,)}, "stay below the target's 256"),
-        ({"batch_sizes": (1,)}, "at least two batch sizes"),
-        ({"context_lengths": (8,)}, "two context lengths"),
-        ({"repetitions": 0}, "repetitions must be at least 1"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_is_measured(target, draft, settings, message):
-    with pytest.raises(ValueError, match=message):
-        profile_throughput(target, draft, **{"context_lengths": (8, 16)} | settings)
 
 
 def test_measured_tables_drive_the_scheduler_of_generate(target, draft, profile):

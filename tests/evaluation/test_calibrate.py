@@ -16,7 +16,7 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 
 
 def records(target, draft, prompts=PROMPTS, **options):
-    options = {"progress": False, "max_new_tokens": 24} | options
+    options = {"max_new_tokens": 24} | options
     return collect_rounds(target, draft, prompts, **options)
 
 
@@ -91,7 +91,7 @@ def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, mo
     monkeypatch.setattr(type(target), "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         records(target, draft, output_file=path, **SAMPLED)
-    assert len(path.read_text().splitlines()) == 3  # the settings and two prompts
+    assert len(path.read_text().splitlines()) == 2
     path.write_text(path.read_text() + '{"index": 2, "rounds": [{"half a li')  # power went off while writing
     resumed = records(target, draft, output_file=path, **SAMPLED)
     assert len(calls) == 4  # the third prompt only
@@ -111,7 +111,7 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
         records(target, draft, PROMPTS[:2], output_file=path)
 
 
-@pytest.mark.parametrize("content", ['{"my": "result"}', '{"my": "result"}\n', "[1]\n", "text", '{"settings": 5}\n'])
+@pytest.mark.parametrize("content", ['{"my": "result"}', "[1]\n", "text"])
 def test_file_that_holds_something_else_stays_as_it_is(target, draft, tmp_path, content):
     (tmp_path / "mine.json").write_text(content)
     with pytest.raises(ValueError, match=r"mine\.json .*does not say what it was made with"):
@@ -132,27 +132,43 @@ def test_prompts_come_as_rows_tensors_or_lists(target, draft, row):
     assert torch.equal(records(target, draft, [row]).logits, records(target, draft, PROMPTS[:1]).logits)
 
 
-def test_texts_need_a_tokenizer(target, draft):
-    class Tokenizer:
-        def __call__(self, text):
-            return {"input_ids": [len(word) for word in text.split()]}
-
-    texts = records(target, draft, ["a bb ccc dddd"], tokenizer=Tokenizer())
-    assert torch.equal(
-        texts.logits, records(target, draft, [{"prompt": "a bb ccc dddd"}], tokenizer=Tokenizer()).logits
-    )
-    with pytest.raises(ValueError, match="pass tokenizer"):
-        records(target, draft, ["a bb ccc dddd"])
+def test_texts_need_a_tokenizer(target, draft, chat_tokenizer):
+    rows = [["what is"], [{"prompt": "what is"}]]
+    found = [records(target, draft, row, processing_class=chat_tokenizer).logits for row in rows]
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="pass the target's tokenizer"):
+        records(target, draft, ["what is"])
 
 
-@pytest.mark.parametrize("row", [[], {}, None, {"text": "x"}])
+def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, chat_tokenizer, monkeypatch):
+    seen, generate = [], type(target).generate
+    spy = lambda self, ids, **kwargs: seen.append(ids[0].tolist()) or generate(self, ids, **kwargs)  # noqa: E731
+    monkeypatch.setattr(type(target), "generate", spy)
+    rounds = records(target, draft, [{"turns": ["what is", "not much"]}], processing_class=chat_tokenizer)
+    first = records(target, draft, [seen[0]])
+    answer = generate(target, torch.tensor([seen[0]]), max_new_tokens=24)[0, len(seen[0]) :]
+    said = chat_tokenizer.decode(answer, skip_special_tokens=True)
+    assert chat_tokenizer.decode(seen[0]) == "user what is <eos> assistant"
+    talk = [("user", "what is"), ("assistant", said), ("user", "not much")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    assert seen[1] == chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert len(rounds.logits) > len(first.logits) and torch.equal(rounds.logits[: len(first.logits)], first.logits)
+
+
+@pytest.mark.parametrize("row", [{}, None, {"text": "x"}, 5])
 def test_rows_that_are_no_prompt_are_named(target, draft, row):
-    with pytest.raises(ValueError, match="a prompt must be a text, token ids, or a row"):
+    with pytest.raises(ValueError, match="prompt 0: a prompt must be a string, token ids"):
         records(target, draft, [row])
 
 
+@pytest.mark.parametrize("prompts", ["what is up", {"prompt": "what is up"}])
+def test_a_single_prompt_is_refused(target, draft, prompts):
+    with pytest.raises(TypeError, match=r"prompts must be several, got (str|dict): pass \[prompt\]"):
+        calibrate(target, draft, prompts)
+
+
 def test_an_empty_set_is_refused(target, draft):
-    with pytest.raises(ValueError, match="the calibration set is empty"):
+    with pytest.raises(ValueError, match="there are no prompts"):
         calibrate(target, draft, [])
 
 
@@ -171,7 +187,7 @@ def test_options_that_cut_the_block_are_refused(target, draft, option):
 
 def test_a_new_domain_can_be_calibrated_while_it_is_chosen(target, draft):
     draft.domain = "poems"
-    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=12, domain="poems")
+    calibrate(target, draft, PROMPTS, max_new_tokens=12, domain="poems")
     assert draft.domain == "poems" and draft.config.temperatures_for("poems", True)
 
 
@@ -200,14 +216,15 @@ def test_a_draft_without_confidence_head_is_refused(target, make_draft):
 
 
 def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(target, draft, tmp_path):
-    report = calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24)
+    report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
     temperatures = draft.config.sts_temperatures["default"]
+    assert report.domain == "greedy"
     assert temperatures == list(report.scaling.temperatures) and len(temperatures) == draft.config.block_size
     assert report.mean_ece[1] <= report.mean_ece[0] + 1e-9
 
     draft.save_pretrained(tmp_path)
     loaded = type(draft).from_pretrained(tmp_path)
-    assert loaded.config.sts_temperatures == {"default": temperatures}
+    assert loaded.config.sts_temperatures == {"greedy": temperatures, "default": temperatures}
 
     ids = torch.tensor(PROMPTS[:1])
     options = {"attention_mask": torch.ones_like(ids), "assistant_model": draft, "max_new_tokens": 8}
@@ -222,9 +239,9 @@ def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(targe
 
 
 def test_regimes_and_domains_are_kept_apart(target, draft):
-    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24, domain="greedy")
-    calibrate(target, draft, PROMPTS, progress=False, domain="sampled", **SAMPLED)
-    calibrate(target, draft, PROMPTS, progress=False, domain="poems", **SAMPLED)
+    calibrate(target, draft, PROMPTS, max_new_tokens=24)
+    calibrate(target, draft, PROMPTS, **SAMPLED)
+    calibrate(target, draft, PROMPTS, domain="poems", **SAMPLED)
     known = draft.config.sts_temperatures
     assert set(known) == {"greedy", "sampled", "poems", "default"} and known["default"] == known["greedy"]
     assert draft.config.temperatures_for(None, do_sample=True) == known["sampled"]
@@ -235,13 +252,13 @@ def test_regimes_and_domains_are_kept_apart(target, draft):
 
 
 def test_a_single_calibration_serves_every_regime(target, draft):
-    calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24)
+    calibrate(target, draft, PROMPTS, max_new_tokens=24)
     only = draft.config.sts_temperatures["default"]
     assert draft.config.temperatures_for(None, True) == draft.config.temperatures_for(None, False) == only
 
 
 def test_the_report_serialises(target, draft):
-    report = calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=24)
+    report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
     assert json.dumps([vars(part) for part in report.after])
     assert [part.position for part in report.before] == [1, 2, 3, 4]
 

@@ -56,8 +56,8 @@ def test_policies_are_told_apart_by_their_values():
     one, other = ThroughputTable((1, 8), (95, 94)), ThroughputTable((1, 8), (95, 80))
     policies = [
         FullBlock(), LaggedScheduler(one), LaggedScheduler(one, lag=5), PrefixScheduler(one), PrefixScheduler(other),
-        AdaptiveDrafting(PrefixScheduler(one), one), SLOLimit(PrefixScheduler(one), one, 0.02),
-        SLOLimit(PrefixScheduler(one), one, 0.5, "running"), HalfBlock(0.5), HalfBlock(0.25),
+        AdaptiveDrafting(PrefixScheduler(one)), SLOLimit(PrefixScheduler(one), 0.02),
+        SLOLimit(PrefixScheduler(one), 0.5, "running"), HalfBlock(0.5), HalfBlock(0.25),
     ]  # fmt: skip
     assert len({describe_policy(policy) for policy in policies}) == len(policies)
     assert describe_policy(LaggedScheduler(ThroughputTable((1, 8), (95, 94)))) == describe_policy(policies[1])

@@ -1,6 +1,4 @@
-"""Sequential temperature scaling, its measures, and SGLang's calibration files."""
-
-import json
+"""Sequential temperature scaling and its measures."""
 
 import pytest
 import scipy.stats
@@ -9,7 +7,6 @@ import torch
 from hf_dspark.maths.calibration import (
     TEMPERATURE_GRID,
     CalibrationRounds,
-    TemperatureScaling,
     calibrated_confidence,
     conditional_auc,
     expected_calibration_error,
@@ -152,61 +149,6 @@ def test_measures_name_the_brier_score_of_the_realised_outcome():
     assert (measured.brier, measured.ece, measured.auc) == (0.25, 0.0, 0.5)
 
 
-# ---- files
-
-
-def test_scaling_file_has_sglangs_fields(tmp_path):
-    fit_temperatures(drawn_rounds([2.0, 1.0], count=500), dataset="gsm8k").save(tmp_path / "sts.json")
-    content = json.loads((tmp_path / "sts.json").read_text())
-    assert set(content) == {"temperatures", "dataset", "num_samples", "ece_before", "ece_after"}
-    assert all(isinstance(value, float) and value > 0 for value in content["temperatures"])
-    assert content["dataset"] == "gsm8k" and content["num_samples"] == 500
-    assert len(content["temperatures"]) == len(content["ece_before"]) == len(content["ece_after"]) == 2
-
-
-def test_scaling_file_needs_temperatures_only(tmp_path):
-    (tmp_path / "sts.json").write_text('{"temperatures": [1, 2.5], "future_field": 3}')
-    assert list(TemperatureScaling.load(tmp_path / "sts.json", block_size=2).temperatures) == [1, 2.5]
-
-
-def test_scaling_survives_a_round_trip(tmp_path):
-    scaling = fit_temperatures(drawn_rounds([2.0, 1.0], count=500))
-    scaling.save(tmp_path / "sts.json")
-    assert TemperatureScaling.load(tmp_path / "sts.json") == scaling
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[1.0]", "has no 'temperatures'"),
-        ('{"temperatures": []}', "positive numbers"),
-        ('{"temperatures": [1.0, 0.0]}', "positive numbers"),
-        ('{"temperatures": [1.0, "2"]}', "positive numbers"),
-        ('{"temperatures": [1.0, 1.0, 1.0]}', "3 temperatures for blocks of 2"),
-    ],
-)
-def test_broken_scaling_files_are_named(content, message, tmp_path):
-    (tmp_path / "sts.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        TemperatureScaling.load(tmp_path / "sts.json", block_size=2)
-
-
-def test_collected_shards_have_sglangs_form():
-    rounds = drawn_rounds([2.0, 1.0], count=50)
-    shard = rounds.to_sglang()
-    assert set(shard) == {"logits", "prefix_mask"}
-    assert all(table.dtype == torch.float32 and table.shape == (50, 2) for table in shard.values())
-    again = CalibrationRounds.from_sglang(shard)
-    assert torch.equal(again.num_accepted, rounds.num_accepted)
-    assert torch.equal(again.integrated_labels(), rounds.realised_labels())
-
-
-def test_shards_with_holes_are_refused():
-    with pytest.raises(ValueError, match="run of ones followed by zeros"):
-        CalibrationRounds.from_sglang({"logits": torch.zeros(1, 3), "prefix_mask": torch.tensor([[1.0, 0.0, 1.0]])})
-
-
 # ---- bad input
 
 
@@ -250,12 +192,7 @@ def test_impossible_rounds_are_refused(acceptance, accepted, proposed, message):
         )
 
 
-def test_shards_that_lack_a_table_are_refused():
-    with pytest.raises(ValueError, match=r"lacks \['prefix_mask'\]"):
-        CalibrationRounds.from_sglang({"logits": torch.zeros(1, 3)})
-
-
-def test_positions_nobody_verified_cannot_be_fitted():
+def test_positions_that_were_never_verified_cannot_be_fitted():
     rounds = drawn_rounds([1.0, 1.0], count=10)
     short = CalibrationRounds(rounds.logits, rounds.acceptance, torch.zeros(10), torch.ones(10))
     with pytest.raises(ValueError, match="no round verified draft position 2"):

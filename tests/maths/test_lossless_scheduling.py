@@ -17,10 +17,7 @@ from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
-    EarlyStopScheduler,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
@@ -29,6 +26,7 @@ from hf_dspark.maths.policies import (
     SLOLimit,
     survival,
 )
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 EXACT = 1e-9
 
@@ -210,9 +208,9 @@ CAUSAL = {
     "cumulative_threshold": lambda cost: ConfidenceThreshold(0.4, cumulative=True),
     "algorithm_one": EarlyStopScheduler,
     "hull_and_fill": PrefixScheduler,
-    "limit_on_hull_and_fill": lambda cost: SLOLimit(PrefixScheduler(cost), cost, 1.8),
-    "limit_on_full_block": lambda cost: SLOLimit(FullBlock(), cost, 1.8),
-    "limit_on_threshold": lambda cost: SLOLimit(ConfidenceThreshold(0.5), cost, 1.8),
+    "limit_on_hull_and_fill": lambda cost: SLOLimit(PrefixScheduler(cost), 1.8),
+    "limit_on_full_block": lambda cost: SLOLimit(FullBlock(), 1.8, cost=cost),
+    "limit_on_threshold": lambda cost: SLOLimit(ConfidenceThreshold(0.5), 1.8, cost=cost),
 }
 
 
@@ -236,7 +234,7 @@ def test_two_requests_keep_their_joint_law(make_policy, gamma, limits):
 def test_lagged_budget_keeps_the_joint_law(requests, gamma):
     for seed in range(4):
         lagged = LaggedScheduler(jagged_curve(seed))
-        for policy in (lagged, SLOLimit(lagged, jagged_curve(seed), 1.8)):
+        for policy in (lagged, SLOLimit(lagged, 1.8)):
             for age in range(2):
                 older = torch.rand(requests, gamma, generator=torch.Generator().manual_seed(seed + age))
                 none = torch.zeros(requests, dtype=torch.long)
@@ -252,7 +250,7 @@ def test_a_cap_is_not_shared_out_by_what_the_policy_chose_in_all():
     first.confidence |= {prefix: 0.9 if prefix[1] else 0.1 for prefix in first.confidence if len(prefix) == 2}
     second.confidence |= {prefix: 0.45 if prefix else 1.0 for prefix in second.confidence}
     cost = ThroughputTable((1, 5, 6), (1.0, 1.0, 0.1))
-    assert bias_of_one_round(SLOLimit(ConfidenceThreshold(0.5), cost, 2.0), [first, second], 3) < EXACT
+    assert bias_of_one_round(SLOLimit(ConfidenceThreshold(0.5), 2.0, cost=cost), [first, second], 3) < EXACT
 
 
 @pytest.mark.parametrize("other_tokens", [0, 5, 100, 252, 253, 254, 255, 256, 5000])
@@ -292,9 +290,9 @@ def test_global_search_is_exact_for_heads_that_read_no_token(search):
 LINEAR = LinearCost(ForwardCost(0.0, 0.1, 1.0), ForwardCost(0.0, 0.0, 0.3))
 REMEMBERING = {
     "lagged": lambda cost: LaggedScheduler(cost, lag=1),
-    "adaptive_drafting": lambda cost: AdaptiveDrafting(PrefixScheduler(cost), LINEAR),
-    "expected_limit": lambda cost: SLOLimit(PrefixScheduler(cost), LINEAR, 1.1, mode="expected"),
-    "running_limit": lambda cost: SLOLimit(PrefixScheduler(cost), LINEAR, 1.1, mode="running"),
+    "adaptive_drafting": lambda cost: AdaptiveDrafting(PrefixScheduler(cost), cost=LINEAR),
+    "expected_limit": lambda cost: SLOLimit(PrefixScheduler(cost), 1.1, mode="expected", cost=LINEAR),
+    "running_limit": lambda cost: SLOLimit(PrefixScheduler(cost), 1.1, mode="running", cost=LINEAR),
 }
 
 

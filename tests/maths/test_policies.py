@@ -12,10 +12,7 @@ from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
-    EarlyStopScheduler,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
@@ -24,6 +21,7 @@ from hf_dspark.maths.policies import (
     SLOLimit,
     survival,
 )
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 APPENDIX_A = ThroughputTable((1, 2, 3), (1.0, 0.5, 0.45))
 FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
@@ -70,18 +68,23 @@ def literal_algorithm_one(confidence, seconds, base=0):
 # ---- full block and threshold
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3, 5])
-def test_full_block_verifies_every_draft(num_drafts):
-    assert plan(FullBlock(), [[0.0] * 5] * 2, [num_drafts] * 2) == [num_drafts] * 2
-
-
-def test_full_block_works_without_a_confidence_head():
+def test_full_block_verifies_every_draft_also_without_a_confidence_head():
+    for num_drafts in (0, 3, 5):
+        assert plan(FullBlock(), [[0.0] * 5] * 2, [num_drafts] * 2) == [num_drafts] * 2
     assert FullBlock().plan_verify(None, torch.tensor([4, 2]), Load((0, 1))).tolist() == [4, 2]
 
 
-def test_confidence_threshold_stops_before_the_first_doubtful_slot():
-    confidence = [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8]]
-    assert plan(ConfidenceThreshold(0.5), confidence) == [2, 0, 4]
+@pytest.mark.parametrize(
+    ("threshold", "confidence", "lengths"),
+    [
+        (0.5, [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8]], [2, 0, 4]),
+        (0.5, [[0.5, 0.5, 0.25]], [2]),  # reached exactly
+        (0.0, [[0.0, 0.1, 0.0]], [3]),
+        (1.0, [[1.0, 0.999]], [1]),
+    ],
+)
+def test_confidence_threshold_stops_before_the_first_doubtful_slot(threshold, confidence, lengths):
+    assert plan(ConfidenceThreshold(threshold), confidence) == lengths
 
 
 def test_cumulative_threshold_compares_the_survival():
@@ -89,21 +92,8 @@ def test_cumulative_threshold_compares_the_survival():
     assert plan(ConfidenceThreshold(0.5, cumulative=True), confidence) == [2, 3]
 
 
-def test_confidence_threshold_keeps_a_slot_that_reaches_it_exactly():
-    assert plan(ConfidenceThreshold(0.5), [[0.5, 0.5, 0.25]]) == [2]
-
-
-def test_confidence_threshold_of_zero_verifies_every_draft():
-    assert plan(ConfidenceThreshold(0.0), [[0.0, 0.1, 0.0]]) == [3]
-
-
-def test_confidence_threshold_of_one_needs_certainty():
-    assert plan(ConfidenceThreshold(1.0), [[1.0, 0.999]]) == [1]
-
-
-@pytest.mark.parametrize("num_drafts", [0, 1, 2])
-def test_confidence_threshold_never_exceeds_the_drafts_there_are(num_drafts):
-    assert plan(ConfidenceThreshold(0.1), [[0.9] * 4], [num_drafts]) == [num_drafts]
+def test_confidence_threshold_never_exceeds_the_drafts_there_are():
+    assert [plan(ConfidenceThreshold(0.1), [[0.9] * 4], [count]) for count in range(3)] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn"])
@@ -247,7 +237,7 @@ def test_fresh_policies_forget():
     policy = LaggedScheduler(JAGGED, lag=1)
     policy.observe(outcome([[0.01] * 4]))
     assert len(policy._history) == 1 and len(policy.fresh()._history) == 0
-    wrapped = AdaptiveDrafting(policy, JAGGED)
+    wrapped = AdaptiveDrafting(policy)
     wrapped.observe(outcome([[0.01] * 4]))
     assert (
         len(wrapped.fresh()._prospects) == len(wrapped.fresh()._latest) == 0
@@ -257,8 +247,8 @@ def test_fresh_policies_forget():
 
 CAUSAL = [
     FullBlock(), ConfidenceThreshold(0.4), ConfidenceThreshold(0.4, cumulative=True), EarlyStopScheduler(JAGGED),
-    PrefixScheduler(JAGGED), LaggedScheduler(JAGGED), SLOLimit(PrefixScheduler(JAGGED), JAGGED, 2.0),
-    AdaptiveDrafting(PrefixScheduler(JAGGED), JAGGED),
+    PrefixScheduler(JAGGED), LaggedScheduler(JAGGED), SLOLimit(PrefixScheduler(JAGGED), 2.0),
+    AdaptiveDrafting(PrefixScheduler(JAGGED)),
 ]  # fmt: skip
 
 
@@ -284,8 +274,8 @@ def test_causal_policies_do_not_look_behind_the_slot_they_decide(policy):
 def test_look_ahead_policies_are_causal_for_heads_that_read_no_token_only(scheduler):
     policy = scheduler(JAGGED)
     assert policy.is_causal(confidence_reads_tokens=False) and not policy.is_causal(confidence_reads_tokens=True)
-    assert not SLOLimit(policy, JAGGED, 1.0).is_causal(True) and not AdaptiveDrafting(policy, JAGGED).is_causal(True)
-    assert SLOLimit(scheduler(JAGGED, accept_bias=True), JAGGED, 1.0).accept_bias and not policy.accept_bias
+    assert not SLOLimit(policy, 1.0).is_causal(True) and not AdaptiveDrafting(policy).is_causal(True)
+    assert SLOLimit(scheduler(JAGGED, accept_bias=True), 1.0).accept_bias and not policy.accept_bias
 
 
 @pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan")])
@@ -319,38 +309,38 @@ LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  #
 
 
 def test_step_limit_caps_the_tokens_of_every_round():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.16)
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.16, cost=LINEAR)
     assert plan(limited, [[0.9, 0.9, 0.9, 0.9]]) == [3]  # B = 4
     assert plan(limited, [[0.9, 0.9, 0.9, 0.9], [0.95, 0.1, 0.1, 0.1]]) == [1, 1]  # the likeliest two
 
 
 def test_limit_leaves_shorter_plans_alone():
-    assert plan(SLOLimit(ConfidenceThreshold(0.5), LINEAR, 10.0), [[0.9, 0.1]]) == [1]
+    assert plan(SLOLimit(ConfidenceThreshold(0.5), 10.0, cost=LINEAR), [[0.9, 0.1]]) == [1]
 
 
 def test_limit_works_without_confidences():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.16)
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.16, cost=LINEAR)
     assert not limited.requires_confidence
     assert limited.plan_verify(None, torch.tensor([7]), Load()).tolist() == [3]
 
 
 def test_limit_does_not_reach_over_tokens_that_are_too_slow():
     cost = ThroughputTable((1, 2, 3, 4), (10.0, 1.0, 10.0, 10.0))  # B = 2 takes a second, B = 3 a tenth again
-    assert plan(SLOLimit(FullBlock(), cost, tpot_seconds=0.5), [[0.9] * 3]) == [0]
+    assert plan(SLOLimit(FullBlock(), tpot_seconds=0.5, cost=cost), [[0.9] * 3]) == [0]
 
 
 def test_no_drafting_when_only_a_plain_step_keeps_the_limit():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115)
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.115, cost=LINEAR)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not limited.plan_draft(Load())
-    assert not SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13).plan_draft(Load())  # no room for a draft token
-    assert SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.14).plan_draft(Load())
+    assert not SLOLimit(FullBlock(), tpot_seconds=0.13, cost=LINEAR).plan_draft(Load())  # no room for a draft token
+    assert SLOLimit(FullBlock(), tpot_seconds=0.14, cost=LINEAR).plan_draft(Load())
 
 
 def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkeypatch):
     monkeypatch.setattr(policies, "_limits_warned_of", set())
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.01)
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.01, cost=LINEAR)
     with pytest.warns(UserWarning, match="limit of 0.01 s per token cannot be met.*takes 0.11 s"):
         assert not limited.plan_draft(Load())
     with warnings.catch_warnings():
@@ -359,14 +349,14 @@ def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkey
 
 
 def test_expected_limit_counts_the_tokens_that_rounds_lately_brought():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
     assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [7]  # nothing known: the first round finds out
     limited.observe(outcome([[0.9] * 4], accepted=3))  # four tokens: a round may take .16 s
     assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [3]
 
 
 def test_running_limit_spends_what_earlier_rounds_saved():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
     assert not limited.plan_draft(Load())
     limited.observe(outcome([[0.9] * 7], accepted=1, seconds=0.13))  # two tokens in the time of one
     assert limited.allowed_seconds(Load()) == pytest.approx(0.26)
@@ -374,42 +364,48 @@ def test_running_limit_spends_what_earlier_rounds_saved():
 
 
 def test_running_limit_is_that_of_the_request_furthest_behind():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
     limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(7,)))
     assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13)
 
 
 def test_requests_that_are_all_behind_catch_up_at_full_speed(monkeypatch):
     monkeypatch.setattr(policies, "_limits_warned_of", set())
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.01, mode="running")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.01, mode="running", cost=LINEAR)
     with pytest.warns(UserWarning, match="Decoding for throughput"):
         assert limited.plan_draft(Load())
     assert plan(limited, [[0.9] * 7]) == [7]
 
 
 def test_a_request_beyond_rescue_does_not_hold_up_the_others():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.13, mode="running")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
     limited.observe(outcome([[0.9] * 7], seconds=9.0, request_ids=(7,)))
     limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(8,)))
     assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13 * 6 - 0.13)
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
-def test_limit_must_be_positive(limit):
-    with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
-        SLOLimit(FullBlock(), LINEAR, limit)
-
-
-def test_limit_refuses_an_unknown_mode():
+def test_wrong_limits_are_refused():
+    for limit in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
+            SLOLimit(FullBlock(), limit, cost=LINEAR)
     with pytest.raises(ValueError, match="mode must be one of"):
-        SLOLimit(FullBlock(), LINEAR, 1.0, mode="average")
+        SLOLimit(FullBlock(), 1.0, mode="average", cost=LINEAR)
+
+
+def test_the_cost_is_the_inner_policys_unless_given():
+    limited = SLOLimit(AdaptiveDrafting(PrefixScheduler(JAGGED)), 1.0)
+    assert limited.cost is limited.policy.cost is JAGGED and limited.fresh().cost is JAGGED
+    assert AdaptiveDrafting(PrefixScheduler(JAGGED), cost=LINEAR).cost is LINEAR
+    for make in (AdaptiveDrafting, lambda policy: SLOLimit(policy, 1.0)):
+        with pytest.raises(ValueError, match=r"needs to know what a round costs, and FullBlock\(\) does not: pass"):
+            make(FullBlock())
 
 
 # ---- draft or skip
 
 
 def test_drafting_stops_when_history_says_it_does_not_pay():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
     assert policy.plan_draft(Load())  # nothing known yet
     policy.observe(outcome([[0.9] * 4]))
     assert policy.plan_draft(Load())
@@ -417,14 +413,14 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
 
 
 def poor_history():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
     for _ in range(30):
         policy.observe(outcome([[0.05] * 4]))
     return policy
 
 
 def test_an_unlucky_start_does_not_end_drafting():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR), LINEAR)
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
     policy.observe(outcome([[0.05] * 4]))
     assert policy.plan_draft(Load())
 
@@ -440,7 +436,7 @@ def test_a_good_block_is_followed_by_another_whatever_came_before():
 def test_good_slots_that_come_together_are_worth_more_than_their_mean():
     """Half of the blocks are accepted whole: the mean confidence is the same as if each slot were so every time."""
     dear = ThroughputTable((1, 8), (10.0, 9.0), drafting=0.05)
-    together, apart = (AdaptiveDrafting(PrefixScheduler(dear), dear) for _ in range(2))
+    together, apart = (AdaptiveDrafting(PrefixScheduler(dear)) for _ in range(2))
     for number in range(40):
         together.observe(outcome([[0.95 * (number % 2)] * 4]))
         apart.observe(outcome([[0.475] * 4]))
@@ -453,7 +449,7 @@ def test_skipping_looks_again_now_and_then():
     pattern = [False] * policies.LOOK_AGAIN_AFTER + [True]
     adaptive = poor_history()
     assert [adaptive.plan_draft(Load()) for _ in range(34)] == pattern * 2
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.115, mode="expected")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.115, mode="expected", cost=LINEAR)
     limited.observe(outcome([[0.05] * 4], accepted=0))
     assert [limited.plan_draft(Load()) for _ in range(34)] == pattern * 2
     assert plan(limited, [[0.9] * 4]) == [4]  # and looks at the whole block
@@ -461,7 +457,7 @@ def test_skipping_looks_again_now_and_then():
 
 @pytest.mark.filterwarnings("ignore:the limit of")
 def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
     limited.observe(outcome([[0.9] * 7], accepted=0))
     drafted = []
     for _ in range(200):
@@ -472,7 +468,7 @@ def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
 
 
 def test_expected_limit_holds_for_drafts_without_confidence_head():
-    limited = SLOLimit(FullBlock(), LINEAR, tpot_seconds=0.04, mode="expected")
+    limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
     limited.observe(outcome(None, accepted=3))
     assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
     limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
@@ -480,7 +476,7 @@ def test_expected_limit_holds_for_drafts_without_confidence_head():
 
 
 def test_requests_that_left_are_forgotten():
-    policy = AdaptiveDrafting(SLOLimit(FullBlock(), LINEAR, 1.0, mode="running"), LINEAR)
+    policy = AdaptiveDrafting(SLOLimit(FullBlock(), 1.0, mode="running", cost=LINEAR), cost=LINEAR)
     policy.observe(outcome([[0.9] * 4] * 3, request_ids=(1, 2, 3)))
     policy.plan_draft(Load((2, 4)))
     assert set(policy._prospects) == set(policy._latest) == set(policy.policy._spent) == {2}
@@ -488,7 +484,7 @@ def test_requests_that_left_are_forgotten():
 
 def test_drafting_depends_on_the_load():
     steep = ThroughputTable((1, 16, 32), (10.0, 10.0, 5.0), drafting=0.02)
-    policy = AdaptiveDrafting(PrefixScheduler(steep), steep)
+    policy = AdaptiveDrafting(PrefixScheduler(steep))
     policy.observe(outcome([[0.8] * 4]))
     assert policy.plan_draft(Load()) and not policy.plan_draft(Load(other_tokens=60))
 
@@ -498,7 +494,7 @@ def test_unknown_requests_are_expected_to_be_like_the_others():
 
 
 def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
-    policy = AdaptiveDrafting(FullBlock(), LINEAR)
+    policy = AdaptiveDrafting(FullBlock(), cost=LINEAR)
     policy.observe(outcome([[0.5]]))
     assert policy._prospects[0].survival.item() == pytest.approx((3 * 0.8 + 0.5) / 4)
     policy.observe(outcome([[1.0]]))

@@ -4,14 +4,13 @@ import copy
 
 import pytest
 
-from hf_dspark import calibrate, evaluate, generate_many, measure_acceptance, profile_throughput
+from hf_dspark import calibrate, evaluate, generate_many, profile_throughput
 from hf_dspark.models.auto import is_draft, require_pair
 
 TAKING_A_PAIR = {
     "calibrate": lambda target, draft: calibrate(target, draft, [[1, 2]]),
     "evaluate": lambda target, draft: evaluate(target, draft, {"task": ["a"]}, None),
     "generate_many": lambda target, draft: generate_many(target, draft, [[1, 2]]),
-    "measure_acceptance": lambda target, draft: measure_acceptance(target, draft, [[1, 2]]),
     "profile_throughput": profile_throughput,
 }
 

@@ -391,7 +391,7 @@ def test_left_padding_is_no_context_in_transformers_loop(target, draft, watch):
 
 def test_generate_many_yields_the_plain_answers(target, draft, watch):
     watch.answers = plain_answers(target, PROMPTS)
-    for completion in generate_many(target, draft, PROMPTS, batch_size=2, progress=False, **GREEDY):
+    for completion in generate_many(target, draft, PROMPTS, batch_size=2, **GREEDY):
         prompt = PROMPTS[completion.index]
         assert completion.error is None
         assert completion.token_ids.tolist() == watch.answers[completion.index][len(prompt) :]
@@ -411,7 +411,7 @@ def test_a_round_that_fails_behind_the_draft_leaves_the_others_right(target, dra
 
     monkeypatch.setattr(DSparkCandidateGenerator, "_planned_lengths", fail_once)
     with pytest.warns(UserWarning, match="out of memory"):
-        completions = list(generate_many(target, draft, PROMPTS, batch_size=2, progress=False, **GREEDY))
+        completions = list(generate_many(target, draft, PROMPTS, batch_size=2, **GREEDY))
     for completion in completions:
         assert completion.error is None
         assert completion.token_ids.tolist() == watch.answers[completion.index][len(PROMPTS[completion.index]) :]
@@ -612,7 +612,7 @@ def test_a_draft_for_another_target_is_refused(make_target, draft):
 
 
 def test_costs_are_measured_and_not_taken_for_those_of_a_parallel_draft(target, draft, make_draft):
-    profile = profile_throughput(target, draft, (1, 2), (8, 16), repetitions=1, progress=False, cache=False)
+    profile = profile_throughput(target, draft, (1, 2), (8, 16), repetitions=1, cache=False)
     assert profile.table.drafting > 0
     machines = [
         Machine.of(target, other)

@@ -163,7 +163,7 @@ def test_quantised_target_lends_its_embedding_and_head_and_calibrates(make_quant
     draft = make_own_draft(target).bind(target)
     hidden = torch.randn(2, 3, 64)
     torch.testing.assert_close(draft.base_logits(hidden), target.lm_head(hidden))
-    report = calibrate(target, draft, PROMPTS, progress=False, max_new_tokens=12)
+    report = calibrate(target, draft, PROMPTS, max_new_tokens=12)
     assert all(0 < temperature < 1e4 for temperature in draft.config.sts_temperatures["default"])
     assert report.mean_ece[1] <= report.mean_ece[0] + 0.05
 
@@ -198,7 +198,7 @@ def test_target_of_packed_layers_without_weights_decodes_every_row_as_if_alone(
     assert_decoded_as_if_alone(target, draft)
     assert check_target(target) < 1e-3
     assert input_device(target.lm_head) == torch.device("cpu")
-    calibrate(target, draft, PROMPTS[:2], progress=False, max_new_tokens=8)
+    calibrate(target, draft, PROMPTS[:2], max_new_tokens=8)
     lent, hidden = BorrowedModules.copy_of(target), torch.randn(3, 32)
     torch.testing.assert_close(lent.lm_head(hidden), target.lm_head(hidden), atol=1e-4, rtol=1e-4)
     before = fingerprint(target)
@@ -243,7 +243,7 @@ def test_fully_offloaded_target_is_checked_and_calibrated(make_target):
     cpu_offload(target, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in target.parameters())
     assert check_target(target) < 1e-3
-    calibrate(target, draft, PROMPTS[:2], progress=False, max_new_tokens=8)
+    calibrate(target, draft, PROMPTS[:2], max_new_tokens=8)
     assert len(draft.config.sts_temperatures["default"]) == 4
 
 
@@ -422,7 +422,7 @@ def test_draft_is_calibrated_on_the_adapted_target_and_the_target_checked(make_t
     base = make_target()
     target, draft, file = with_lora(base), make_own_draft(base), tmp_path / "rounds.jsonl"
     assert check_target(target) < 1e-3
-    run = {"output_file": file, "progress": False, "max_new_tokens": 8}
+    run = {"output_file": file, "max_new_tokens": 8}
     calibrate(target, draft, PROMPTS[:2], **run)
     only_the_target = r"another run .*differs in target \('\w+' there, '\w+' now\): go on"
     with target.disable_adapter(), pytest.raises(ValueError, match=only_the_target):

@@ -6,23 +6,25 @@ Knows nothing of how options are parsed or errors shown.
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file
+from ..data.prompts import Prompt, PromptFile, read_prompt_file
 from ..decoding.drafter import RoundStatistics
+from ..decoding.endpoint import Endpoint
 from ..decoding.many import generate_many
-from ..decoding.regenerate import RegenerationReport, regenerate, regenerate_with_endpoint
+from ..decoding.regenerate import RegenerationReport, regenerate
 from ..evaluation.results import describe_policy, describe_sampling
 from ..models.modeling_draft import DraftModel
 from .console import Console, Outcome, note_faults
 from .models import (
     LoadedTarget,
     all_token_ids,
+    as_asked,
     choose_policy,
     generate_kwargs,
     is_sampled,
@@ -268,10 +270,10 @@ def _answer_in_process(
 ) -> RegenerationReport:
     target = load_target(target_options)
     draft = None if draft_options.draft is None else load_draft_for(target.model, draft_options)
-    prompts = [as_chat(prompt, target.tokenizer, chat.no_chat_template) for prompt in read.prompts]
     return regenerate(
-        target.model, target.tokenizer, _rows(prompts), options.output_file, draft, options.num_samples,
-        options.batch_size, chat.thinking, sampling.seed, **generate_kwargs(sampling, target.model),
+        target.model, as_asked(read.prompts, target, chat), target.tokenizer, options.output_file, draft,
+        options.num_samples, options.batch_size, chat.thinking, sampling.seed,
+        **generate_kwargs(sampling, target.model),
     )  # fmt: skip
 
 
@@ -289,18 +291,9 @@ def _answer_by_endpoint(
         if not api_key:
             raise ValueError(f"--api_key_env: the environment variable {options.api_key_env} is not set")
     tokenizer = load_tokenizer(target_options) if target_options.target or target_options.tokenizer else None
-    fields = {name: getattr(sampling, name) for name in ("top_k", "min_p") if getattr(sampling, name) is not None}
-    return regenerate_with_endpoint(
-        options.endpoint, options.model, _rows(read.prompts), options.output_file, tokenizer, options.num_samples,
-        sampling.max_new_tokens, sampling.temperature, sampling.top_p, options.concurrency, api_key, chat.thinking,
-        sampling.seed, options.timeout, extra_body=fields or None,
+    fields = {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")}
+    return regenerate(
+        options.model, read.prompts, tokenizer, options.output_file, num_samples=options.num_samples,
+        batch_size=options.concurrency, enable_thinking=chat.thinking, seed=sampling.seed,
+        endpoint=Endpoint(options.endpoint, api_key, options.timeout), **fields,
     )  # fmt: skip
-
-
-def _rows(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
-    """Return prompts as `regenerate` takes them."""
-    rows = []
-    for prompt in prompts:
-        name = "prompt" if isinstance(prompt.content, str) else "messages"
-        rows.append({name: prompt.content, "tools": prompt.tools})
-    return rows

@@ -3,19 +3,17 @@
 Knows nothing of how options are parsed or errors shown.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..data.prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file, token_ids
-from ..decoding.many import Completion, generate_many
-from ..decoding.step_costs import cache_folder, profile_throughput
+from ..data.prompts import PromptFile, read_prompt_file
+from ..decoding.step_costs import cache_folder
 from ..evaluation.calibrate import CalibrationReport, calibrate
-from ..evaluation.evaluate import ALL, AcceptanceReport, compare_domains, evaluate
+from ..evaluation.evaluate import ALL, evaluate
+from ..evaluation.metrics import comparison_table
+from ..evaluation.profile import profile_throughput
 from ..evaluation.results import (
     WHOLE_BLOCK,
     describe_draft,
@@ -26,19 +24,16 @@ from ..evaluation.results import (
     regime_of,
     write_result,
 )
+from ..evaluation.tables import markdown_table, number
 from ..formats.files import read_config
 from ..formats.tables import OURS
-from ..maths.costs import save_cost
-from ..models.modeling_draft import DraftModel
 from ..sharing.convert import detect_format
 from ..sharing.hub import RESULTS_FOLDER
 from .console import Console, Outcome, note_faults, require_new_file, require_new_folder
 from .models import (
-    LoadedTarget,
-    all_token_ids,
+    as_asked,
     choose_policy,
     generate_kwargs,
-    is_sampled,
     load_draft_for,
     load_pair,
     load_target,
@@ -89,14 +84,16 @@ def run_eval(
             baseline, files, describe_target(target.model), describe_sampling(kwargs, target.model, sampling.seed),
             None if policy is None else describe_policy(policy),
         )  # fmt: skip
+    if chat.no_chat_template:
+        target.tokenizer.chat_template = None
     evaluation = evaluate(
         target.model, draft, files, target.tokenizer, result_file, policy, options.batch_size, options.compare,
-        seed=sampling.seed, chat_template=not chat.no_chat_template, enable_thinking=chat.thinking, **kwargs,
+        seed=sampling.seed, enable_thinking=chat.thinking, **kwargs,
     )  # fmt: skip
     found = evaluation.to_dict()
     console.show(evaluation.table())
     if before is not None:
-        console.show(f"\n{compare_domains(before, _reports(found['tasks']))}")
+        console.show(f"\n{comparison_table(before, _reports(found['tasks']))}")
     malformed = [fault for file in files.values() for fault in file.faults]
     unanswered = [part for part in evaluation.failed if (part.task, part.line) not in _places(files)]
     for part in unanswered:
@@ -122,7 +119,7 @@ def _tasks(words: Sequence[str]) -> list[tuple[str, str]]:
     return tasks
 
 
-def _read_baseline(path: str) -> tuple[dict[str, Any], dict[str, AcceptanceReport]]:
+def _read_baseline(path: str) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """Return an earlier result, and what it says of acceptance."""
     (result,) = read_results([path]) if Path(path).is_file() else (None,)
     found = {} if result is None else result.get("tasks") or result.get("domains") or {}
@@ -164,14 +161,9 @@ def _require_same_way(
             )
 
 
-def _reports(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, AcceptanceReport]:
+def _reports(tasks: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return what tasks say of acceptance; not of all tasks together, which a result of another kind does not have."""
-    reports = {}
-    for name, found in tasks.items():
-        if name != ALL:
-            tau, *rates = (math.nan if value is None else value for value in (found["tau"], *found["acceptance"]))
-            reports[name] = AcceptanceReport(tau, rates, found["prompts"], found["rounds"], found["tokens"])
-    return reports
+    return {name: found for name, found in tasks.items() if name != ALL}
 
 
 def run_calibrate(
@@ -189,13 +181,15 @@ def run_calibrate(
     note_faults(console, [read])
     target, draft = load_pair(target_options, draft_options)
     kwargs = generate_kwargs(sampling, target.model)
-    torch.manual_seed(sampling.seed)
-    prompts = all_token_ids(_expanded(read.prompts, target, draft, chat, 8, kwargs), target, chat)
-    domain = options.domain or ("sampled" if is_sampled(kwargs, target.model) else "greedy")
+    prompts = as_asked(read.prompts, target, chat)
+    if chat.thinking is not None:
+        thinking = {"enable_thinking": chat.thinking}
+        prompts = [replace(prompt, chat_template_kwargs=thinking) for prompt in prompts]
     report = calibrate(
-        target.model, draft, prompts, target.tokenizer, domain, output_file=options.rounds_file, seed=sampling.seed,
-        **kwargs,
+        target.model, draft, prompts, target.tokenizer, options.domain, output_file=options.rounds_file,
+        seed=sampling.seed, **kwargs,
     )  # fmt: skip
+    domain = report.domain
     name = f"calibration-{domain.replace('/', '-')}.json"
     result_file = Path(options.result_file or folder / RESULTS_FOLDER / name)
     result = write_result(
@@ -245,11 +239,11 @@ def _describe_calibration(report: CalibrationReport) -> dict[str, Any]:
 
 
 def _calibration_table(domain: str, report: CalibrationReport) -> str:
-    lines = [f"| {domain}: position | temperature | ECE raw | ECE calibrated |", "|---|---|---|---|"]
-    rows = zip(report.scaling.temperatures, report.before, report.after, strict=True)
-    for temperature, raw, calibrated in rows:
-        lines.append(f"| {raw.position} | {temperature:.2f} | {raw.ece:.1%} | {calibrated.ece:.1%} |")
-    return "\n".join(lines)
+    rows = [
+        (raw.position, number(temperature), f"{raw.ece:.1%}", f"{calibrated.ece:.1%}")
+        for temperature, raw, calibrated in zip(report.scaling.temperatures, report.before, report.after, strict=True)
+    ]
+    return markdown_table((f"{domain}: position", "temperature", "ECE raw", "ECE calibrated"), rows)
 
 
 def run_profile(
@@ -270,41 +264,11 @@ def run_profile(
     )  # fmt: skip
     places = [] if options.no_cache else [str(cache_folder() / f"{profile.machine.key}.json")]
     if output is not None:
-        profile.save(output) if options.format == "hf_dspark" else save_cost(profile.table, output)
+        (profile if options.format == "hf_dspark" else profile.table).save(output)
         places.append(str(output))
     table = profile.table.to_sglang()
     rows = zip(table["sample_batch_tokens"], table["sample_steps_per_sec"], strict=True)
-    lines = [f"| {tokens} | {rate:.1f} |" for tokens, rate in rows]
-    console.show("\n".join(["| verified tokens | steps per second |", "|---|---|", *lines]))
+    lines = [(tokens, number(rate, 1)) for tokens, rate in rows]
+    console.show(markdown_table(("verified tokens", "steps per second"), lines))
     console.note(f"the table is in {' and '.join(places)}")
     return Outcome({"table": table, "fit": profile.fit, "machine": asdict(profile.machine), "files": places})
-
-
-def _expanded(
-    prompts: Sequence[Prompt],
-    target: LoadedTarget,
-    draft: DraftModel,
-    chat: ChatOptions,
-    batch_size: int,
-    kwargs: dict[str, Any],
-) -> list[Prompt]:
-    """Return one prompt per turn; the target answers the earlier ones."""
-    read = [as_chat(prompt, target.tokenizer, chat.no_chat_template) for prompt in prompts]
-
-    def answer(some: list[Prompt]) -> list[str]:
-        ids = [token_ids(prompt, target.tokenizer, chat.thinking) for prompt in some]
-        return [done.text for done in _in_order(target, draft, ids, batch_size, kwargs)]
-
-    return expand_turns(read, answer)
-
-
-def _in_order(
-    target: LoadedTarget, draft: DraftModel, prompts: list[list[int]], batch_size: int, kwargs: dict[str, Any]
-) -> Iterator[Completion]:
-    for done in sorted(
-        generate_many(target.model, draft, prompts, target.tokenizer, batch_size, **kwargs),
-        key=lambda done: done.index,
-    ):
-        if done.error is not None:
-            raise done.error
-        yield done

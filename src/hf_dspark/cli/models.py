@@ -116,8 +116,14 @@ def all_token_ids(prompts: Iterable[Prompt], target: LoadedTarget, chat: ChatOpt
     Raises:
         ValueError: If one needs a chat template and there is none, or has no tokens.
     """
-    read = [as_chat(prompt, target.tokenizer, chat.no_chat_template) for prompt in prompts]
-    return [token_ids(prompt, target.tokenizer, chat.thinking) for prompt in read]
+    return [token_ids(prompt, target.tokenizer, chat.thinking) for prompt in as_asked(prompts, target, chat)]
+
+
+def as_asked(prompts: Iterable[Prompt], target: LoadedTarget, chat: ChatOptions) -> list[Prompt]:
+    """Make texts a user's messages, if there is a chat template that may be used."""
+    if chat.no_chat_template:
+        target.tokenizer.chat_template = None
+    return [as_chat(prompt, target.tokenizer) if target.tokenizer.chat_template else prompt for prompt in prompts]
 
 
 def require_model(name: str, what: str, needed: tuple[str, ...] = DESCRIPTIONS) -> None:
@@ -157,7 +163,7 @@ def choose_policy(choice: PolicyChoice, target: PreTrainedModel, draft: DraftMod
         raise ValueError(
             "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and draft"
         )
-    return AdaptiveDrafting(PrefixScheduler(cost), cost)
+    return AdaptiveDrafting(PrefixScheduler(cost))
 
 
 def generate_kwargs(sampling: SamplingOptions, target: PreTrainedModel) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""From conversations to rows of `input_ids` and `loss_mask`: supervised is what the target wrote, and nothing else.
+"""From conversations to rows of `input_ids` and `loss_mask`: only tokens that the target wrote are supervised.
 
-Takes what TRL's trainers take. Knows nothing of models, nor of how blocks are cut out of the rows (`data`).
+Takes what TRL's trainers take.
 """
 
 import itertools
 import json
+import os
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,25 +28,6 @@ STREAM_CHECK = 1000
 FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
 
 
-def tokenize_prompt_completion(
-    prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
-) -> dict[str, list[int]]:
-    """Tokenise one example; only the completion, and the end-of-sequence token behind it, is supervised.
-
-    Args:
-        prompt, completion (`str`): Texts, joined as they are.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        max_length (`int`, *optional*): Cut to this many tokens.
-
-    Returns:
-        `dict` with `input_ids` and `loss_mask`, lists of equal length.
-    """
-    completion_ids = tokenizer(completion, add_special_tokens=False)["input_ids"]
-    if tokenizer.eos_token_id is not None and completion_ids[-1:] != [tokenizer.eos_token_id]:
-        completion_ids = completion_ids + [tokenizer.eos_token_id]
-    return _joined(tokenizer(prompt)["input_ids"], completion_ids, max_length)
-
-
 def tokenize_row(
     row: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -53,24 +36,23 @@ def tokenize_row(
 ) -> dict[str, list[int]]:
     """Tokenise one row of a data set; only what the target writes is supervised.
 
-    Which form a row has is decided by its columns that are not `None`; the first of these counts:
+    The form of a row is the first of these whose columns it has (a column of `None` does not count):
 
-    - `input_ids` with `loss_mask`, `assistant_masks` or `completion_mask` is taken as it is.
-    - `prompt_ids` with `completion_ids` (what [`~regeneration.regenerate`] writes): the completion is supervised.
-    - `prompt` with `completion_ids`: the same, with a text or messages as prompt.
+    - `input_ids` with `loss_mask`, `assistant_masks` or `completion_mask`: taken as it is.
+    - `prompt_ids` or `prompt` with `completion_ids` (the lines of [`regenerate`]): the completion is supervised.
     - `messages` (or ShareGPT's `conversations`): the assistant's answers are supervised, see below.
-    - `prompt` with `completion`: two texts, joined as they are with the end-of-sequence token behind them, or two
-      lists of messages, of which the answers in the completion are supervised.
+    - `prompt` with `completion`: two texts, joined as they are with an end-of-sequence token, or two lists of
+      messages, of which the answers in the completion are supervised.
     - `text`: everything is supervised.
 
     A row with `finished` false was cut by its length: no end-of-turn token is taught there.
 
     Answers are found by the template's own `{% generation %}` marks if it has any. Otherwise the conversation is
-    rendered up to each answer, once with the generation prompt and once with the answer: the former must be how the
-    latter begins, and the latter how the whole begins. Templates that render earlier turns differently later on
-    (Qwen3's drops their thinking) fail that for the earlier answers, which are then context only: the target never
-    wrote what stands there. Supervised is the end-of-turn token, too, but not the template's white space behind it.
-    Messages behind the last answer are dropped.
+    rendered up to each answer, once with the generation prompt and once with the answer. The answer must begin like
+    the former, and the whole like the latter. Templates that render earlier turns differently later on (Qwen3's drops
+    their thinking) fail that for the earlier answers, which are then context only: the target never wrote those
+    tokens. The end-of-turn token is supervised, too, but not the template's white space after it. Messages after the
+    last answer are dropped.
 
     Args:
         row (`Mapping`): The row. Its own `tools` and `chat_template_kwargs` go to the chat template.
@@ -93,7 +75,9 @@ def tokenize_row(
         if "error" in given:  # a prompt whose regeneration failed
             return {"input_ids": [], "loss_mask": []}
         raise ValueError(f"columns {sorted(given)} are not understood; needed are {UNDERSTOOD}")
-    chat = _Chat(tokenizer, given, chat_template_kwargs)
+    chat = Chat(
+        tokenizer, given.get("tools"), dict(chat_template_kwargs or {}) | dict(given.get("chat_template_kwargs") or {})
+    )
     finished = given.get("finished", True)
     if form == "tokens":
         return _with_given_mask(given, max_length)
@@ -110,10 +94,12 @@ def tokenize_row(
     if form == "messages":
         messages, first = read_messages(given.get("messages", given.get("conversations"))), 0
     elif isinstance(given["prompt"], str) and isinstance(given["completion"], str):
-        tokens = tokenize_prompt_completion(given["prompt"], given["completion"], tokenizer)
-        if not finished and tokens["input_ids"][-1] == tokenizer.eos_token_id:
-            tokens = {name: values[:-1] for name, values in tokens.items()}
-        return {name: values[:max_length] for name, values in tokens.items()}
+        completion_ids = tokenizer(given["completion"], add_special_tokens=False)["input_ids"]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if completion_ids[-1:] == end:
+            completion_ids = completion_ids[: len(completion_ids) - len(end)]
+        completion_ids += end if finished else []
+        return _joined(tokenizer(given["prompt"])["input_ids"], completion_ids, max_length)
     else:
         if isinstance(given["prompt"], str) or isinstance(given["completion"], str):
             raise ValueError(
@@ -160,7 +146,7 @@ def prepare_rows(
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset holds several splits ({', '.join(map(str, dataset))}): pass one of them")
     reader = _RowReader(tokenizer, vocab_size, max_length, chat_template_kwargs)
-    datasets = sys.modules.get("datasets")  # whoever passes one of its objects has imported it
+    datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
     if datasets is not None and isinstance(dataset, datasets.Dataset):
         return _prepare_table(dataset, reader, block_size, num_proc)
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
@@ -188,7 +174,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
         ValueError: If a message lacks its role or content.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {_shortened(messages)}")
+        raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
     read = []
     for place, message in enumerate(messages):
         if isinstance(message, Mapping):
@@ -200,25 +186,17 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
             if says and isinstance(message.get("role"), str):
                 read.append(message)
                 continue
-        raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {_shortened(message)}")
+        raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {shortened(message)}")
     return read
 
 
-class _Chat:
-    """A tokenizer's chat template with the arguments of one row."""
+class Chat:
+    """A tokenizer's chat template with the tools and arguments of one row."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        row: Mapping[str, Any],
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Any, kwargs: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        self._tools = _without_nones(tools) or None
-        own = _without_nones(row.get("chat_template_kwargs") or {})
-        self._kwargs = {**(chat_template_kwargs or {}), **own}
+        self._tools = _without_nones(json.loads(tools) if isinstance(tools, str) else tools) or None
+        self._kwargs = _without_nones(kwargs)
 
     @property
     def _name(self) -> str:
@@ -321,7 +299,7 @@ class _Chat:
         return min(same + (after and same < len(own)), len(token_ids))
 
     def _end_of_turn(self, token_ids: list[int], start: int, end: int) -> int:
-        """Return where an answer ends: behind its end-of-turn token, before the template's white space."""
+        """Return where an answer ends: after its end-of-turn token, before the template's white space."""
         if token_ids[end : end + 1] == [self.tokenizer.eos_token_id] and token_ids[end - 1] != token_ids[end]:
             return end + 1  # marks that leave out the end
         cut = end
@@ -336,23 +314,19 @@ class _Chat:
         return bool(text.strip()) and not self.tokenizer.decode([token_id], skip_special_tokens=True)
 
 
+@dataclass(frozen=True)
 class _RowReader:
     """Tokenises rows one by one and checks them; can be sent to other processes."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        vocab_size: int,
-        max_length: int | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        self.tokenizer, self.vocab_size, self.max_length = tokenizer, vocab_size, max_length
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    max_length: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
     def __call__(self, row: Any, index: int) -> dict[str, Any]:
         """Return ids, mask, and the longest run of supervised tokens."""
         if not isinstance(row, Mapping):
-            raise ValueError(f"row {index} must be a dict, got {_shortened(row)}")
+            raise ValueError(f"row {index} must be a dict, got {shortened(row)}")
         if self.tokenizer is None and "input_ids" not in row:
             raise ValueError("the rows are not tokenised, and there is no tokenizer: pass the target's one")
         try:
@@ -399,8 +373,8 @@ def _prepare_table(dataset: Any, reader: _RowReader, block_size: int, num_proc: 
         reader, with_indices=True, remove_columns=columns, features=features, num_proc=num_proc, desc="tokenising"
     )
     _check_runs(list(prepared["longest_run"]), block_size, reader.max_length)
-    usable = prepared.filter(_is_anchored_run, input_columns="longest_run", num_proc=num_proc, desc="choosing")
-    return usable.remove_columns("longest_run")
+    options = {"input_columns": "longest_run", "num_proc": num_proc, "desc": "choosing"}
+    return prepared.filter(lambda run: run > 1, **options).remove_columns("longest_run")
 
 
 def _check_stream(stream: Iterable[Any], reader: _RowReader, block_size: int) -> list[str]:
@@ -482,18 +456,14 @@ def _ids(values: Iterable[Any]) -> list[int]:
 
 def _iterate(dataset: Any) -> Iterator[Any]:
     if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or isinstance(dataset, Iterable)):
-        raise ValueError(f"dataset must hold rows, that is dicts, got {_shortened(dataset)}")
+        raise ValueError(f"dataset must hold rows, that is dicts, got {shortened(dataset)}")
     if isinstance(dataset, Sized) and not isinstance(dataset, Iterable):
         return (dataset[index] for index in range(len(dataset)))
     return iter(dataset)
 
 
 def _has_anchor(row: Mapping[str, Any]) -> bool:
-    return _is_anchored_run(row["longest_run"])
-
-
-def _is_anchored_run(longest_run: int) -> bool:
-    return longest_run > 1
+    return row["longest_run"] > 1
 
 
 def _without_run(row: dict[str, Any]) -> dict[str, list[int]]:
@@ -501,7 +471,7 @@ def _without_run(row: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _without_nones(value: Any) -> Any:
-    """Drop the `None`s that tables put into dicts of different keys."""
+    """Drop the `None`s that tables put into dicts with different keys."""
     if isinstance(value, Mapping):
         return {name: _without_nones(inner) for name, inner in value.items() if inner is not None}
     return [_without_nones(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -509,10 +479,10 @@ def _without_nones(value: Any) -> Any:
 
 def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many items two sequences share from the beginning."""
-    pairs = zip(first, second, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+    return len(os.path.commonprefix([first, second]))
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """Return what a message shows of a value."""
     text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,51 +1,45 @@
-"""Prompt files: JSON Lines in, prompts and the faults of single lines out; and prompts to tokens, turn by turn.
-
-Knows nothing of models; of a tokenizer only its chat template.
-"""
+"""What is to be answered: one reader for every form of a prompt, in Python or in a JSON Lines file; and prompts to
+tokens, turn by turn."""
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .conversations import read_messages
+from .conversations import Chat, read_messages, shortened
 
-FORMS = "a string, or an object with 'prompt', 'question', 'messages', 'conversations' or 'turns'"
+FORMS = (
+    "a string, token ids, messages, or an object with 'prompt', 'question', 'messages', 'conversations', 'turns' or "
+    "'input_ids'"
+)
+COLUMNS = ("turns", "messages", "conversations", "prompt", "question", "input_ids")
 STDIN = "-"
-# What stands between two turns, and between messages, where there is no chat template to say so.
-BETWEEN_TURNS = "\n\n"
+BETWEEN_TURNS = "\n\n"  # without a chat template; between messages, too
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be answered.
+    """What is to be answered: a text, messages, or token ids."""
 
-    Args:
-        content (`str` or `list[dict]`): A text or messages.
-        later_turns (`tuple[str, ...]`): What the user says after the first answer, the second, and so on.
-        tools (*optional*): For the chat template.
-        line (`int`, *optional*): Where it stands in its file, from 1.
-    """
+    content: str | list[dict[str, Any]] | list[int]
+    later_turns: tuple[str, ...] = ()  # what the user says after the first answer, the second, and so on
+    tools: Any = None  # for the chat template
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    line: int | None = field(default=None, compare=False)  # where it stands in its file or list, from 1
 
-    content: str | list[dict[str, Any]]
-    later_turns: tuple[str, ...] = ()
-    tools: Any = None
-    line: int | None = field(default=None, compare=False)
+    @property
+    def is_token_ids(self) -> bool:
+        """Whether the content is token ids."""
+        return not isinstance(self.content, str) and isinstance(self.content[0], int)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with one line.
-
-    Args:
-        file (`str`): The file.
-        line (`int`): The line, from 1.
-        reason (`str`): What is wrong, as the rest of a sentence about the line.
-    """
+    """What is wrong with one line of a file, as the rest of a sentence about the line."""
 
     file: str
     line: int
@@ -57,21 +51,69 @@ class Fault:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """What a file holds.
-
-    Args:
-        name (`str`): The file.
-        prompts (`list[Prompt]`): Of its sound lines, in their order.
-        faults (`list[Fault]`): What is wrong with the others.
-    """
+    """The prompts of a file's sound lines, in their order, and the faults of the others."""
 
     name: str
     prompts: list[Prompt]
     faults: list[Fault]
 
 
+def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
+    """Read a prompt in one of the [`FORMS`]. A conversation that ends in an answer loses it: it is answered anew.
+
+    Raises:
+        ValueError: If it has none of them, or several turns that are not wanted.
+    """
+    if isinstance(row, Prompt):
+        return row
+    if not isinstance(row, Mapping):
+        return Prompt(_content(row))
+    given = {name: value for name, value in row.items() if value is not None}
+    name = next((name for name in COLUMNS if name in given), None)
+    if name is None:
+        raise ValueError(f"a prompt must be {FORMS}, got an object with {sorted(given) or 'nothing'}")
+    value, later = given[name], ()
+    if name == "turns":
+        if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
+            raise ValueError(f"'turns' must be a list of strings, the user's, got {shortened(value)}")
+        value, *later = value
+        if later and not several_turns:
+            raise ValueError("has several turns, which evaluate and calibrate answer: give 'messages' here")
+    prompt = Prompt(_content(value), tuple(later), given.get("tools"), given.get("chat_template_kwargs"))
+    return as_messages(prompt) if name in ("question", "turns") else prompt
+
+
+def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Prompt]:
+    """Read several prompts.
+
+    Raises:
+        TypeError: If `prompts` is a single one.
+        ValueError: If there is none, or one has none of the [`FORMS`].
+    """
+    read = []
+    for index, row in enumerate(several(prompts)):
+        try:
+            read.append(read_prompt(row, several_turns))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
+    if not read:
+        raise ValueError("there are no prompts: pass at least one")
+    return read
+
+
+def several(prompts: Iterable[Any]) -> Iterable[Any]:
+    """Return prompts, unless they are a single one: a string would be read letter by letter, a row key by key.
+
+    Raises:
+        TypeError: If `prompts` is a string or a row, or cannot be iterated over.
+    """
+    if isinstance(prompts, str | bytes | Mapping | Prompt) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be several, got {type(prompts).__name__}: pass [prompt] for a single one")
+    return prompts
+
+
 def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = True) -> PromptFile:
-    """Read prompts, leaving out malformed lines.
+    """Read the prompts of a file; malformed lines are left out and listed.
 
     Args:
         path (`str`): JSON Lines; `-` is stdin.
@@ -82,22 +124,35 @@ def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = 
         ValueError: If there is no such file, or no prompt in it.
     """
     rows, faults = read_json_lines(path)
+    return _sound_prompts(path, rows, faults, limit, several_turns)
+
+
+def read_task(name: str, prompts: Iterable[Any]) -> PromptFile:
+    """Read prompts from a list as if it were a file of this name; raises as [`read_prompt_file`] does."""
+    return _sound_prompts(name, enumerate(several(prompts), start=1), [])
+
+
+def _sound_prompts(
+    name: str,
+    rows: Iterable[tuple[int, Any]],
+    faults: list[Fault],
+    limit: int | None = None,
+    several_turns: bool = True,
+) -> PromptFile:
     prompts = []
     for number, row in rows:
         if limit is not None and len(prompts) == limit:
             break
         try:
-            prompt = read_prompt(row)
-            if prompt.later_turns and not several_turns:
-                raise ValueError("has several turns, which eval and calibrate answer: give 'messages' here")
+            prompt = read_prompt(row, several_turns)
         except ValueError as error:
-            faults.append(Fault(path, number, f"is no prompt: {error}"))
-            continue
-        prompts.append(replace(prompt, line=number))
+            faults.append(Fault(name, number, f"is no prompt: {error}"))
+        else:
+            prompts.append(replace(prompt, line=number))
     if not prompts:
-        found = f" ({faults[0]})" if faults else ""
-        raise ValueError(f"{path} holds no prompt: each line must be JSON, {FORMS}{found}")
-    return PromptFile(path, prompts, faults)
+        first = f" ({faults[0]})" if faults else ""
+        raise ValueError(f"{name} holds no prompt: each must be {FORMS}{first}")
+    return PromptFile(name, prompts, faults)
 
 
 def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
@@ -109,7 +164,7 @@ def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
     if path != STDIN and not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file")
     rows, faults = [], []
-    # Bytes: what else Unicode takes for the end of a line may stand inside of a JSON string.
+    # Bytes: a JSON string may hold other marks that Unicode takes for the end of a line.
     content = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
@@ -121,89 +176,71 @@ def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
     return rows, faults
 
 
-def as_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, no_chat_template: bool = False) -> Prompt:
-    """Make a text a user's message, if the tokenizer has a chat template that may be used.
+def as_messages(prompt: Prompt) -> Prompt:
+    """Make a text a user's message.
 
     Raises:
-        ValueError: If the prompt needs a chat template, and there is none.
+        ValueError: If the prompt is token ids.
     """
-    if no_chat_template or not tokenizer.chat_template:
-        if prompt.later_turns or not isinstance(prompt.content, str):
-            reason = "which --no_chat_template forbids" if no_chat_template else "which this tokenizer lacks"
-            raise ValueError(f"messages and several turns need a chat template, {reason}: give texts")
-        return prompt
+    if prompt.is_token_ids:
+        raise ValueError("a prompt of token ids cannot become a message: give a text or messages")
     if isinstance(prompt.content, str):
         return replace(prompt, content=[{"role": "user", "content": prompt.content}])
     return prompt
 
 
-def as_text(prompt: Prompt) -> Prompt:
-    """Return a conversation as one text, for tokenizers without a chat template: messages with an empty line between
-    them, and nothing that tells who said what.
+def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase) -> Prompt:
+    """Make a text a user's message if there is a chat template; a conversation one text if there is none.
+
+    Such a text has empty lines between the messages, and nothing that tells who said what.
     """
+    if prompt.is_token_ids:
+        return prompt
+    if processing_class.chat_template:
+        return as_messages(prompt)
     if isinstance(prompt.content, str):
         return prompt
     return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
 
 
-def token_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> list[int]:
-    """Return the tokens of a prompt, through the chat template if it is a conversation.
+def token_ids(
+    prompt: Prompt, processing_class: PreTrainedTokenizerBase | None, enable_thinking: bool | None = None
+) -> list[int]:
+    """Return the tokens of a prompt. Messages go through the chat template; a text is continued as it is.
 
     Args:
-        prompt ([`Prompt`]): From [`as_chat`].
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        thinking (`bool`, *optional*): `enable_thinking` for the template; not given if `None`.
+        prompt ([`Prompt`]): The prompt.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's; needed unless the prompt is token ids.
+        enable_thinking (`bool`, *optional*): For the chat template; not given if `None`.
 
     Raises:
         ValueError: If it has no tokens, or the tokenizer or the template refuses it.
     """
-    if isinstance(prompt.content, str):
+    if prompt.is_token_ids:
+        return prompt.content
+    if processing_class is None:
+        raise ValueError("the prompts are texts or messages: pass the target's tokenizer, or token ids")
+    content = prompt.content
+    if not isinstance(content, str) and len(content) == 1 and not processing_class.chat_template:
+        content = as_chat(prompt, processing_class).content  # a question
+    if isinstance(content, str):
         try:
-            ids = tokenizer(prompt.content)["input_ids"]
+            ids = processing_class(content)["input_ids"]
         except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
-            raise ValueError(f"the tokenizer refuses {_shortened(prompt.content)}: {error}") from error
+            raise ValueError(f"the tokenizer refuses {shortened(content)}: {error}") from error
     else:
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        try:
-            ids = tokenizer.apply_chat_template(
-                prompt.content,
-                tools=prompt.tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **options,
-            )["input_ids"]
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template refuses {_shortened(prompt.content)}: {error}") from error
+        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        chat = Chat(processing_class, prompt.tools, thinking | dict(prompt.chat_template_kwargs or {}))
+        ids = chat.tokens(chat.render(content, add_generation_prompt=True))
     if not ids:
-        raise ValueError(f"a prompt has no tokens: {_shortened(prompt.content)}")
+        raise ValueError(f"a prompt has no tokens: {shortened(content)}")
     return ids
 
 
-def expand_turns(prompts: Sequence[Prompt], answer: Callable[[list[Prompt]], list[str]]) -> list[Prompt]:
-    """Return one prompt per turn: the conversation so far, with answers to the turns before.
-
-    Args:
-        prompts (`Sequence[Prompt]`): Conversations, as messages where there are later turns.
-        answer (`Callable`): Returns the answers to some prompts, in their order.
-    """
-    expanded, open_prompts = list(prompts), [prompt for prompt in prompts if prompt.later_turns]
-    while open_prompts:
-        answers = answer(open_prompts)
-        following = [next_turn(prompt, text) for prompt, text in zip(open_prompts, answers, strict=True)]
-        expanded += following
-        open_prompts = [prompt for prompt in following if prompt.later_turns]
-    return expanded
-
-
 def next_turn(prompt: Prompt, answer: str) -> Prompt:
-    """Return what the user says next, behind the conversation so far.
+    """Return the conversation so far with the user's next turn.
 
     A text is continued by the answer, an empty line and the next turn; messages get two more.
-
-    Args:
-        prompt ([`Prompt`]): With later turns.
-        answer (`str`): What was answered to it.
     """
     said, *later = prompt.later_turns
     if isinstance(prompt.content, str):
@@ -212,42 +249,23 @@ def next_turn(prompt: Prompt, answer: str) -> Prompt:
     return replace(prompt, content=messages, later_turns=tuple(later))
 
 
-def read_prompt(row: Any) -> Prompt:
-    """Read a row in one of the [`FORMS`].
-
-    Raises:
-        ValueError: If it has none of them.
-    """
-    if isinstance(row, str):
-        return _text(row)
-    if not isinstance(row, Mapping):
-        raise ValueError(f"must be {FORMS}, got {_shortened(row)}")
-    given = {name: value for name, value in row.items() if value is not None}
-    names = ("turns", "messages", "conversations", "prompt", "question")
-    name = next((name for name in names if name in given), None)
-    if name is None:
-        raise ValueError(f"must be {FORMS}, got an object with {sorted(given) or 'nothing'}")
-    value, tools = given[name], given.get("tools")
-    if name == "turns":
-        if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
-            raise ValueError(f"'turns' must be a list of strings, the user's, got {_shortened(value)}")
-        return Prompt(value[0], tuple(value[1:]), tools)
+def _content(value: Any) -> str | list[dict[str, Any]] | list[int]:
+    """Read a text, messages or token ids."""
+    if hasattr(value, "tolist"):  # a tensor or an array
+        value = value.tolist()
+    if not isinstance(value, str | Sequence):
+        raise ValueError(f"a prompt must be {FORMS}, got {shortened(value)}")
+    if not value:
+        raise ValueError("the prompt is empty")
     if isinstance(value, str):
-        return replace(_text(value), tools=tools)
+        return value
+    if len(value) == 1 and isinstance(value[0], list):  # a batch of one
+        (value,) = value
+    if value and all(isinstance(token, int) for token in value):
+        return list(value)
     messages = read_messages(value)
     if messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]  # it is answered anew
+        messages = messages[:-1]
     if not messages:
-        raise ValueError(f"{name!r} holds no message before the answer")
-    return Prompt(messages, tools=tools)
-
-
-def _text(text: str) -> Prompt:
-    if not text:
-        raise ValueError("the prompt is empty")
-    return Prompt(text)
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+        raise ValueError("the prompt holds no message before the answer")
+    return messages

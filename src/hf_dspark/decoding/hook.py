@@ -343,7 +343,7 @@ def default_policy(draft: PreTrainedModel, target: PreTrainedModel) -> Policy:
     if draft.config.sts_temperatures is None:
         return FullBlock()
     cost = find_cost(target, draft)
-    return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost), cost)
+    return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost))
 
 
 def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:

@@ -20,6 +20,8 @@ from transformers import (
     StopStringCriteria,
 )
 
+from ..data.prompts import read_prompt as as_prompt
+from ..data.prompts import several, token_ids
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel, input_device
 from ..models.slot_cache import SlotCache
@@ -94,8 +96,7 @@ def generate_many(
     require_pair(target, draft)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if isinstance(prompts, str):
-        raise TypeError("prompts must be several: pass [prompt] for a single one")
+    several(prompts)
     for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer"):
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
@@ -159,22 +160,12 @@ class _Queue:
         return job
 
     def _prepare(self, job: _Job) -> None:
-        job.call = call = self.prepare(self._token_ids(job.prompt))
+        job.call = call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
         prompt = read_prompt(call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
         job.request = make_request(call, 0, job.index, prompt, self.draft.config.block_size)
         job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
         job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
-
-    def _token_ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            ids = torch.as_tensor(prompt) if isinstance(prompt, torch.Tensor | Sequence) else None
-            if ids is None or ids.dim() != 1 or (len(ids) > 0 and ids.dtype.is_floating_point):
-                raise TypeError(f"a prompt must be a string or a list of token ids, got {prompt!r}")
-            return prompt
-        if self.tokenizer is None:
-            raise ValueError("a prompt is a string: pass a tokenizer, or token ids")
-        return self.tokenizer(prompt)["input_ids"]
 
 
 class _Guarded:

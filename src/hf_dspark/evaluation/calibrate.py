@@ -1,20 +1,17 @@
-"""Rounds of real decoding, recorded for calibration: `calibrate(target, draft, prompts)`.
-
-Runs `generate()` with the full block and keeps, of each round, what the confidence head said and what verification
-found. Knows nothing of how temperatures are fitted (`calibration`).
-"""
+"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the temperatures that they ask for."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
 
+from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, token_ids
+from ..decoding.call import effective_config
 from ..files import Journal, digest, plain_json
 from ..maths.calibration import (
     CalibrationRounds,
@@ -30,13 +27,162 @@ from ..models.modeling_draft import DraftModel, input_device
 from ..targets.fingerprint import fingerprint
 
 DEFAULT_DOMAIN = "default"
+DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
 
 
-def _record(rounds: list[CalibrationRounds], outcome: RoundOutcome) -> None:
-    """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
-    if outcome.drafted:
-        rounds.append(recorded_round(outcome))
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What calibration found, on the rounds it was fitted on."""
+
+    domain: str  # the name under which the temperatures are kept
+    scaling: TemperatureScaling
+    before: list[PositionCalibration]  # raw
+    after: list[PositionCalibration]  # calibrated
+    auc: float | None  # of c_k against acceptance over all reached slots
+
+    @property
+    def mean_ece(self) -> tuple[float, float]:
+        """Mean ECE over the positions, raw and calibrated."""
+        return tuple(sum(part.ece for part in side) / len(side) for side in (self.before, self.after))
+
+
+def calibrate(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    domain: str | None = None,
+    realised: bool = False,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> CalibrationReport:
+    """Fit the draft's confidence temperatures on real rounds, and keep them in its config.
+
+    `generate()` uses them from then on; `draft.save_pretrained` stores them.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DraftModel`]): Its draft, with a confidence head.
+        prompts (`Iterable`): Held-out prompts of the domain: texts, which are continued as they are; token ids;
+            messages; or rows with `prompt`, `question`, `messages`, `conversations`, `input_ids` or `turns`. Of
+            several turns each is answered, and its rounds count.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
+            token ids.
+        domain (`str`, *optional*): The name under which the temperatures are kept. Unless given, `sampled` or
+            `greedy`, as these rounds are decoded; calls that decode so use them by themselves. Another name is used
+            where the draft's `domain` says so; `math/greedy` comes before `math`. The first calibration also becomes
+            the default.
+        realised (`bool`): Fit on realised acceptance instead of the one with the last coin integrated out.
+        output_file (`str`, *optional*): Where rounds are recorded, to resume.
+        seed (`int`): Of all draws.
+        generate_kwargs: For `generate()`, such as `do_sample=True, temperature=0.7`; `max_new_tokens=128` unless
+            given.
+
+    Returns:
+        [`CalibrationReport`]
+
+    Raises:
+        TypeError: If `prompts` is a single one.
+        ValueError: If there is nothing to calibrate on.
+
+    DSpark Section 3.2.1.
+    """
+    rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
+    if len(rounds.num_accepted) < FEW_ROUNDS:
+        warnings.warn(
+            f"temperatures fitted on {len(rounds.num_accepted)} rounds say little, and schedulers will rely on them: "
+            f"give prompts for {FEW_ROUNDS} rounds or more",
+            stacklevel=2,
+        )
+    if domain is None:
+        domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
+    scaling = fit_temperatures(rounds, realised)
+    known = dict(draft.config.sts_temperatures or {})
+    known[domain] = list(scaling.temperatures)
+    known.setdefault(DEFAULT_DOMAIN, known[domain])
+    draft.config.sts_temperatures = known
+    before, after = measure_calibration(rounds), measure_calibration(rounds, scaling.temperatures)
+    return CalibrationReport(domain, scaling, before, after, conditional_auc(rounds))
+
+
+def collect_rounds(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> CalibrationRounds:
+    """Decode prompts with whole blocks and record every round.
+
+    Args:
+        target, draft, prompts, processing_class, generate_kwargs: As for [`calibrate`].
+        output_file (`str`, *optional*): JSON lines, one per prompt, written as they come; prompts already in it are
+            not decoded again.
+        seed (`int`): Of each prompt's draws, together with its index.
+
+    Raises:
+        TypeError: If `prompts` is a single one.
+        ValueError: If the draft has no confidence head, there are no prompts, the file belongs to another run, or the
+            block would be cut.
+    """
+    require_pair(target, draft)
+    if not draft.config.enable_confidence_head:
+        raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
+    read = [as_chat(row, processing_class) if row.later_turns else row for row in read_prompts(prompts)]
+    first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
+    cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
+    if cut_off:
+        raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
+    journal, done = None, {}
+    if output_file is not None:
+        settings = _settings(target, draft, [first_turns, [prompt.later_turns for prompt in read]], seed, options)
+        journal = Journal(output_file, settings)
+        done = {entry["index"]: _rounds_of(entry) for entry in journal.entries}
+    before = draft.policy, draft.domain, draft.observer
+    draft.policy, draft.domain = FullBlock(), None
+    # Set on the call, so that a threshold in the target's generation config does not count.
+    options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
+    try:
+        for index, prompt in enumerate(tqdm(read, desc="collecting rounds", disable=None)):
+            if index in done:
+                continue
+            rounds: list[CalibrationRounds] = []
+            # Not the outcomes: their logits over the vocabulary would soon fill the memory.
+            draft.observer = lambda outcome, rounds=rounds: outcome.drafted and rounds.append(recorded_round(outcome))
+            with torch.random.fork_rng():
+                torch.manual_seed(seed + index)
+                _answer(target, draft, prompt, processing_class, options)
+            done[index] = rounds
+            if journal is not None:
+                parts = [{name: value.tolist() for name, value in vars(part).items()} for part in rounds]
+                journal.append({"index": index, "rounds": parts})
+    finally:
+        draft.policy, draft.domain, draft.observer = before
+    return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
+
+
+def _answer(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompt: Prompt,
+    processing_class: PreTrainedTokenizerBase | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Answer a conversation turn by turn."""
+    while True:
+        ids = token_ids(prompt, processing_class)
+        input_ids = torch.tensor([ids], device=input_device(target.get_input_embeddings()))
+        output = target.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options
+        )
+        if not prompt.later_turns:
+            return
+        prompt = next_turn(prompt, processing_class.decode(output[0, len(ids) :], skip_special_tokens=True))
 
 
 def recorded_round(outcome: RoundOutcome) -> CalibrationRounds:
@@ -62,181 +208,18 @@ def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tenso
     return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
 
 
-def collect_rounds(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompts: Iterable[Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    output_file: str | Path | None = None,
-    seed: int = 0,
-    progress: bool = True,
-    **generate_kwargs: Any,
-) -> CalibrationRounds:
-    """Decode prompts with the full block and record every round.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft, with a confidence head.
-        prompts (`Iterable`): Texts, token ids, or rows with `prompt` or `input_ids`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
-        output_file (`str`, *optional*): JSON lines, one per prompt, written as they come; prompts already in it are
-            not decoded again.
-        seed (`int`): Seed of each prompt's draws, together with its index.
-        progress (`bool`): Show a progress bar.
-        generate_kwargs: For `target.generate()`; `max_new_tokens=128` unless given.
-
-    Returns:
-        [`CalibrationRounds`]
-
-    Raises:
-        ValueError: If the draft has no confidence head, there are no prompts, the file belongs to another run, or the
-            block would be cut.
-    """
-    require_pair(target, draft)
-    if not draft.config.enable_confidence_head:
-        raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
-    rows = [_token_ids(row, tokenizer) for row in prompts]
-    if not rows:
-        raise ValueError("the calibration set is empty: pass at least one prompt")
-    cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
-    if cut_off:
-        raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
-    options = {"max_new_tokens": 128} | generate_kwargs
-    journal, done = None, {}
-    if output_file is not None:
-        journal = Journal(output_file, _settings(target, draft, rows, seed, options))
-        done = {entry["index"]: _rounds_of(entry) for entry in journal.entries}
-    before = draft.policy, draft.domain, draft.observer
-    draft.policy, draft.domain = FullBlock(), None
-    # Set on the call, so that a threshold in the target's generation config does not count.
-    options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
-    try:
-        for index, row in enumerate(tqdm(rows, desc="collecting rounds", disable=not progress)):
-            if index in done:
-                continue
-            rounds: list[CalibrationRounds] = []
-            draft.observer = partial(_record, rounds)
-            input_ids = torch.tensor([row], device=input_device(target.get_input_embeddings()))
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + index)
-                target.generate(input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options)
-            done[index] = rounds
-            if journal is not None:
-                journal.append(_entry(index, rounds))
-    finally:
-        draft.policy, draft.domain, draft.observer = before
-    return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
-
-
 def _settings(
-    target: PreTrainedModel, draft: DraftModel, rows: list[list[int]], seed: int, options: Mapping[str, Any]
+    target: PreTrainedModel, draft: DraftModel, prompts: Any, seed: int, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what rounds recorded in one file must share."""
     return {
-        "prompts": digest(rows),
+        "prompts": digest(prompts),
         "options": plain_json(options),
         "target_options": plain_json(target.generation_config),
         "seed": seed,
         "block_size": draft.config.block_size,
         "draft": fingerprint(draft),
         "target": fingerprint(target),
-    }
-
-
-@dataclass(frozen=True)
-class CalibrationReport:
-    """What calibration found, on the rounds it was fitted on.
-
-    Args:
-        scaling ([`TemperatureScaling`]): The temperatures.
-        before, after (`list[PositionCalibration]`): Per position, raw and calibrated.
-        auc (`float`, *optional*): Of c_k against acceptance over all reached slots.
-    """
-
-    scaling: TemperatureScaling
-    before: list[PositionCalibration]
-    after: list[PositionCalibration]
-    auc: float | None
-
-    @property
-    def mean_ece(self) -> tuple[float, float]:
-        """Mean ECE over the positions, raw and calibrated."""
-        return tuple(sum(part.ece for part in side) / len(side) for side in (self.before, self.after))
-
-
-def calibrate(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompts: Iterable[Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    domain: str = DEFAULT_DOMAIN,
-    realised: bool = False,
-    output_file: str | Path | None = None,
-    **collect_kwargs: Any,
-) -> CalibrationReport:
-    """Fit the draft's confidence temperatures on real rounds, and keep them in its config.
-
-    `generate()` uses them from then on; `draft.save_pretrained` stores them.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
-        prompts (`Iterable`): Held-out prompts of the domain; see [`collect_rounds`].
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
-        domain (`str`): Name to keep the temperatures under. `greedy` and `sampled` are used by themselves when
-            `generate()` decodes that way; others when `draft.domain` names them, `math/greedy` before `math`. The
-            first calibration also becomes the default.
-        realised (`bool`): Fit on realised acceptance instead of the one with the last coin integrated out.
-        output_file (`str`, *optional*): Where rounds are recorded, to resume.
-        collect_kwargs: For [`collect_rounds`] and `generate()`, such as `do_sample=True, temperature=0.7`.
-
-    Returns:
-        [`CalibrationReport`]
-
-    Raises:
-        ValueError: If there is nothing to calibrate on.
-
-    DSpark Section 3.2.1.
-    """
-    rounds = collect_rounds(target, draft, prompts, tokenizer, output_file, **collect_kwargs)
-    if len(rounds.num_accepted) < FEW_ROUNDS:
-        warnings.warn(
-            f"temperatures fitted on {len(rounds.num_accepted)} rounds say little, and schedulers will rely on them: "
-            f"give prompts for {FEW_ROUNDS} rounds or more",
-            stacklevel=2,
-        )
-    scaling = fit_temperatures(rounds, realised, dataset=domain)
-    known = dict(draft.config.sts_temperatures or {})
-    known[domain] = list(scaling.temperatures)
-    known.setdefault(DEFAULT_DOMAIN, known[domain])
-    draft.config.sts_temperatures = known
-    return CalibrationReport(
-        scaling,
-        measure_calibration(rounds),
-        measure_calibration(rounds, scaling.temperatures),
-        conditional_auc(rounds),
-    )
-
-
-def _token_ids(row: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    if isinstance(row, Mapping):
-        row = row["input_ids"] if "input_ids" in row else row.get("prompt")
-    if isinstance(row, str):
-        if tokenizer is None:
-            raise ValueError("the prompts are texts: pass tokenizer=..., or token ids")
-        row = tokenizer(row)["input_ids"]
-    if isinstance(row, torch.Tensor):
-        row = row.flatten().tolist()
-    if not isinstance(row, Sequence) or len(row) == 0:
-        raise ValueError(f"a prompt must be a text, token ids, or a row with 'prompt' or 'input_ids', got {row!r}")
-    return [int(token) for token in row]
-
-
-def _entry(index: int, rounds: list[CalibrationRounds]) -> dict[str, Any]:
-    """Return what a journal keeps of a prompt."""
-    return {
-        "index": index,
-        "rounds": [{name: value.tolist() for name, value in vars(part).items()} for part in rounds],
     }
 
 

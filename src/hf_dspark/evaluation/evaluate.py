@@ -1,31 +1,14 @@
-"""How fast a target decodes, and how much of its drafts it accepts: tasks in, one result file out.
+"""How fast a target decodes, and how much of its drafts it accepts: tasks in, one result file out."""
 
-[`evaluate`] is the whole harness; [`measure_acceptance`] counts accepted tokens alone. Knows nothing of training or of
-figures.
-"""
-
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import (
-    FORMS,
-    Fault,
-    Prompt,
-    PromptFile,
-    as_chat,
-    as_text,
-    read_prompt,
-    read_prompt_file,
-)
-from ..decoding.drafter import RoundStatistics
-from ..decoding.many import generate_many
+from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, read_task
+from ..decoding.batch import refuse_made_here
 from ..files import Journal, digest, plain_json
 from ..maths.policies import FullBlock, Policy
 from ..models.auto import require_pair
@@ -34,14 +17,10 @@ from ..provenance import provenance
 from ..targets.fingerprint import fingerprint
 from .metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
 from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
-from .run import EvaluationRun, FailedPrompt
+from .run import EvaluationRun, FailedPrompt, Setup
 
-ALL = "all"  # the name that the tasks together have
+ALL = "all"  # the name of the tasks together
 DEFAULT_NEW_TOKENS = 128
-MADE_HERE = (
-    "input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "assistant_model",
-    "num_return_sequences", "return_dict_in_generate", "max_length",
-)  # fmt: skip
 CUT_OFFS = ("assistant_confidence_threshold", "num_assistant_tokens")
 Task = str | Path | PromptFile | Iterable[Any]
 
@@ -63,7 +42,7 @@ class Evaluation:
     facts: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the result file holds, without kind and provenance where no file was written."""
+        """Return what the result file holds; kind and provenance only if a file was written."""
         return self.facts | {
             "tasks": {name: part.to_dict() for name, part in self.metrics.items()},
             "failed": [asdict(part) for part in self.failed],
@@ -80,43 +59,38 @@ def evaluate(
     target: PreTrainedModel,
     draft: DraftModel | None,
     tasks: Mapping[str, Task],
-    tokenizer: PreTrainedTokenizerBase,
+    processing_class: PreTrainedTokenizerBase,
     output_file: str | Path | None = None,
     policy: Policy | None = None,
     batch_size: int = 1,
     compare_plain: bool = False,
-    progress: bool = True,
     seed: int = 0,
-    chat_template: bool = True,
     enable_thinking: bool | None = None,
     **generate_kwargs: Any,
 ) -> Evaluation:
     """Decode the prompts of some tasks, record every round, and sum up.
 
     Each prompt may have several turns: the target's own answer goes into the conversation before the next one. With a
-    chat template, a text is a user's message; without, turns are one text, each answer continuing it, and the next
-    turn behind an empty line. `batch_size` conversations of a task are decoded in one `generate()` call per turn; one
-    that has little room left in the target's context has a call of its own.
+    chat template, a text is a user's message. Without one, a conversation is one text: each answer continues it, and
+    the next turn follows after an empty line. `batch_size` conversations of a task are decoded in one `generate()`
+    call per turn; one that has little room left in the target's context has a call of its own.
 
     A line that is malformed, a prompt without room for an answer, or one that fails, is listed in `failed`; the others
-    go on. Finished turns are written to `<output_file>.partial.jsonl` as they come: the same call goes on from there
-    after an interruption, and the file is deleted when the result is written. All draws of a call are decided by
-    `seed`, task, prompt and turn, so an interruption changes no token; policies that look at the clock may cut blocks
-    differently.
+    go on. Finished turns are written to `<output_file>.partial.jsonl` as they come. After an interruption the same
+    call goes on from there. The file is deleted when the result is written. `seed`, task, prompt and turn decide all
+    draws, so an interruption changes no token; policies that look at the clock may cut blocks differently.
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`], *optional*): Its draft; `None` measures plain decoding.
-        tasks (`Mapping`): Prompts of each task: a JSON Lines file, or an iterable, of strings or rows with `turns`,
+        tasks (`Mapping`): Prompts of each task: a JSON Lines file, or a list of strings or of rows with `turns`,
             `prompt`, `question`, `messages` or `conversations`.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; what was there is replaced.
+        processing_class (`PreTrainedTokenizerBase`): The target's tokenizer.
+        output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; replaces what was there.
         policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
         batch_size (`int`): Conversations decoded together.
         compare_plain (`bool`): Decode each turn without the draft, too, right before. Answers are the draft's.
-        progress (`bool`): Show a progress bar.
         seed (`int`): Of all draws.
-        chat_template (`bool`): Whether the tokenizer's chat template is used, if it has one.
         enable_thinking (`bool`, *optional*): For the chat template, if given.
         generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config` among
             them, and never more than the target's context has room for.
@@ -125,38 +99,47 @@ def evaluate(
         [`Evaluation`]
 
     Raises:
+        TypeError: If tasks are no mapping, or a task is a single prompt.
         ValueError: If a file is missing or holds no prompt, the draft does not fit, an option is not for many prompts,
             an unfinished run had other settings (naming them), or no prompt could be answered.
     """
     if draft is not None:
         require_pair(target, draft)
     _check_arguments(draft, tasks, policy, batch_size, compare_plain, generate_kwargs)
-    options = _with_length(generate_kwargs)
+    setup = Setup(
+        target,
+        draft,
+        processing_class,
+        batch_size,
+        compare_plain,
+        seed,
+        enable_thinking,
+        _with_length(generate_kwargs),
+    )
     if draft is not None:
         draft.bind(target)
         policy = policy or FullBlock()
     read = {name: _read_task(name, task) for name, task in tasks.items()}
-    prepared = partial(as_chat, tokenizer=tokenizer) if chat_template and tokenizer.chat_template else as_text
-    prompts = {name: [prepared(prompt) for prompt in part.prompts] for name, part in read.items()}
+    prompts = {name: [as_chat(prompt, processing_class) for prompt in part.prompts] for name, part in read.items()}
     journal = None
     if output_file is not None:
-        settings = _settings(target, draft, prompts, tokenizer, policy, batch_size, compare_plain, seed, options)
-        settings["enable_thinking"] = enable_thinking
-        journal = Journal(_beside(output_file), settings)
+        path = Path(output_file)
+        journal = Journal(path.with_name(f"{path.name}.partial.jsonl"), _settings(setup, prompts, policy))
+    run = EvaluationRun(setup, journal)
     before = None if draft is None else draft.policy
-    if draft is not None:
-        draft.policy = policy
-    run = EvaluationRun(target, draft, tokenizer, batch_size, compare_plain, seed, enable_thinking, options, journal)
     try:
-        run.answer(prompts, progress)
+        if draft is not None:
+            draft.policy = policy
+        run.answer(prompts)
     finally:
         if draft is not None:
             draft.policy = before
-    evaluation = _summed_up(run, read, policy, seed)
-    if output_file is not None:
+    evaluation = _summed_up(run, setup, read, policy)
+    if journal is not None:
         written = write_result(output_file, "evaluation", **evaluation.to_dict())
-        evaluation.facts.update({name: written[name] for name in ("kind", "provenance")})
         journal.remove()
+        facts = evaluation.facts | {name: written[name] for name in ("kind", "provenance")}
+        evaluation = replace(evaluation, facts=facts)
     return evaluation
 
 
@@ -179,10 +162,7 @@ def _check_arguments(
     if draft is None and (compare_plain or policy is not None):
         given = "compare_plain" if compare_plain else "a policy"
         raise ValueError(f"{given} needs a draft, got draft=None: pass one, or drop {given}")
-    for name in MADE_HERE:
-        if generate_kwargs.get(name) is not None:
-            instead = "use max_new_tokens" if name == "max_length" else "drop it"
-            raise ValueError(f"evaluate makes {name} itself: {instead}")
+    refuse_made_here("evaluate", generate_kwargs)
     for name in CUT_OFFS:
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")
@@ -198,34 +178,14 @@ def _with_length(generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _read_task(name: str, task: Task) -> PromptFile:
     if isinstance(task, PromptFile):
         return task
-    if isinstance(task, str | Path):
-        return read_prompt_file(str(task))
-    prompts, faults = [], []
-    for place, row in enumerate(task, start=1):
-        try:
-            prompts.append(replace(row if isinstance(row, Prompt) else read_prompt(row), line=place))
-        except ValueError as error:
-            faults.append(Fault(name, place, f"is no prompt: {error}"))
-    if not prompts:
-        found = f" ({faults[0]})" if faults else ""
-        raise ValueError(f"task {name!r} holds no prompt: each must be {FORMS}{found}")
-    return PromptFile(name, prompts, faults)
+    return read_prompt_file(str(task)) if isinstance(task, str | Path) else read_task(name, task)
 
 
-def _settings(
-    target: PreTrainedModel,
-    draft: DraftModel | None,
-    prompts: Mapping[str, Sequence[Prompt]],
-    tokenizer: PreTrainedTokenizerBase,
-    policy: Policy | None,
-    batch_size: int,
-    compare_plain: bool,
-    seed: int,
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return what an unfinished run must share to be gone on with; long values by their hash."""
+def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Policy | None) -> dict[str, Any]:
+    """Return the settings that an unfinished run must share to be continued; long values by their hash."""
+    target, draft = setup.target, setup.draft
     config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.domain}
-    facts = provenance(target.device)
+    origin = provenance(target.device)
     generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
     return {
         "tasks": {name: digest([asdict(prompt) for prompt in part]) for name, part in prompts.items()},
@@ -233,19 +193,20 @@ def _settings(
         "draft": None if draft is None else fingerprint(draft),
         "draft_config": digest(config),
         "generation_config": digest(generation),
-        "chat_template": digest(tokenizer.chat_template),
-        "vocabulary": digest(tokenizer.get_vocab()),
+        "chat_template": digest(setup.processing_class.chat_template),
+        "vocabulary": digest(setup.processing_class.get_vocab()),
         "policy": None if policy is None else describe_policy(policy),
         "loop": None if draft is None else draft.use_transformers_loop,
-        "batch_size": batch_size,
-        "compare_plain": compare_plain,
-        "seed": seed,
-        "options": {name: plain_json(value) for name, value in sorted(options.items())},
-        **{name: facts[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
+        "batch_size": setup.batch_size,
+        "compare_plain": setup.compare_plain,
+        "seed": setup.seed,
+        "enable_thinking": setup.enable_thinking,
+        "options": {name: plain_json(value) for name, value in sorted(setup.generate_kwargs.items())},
+        **{name: origin[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
     }
 
 
-def _summed_up(run: EvaluationRun, read: Mapping[str, PromptFile], policy: Policy | None, seed: int) -> Evaluation:
+def _summed_up(run: EvaluationRun, setup: Setup, read: Mapping[str, PromptFile], policy: Policy | None) -> Evaluation:
     order = {name: place for place, name in enumerate(read)}
     records = sorted(run.records.values(), key=lambda record: (order[record.task], record.prompt, record.turn))
     malformed = [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
@@ -253,192 +214,17 @@ def _summed_up(run: EvaluationRun, read: Mapping[str, PromptFile], policy: Polic
     if not records:
         first = failed[0]
         raise ValueError(f"no prompt could be answered; the first: {first.task} line {first.line}: {first.error}")
-    target, draft, options = run.target, run.draft, run.options
+    draft, options = setup.draft, setup.generate_kwargs
+    described = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
+    others = {name: plain_json(value) for name, value in options.items() if name not in described}
     facts = {
-        "target": describe_target(target),
+        "target": describe_target(setup.target),
         "draft": {} if draft is None else describe_draft(draft),
-        "sampling": describe_sampling(options, target, seed) | _other_options(options),
+        "sampling": describe_sampling(options, setup.target, setup.seed)
+        | {name: value for name, value in others.items() if value is not None},
         "policy": None if policy is None else describe_policy(policy),
         "max_new_tokens": options["max_new_tokens"],
-        "batch_size": run.batch_size,
+        "batch_size": setup.batch_size,
     }
     block_size = 0 if draft is None else draft.config.block_size
     return Evaluation(metrics_by_task(records, read, block_size), records, failed, facts)
-
-
-def _other_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options that [`describe_sampling`] does not look at."""
-    known = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
-    return {name: plain_json(value) for name, value in options.items() if name not in known and value is not None}
-
-
-def _beside(output_file: str | Path) -> Path:
-    path = Path(output_file)
-    return path.with_name(f"{path.name}.partial.jsonl")
-
-
-@dataclass(frozen=True)
-class AcceptanceReport:
-    """What decoding some prompts showed.
-
-    Attributes:
-        tau (`float`): Mean tokens per round, bonus token included, over the rounds of all prompts.
-        acceptance (`list[float]`): Of each draft position, the share accepted where all before it were.
-        prompts, rounds, tokens (`int`): Prompts decoded, rounds of all of them, and tokens written.
-    """
-
-    tau: float
-    acceptance: list[float]
-    prompts: int
-    rounds: int
-    tokens: int
-
-    @classmethod
-    def of(cls, statistics: RoundStatistics, block_size: int, prompts: int, tokens: int) -> "AcceptanceReport":
-        """Sum up the rounds of one or more calls."""
-        return cls(statistics.tau, statistics.conditional_acceptance(block_size), prompts, statistics.rounds, tokens)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what a JSON file holds; `None` for a position that was never reached."""
-        rates = [None if math.isnan(rate) else round(rate, 4) for rate in self.acceptance]
-        return asdict(self) | {"tau": round(self.tau, 4), "acceptance": rates}
-
-
-def measure_acceptance(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompts: Iterable[Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    policy: Policy | None = None,
-    batch_size: int = 8,
-    progress: bool = True,
-    **generate_kwargs: Any,
-) -> AcceptanceReport:
-    """Decode prompts with a draft and report how much of it was accepted.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
-        prompts (`Iterable`): Texts, token ids, or rows with a `prompt`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
-        policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
-        batch_size (`int`): Prompts decoded together.
-        progress (`bool`): Show a progress bar.
-        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config`.
-
-    Returns:
-        [`AcceptanceReport`]
-
-    Raises:
-        ValueError: If there is no prompt.
-        Exception: The error of the first prompt that failed.
-    """
-    require_pair(target, draft)
-    texts = [row["prompt"] if isinstance(row, Mapping) else row for row in prompts]
-    if not texts:
-        raise ValueError("there is no prompt to measure on: pass at least one")
-    before, draft.policy = draft.policy, policy or FullBlock()
-    options = _with_length(generate_kwargs)
-    try:
-        tokens = 0
-        for done in generate_many(target, draft, texts, tokenizer, batch_size, progress, **options):
-            if done.error is not None:
-                raise done.error
-            tokens += len(done.token_ids)
-    finally:
-        draft.policy = before
-    return AcceptanceReport.of(draft.last_stats, draft.config.block_size, len(texts), tokens)
-
-
-def measure_domains(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompts: Mapping[str, Iterable[Any]],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    **kwargs: Any,
-) -> dict[str, AcceptanceReport]:
-    """Measure a draft on several domains.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
-        prompts (`Mapping`): Prompts of each domain.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
-        kwargs: For [`measure_acceptance`].
-
-    Returns:
-        One [`AcceptanceReport`] per domain.
-    """
-    return {name: measure_acceptance(target, draft, part, tokenizer, **kwargs) for name, part in prompts.items()}
-
-
-def compare_domains(before: Mapping[str, AcceptanceReport], after: Mapping[str, AcceptanceReport]) -> str:
-    """Return a Markdown table of tau and of the acceptance at the first and last position, before and after.
-
-    Args:
-        before, after (`Mapping`): From [`measure_domains`], with the same domains.
-
-    Raises:
-        ValueError: If the domains differ.
-    """
-    if before.keys() != after.keys():
-        raise ValueError(f"before has the domains {sorted(before)}, after has {sorted(after)}: measure the same ones")
-    lines = [
-        "| domain | tau before | tau after | change | position 1 | last position |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, old in before.items():
-        new = after[name]
-        first, last = ((old.acceptance[place], new.acceptance[place]) for place in (0, -1))
-        lines.append(
-            f"| {name} | {old.tau:.2f} | {new.tau:.2f} | {new.tau / old.tau - 1:+.0%} "
-            f"| {first[0]:.2f} → {first[1]:.2f} | {last[0]:.2f} → {last[1]:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-@torch.no_grad()
-def tokens_per_pass(
-    target: PreTrainedModel,
-    prompts: Iterable[Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    max_new_tokens: int = 128,
-    **generate_kwargs: Any,
-) -> float:
-    """Return the tau of transformers' own assisted decoding: `use_mtp=True`, prompt lookup, another assistant.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes; for `use_mtp`, one with multi-token-prediction layers.
-        prompts (`Iterable`): Texts or token ids, decoded one by one.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
-        max_new_tokens (`int`): Of each prompt.
-        generate_kwargs: For `generate()`, the kind of assistance among them.
-
-    Returns:
-        `float`: Tokens per forward pass of the target. The prefill and its token count as none, as everywhere here.
-
-    Raises:
-        ValueError: If no pass followed a prefill.
-    """
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    tokens = 0
-    handle = target.register_forward_hook(count)
-    try:
-        for prompt in prompts:
-            ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
-            input_ids = torch.tensor([ids], device=target.device)
-            output = target.generate(
-                input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=max_new_tokens, **generate_kwargs
-            )
-            tokens += output.shape[1] - len(ids) - 1
-            passes -= 1
-    finally:
-        handle.remove()
-    if passes == 0:
-        raise ValueError("nothing was decoded behind the first token: pass prompts, and max_new_tokens above 1")
-    return tokens / passes

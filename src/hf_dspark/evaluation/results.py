@@ -1,7 +1,4 @@
-"""Result files: what was measured, of which pair, with its provenance. Cards and figures are made of nothing else.
-
-Knows nothing of how the measuring is done.
-"""
+"""Result files: what was measured, of which pair, with its provenance. Cards and figures are made of nothing else."""
 
 import json
 import re
@@ -36,7 +33,7 @@ REQUIRED = {
 WHOLE_BLOCK = "FullBlock()"
 COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
 MAX_BYTES = 2**29  # an evaluation keeps every round
-# What `generate()` samples with where neither its arguments nor the target's generation config say something else.
+# How `generate()` samples unless its arguments or the target's generation config say something else.
 SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50}
 
 
@@ -84,13 +81,7 @@ def _described(value: Any) -> str:
 
 
 def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
-    """Return how a target decodes: `do_sample`, the law that is sampled with the seed, and `max_new_tokens`.
-
-    Args:
-        generate_kwargs (`Mapping`): For `generate()`.
-        target (`PreTrainedModel`): What they do not say is as its generation config says.
-        seed (`int`): Of the draws.
-    """
+    """Return how a target decodes: `do_sample`, the law that is sampled with the seed, and `max_new_tokens`."""
     config = effective_config(target, generate_kwargs)
     if not config.do_sample:
         return {"do_sample": False, "max_new_tokens": config.max_new_tokens}
@@ -108,7 +99,7 @@ def write_result(
         path (`str` or `Path`): Where to.
         kind (`str`): What was measured, one of [`REQUIRED`].
         target, draft (`Mapping`): From [`describe_target`] and [`describe_draft`].
-        found: What was found; what can't be written as JSON is an error.
+        found: What was found, as JSON can hold it.
 
     Returns:
         `dict`: What the file holds.
@@ -133,10 +124,7 @@ def _as_text(result: Mapping[str, Any]) -> str:
 
 
 def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read result files.
-
-    Args:
-        paths (`Iterable`): The files, or folders whose `*.json` files are read.
+    """Read result files, and all `*.json` files of folders.
 
     Raises:
         ValueError: If a file is no result file; says what it lacks.

@@ -1,7 +1,4 @@
-"""One `generate()` call with the clock running: tokens of each row, time to the first one, memory.
-
-Knows nothing of what is measured with it, nor of the rounds inside.
-"""
+"""One `generate()` call with the clock running: tokens of each row, time to the first one, memory."""
 
 import sys
 import time
@@ -10,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from ..decoding.batch import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..decoding.call import effective_config
 from ..decoding.drafter import RoundStatistics
 from ..models.modeling_draft import DraftModel, input_device
@@ -21,22 +19,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class TimedCall:
-    """What a `generate()` call gave, and took.
+    """What a `generate()` call gave, and took."""
 
-    Attributes:
-        token_ids (`list[list[int]]`): New tokens of each row, up to and including its end.
-        prefill_seconds (`float`): From the call until the first new tokens.
-        seconds (`float`): From the call until its return.
-        peak_memory_mib (`float`, *optional*): On an accelerator, the peak of what was allocated during the call; on a
-            CPU, that of the process since its start; `None` where nobody tells.
-        statistics ([`RoundStatistics`], *optional*): Of the rounds, if there was a draft.
-    """
-
-    token_ids: list[list[int]]
-    prefill_seconds: float
-    seconds: float
-    peak_memory_mib: float | None
-    statistics: RoundStatistics | None
+    token_ids: list[list[int]]  # new tokens of each row, up to and including its end
+    prefill_seconds: float  # from the call until the first new tokens
+    seconds: float  # from the call until its return
+    peak_memory_mib: float | None  # of the call on an accelerator; of the process so far on a CPU
+    statistics: RoundStatistics | None  # of the rounds, if there was a draft
 
 
 def timed_call(
@@ -46,48 +35,39 @@ def timed_call(
     draft: DraftModel | None = None,
     **generate_kwargs: Any,
 ) -> TimedCall:
-    """Decode prompts together, with a draft or without, and measure it.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        prompts (`Sequence[Sequence[int]]`): Token ids of each row; shorter ones are padded on the left.
-        seed (`int`): Of all draws of the call. The state of the global generators is as before afterwards.
-        draft ([`DraftModel`], *optional*): Its draft; plain decoding unless given.
-        generate_kwargs: For `generate()`.
-
-    Returns:
-        [`TimedCall`]
-    """
+    """Decode prompts together, with a draft or without, and measure it; the global generators stay as they were."""
     config = effective_config(target, generate_kwargs)
-    pad_token_id = _pad_token_id(config)
+    padding = pad_token_id(config)
     device = input_device(target.get_input_embeddings())
-    input_ids, attention_mask = _left_padded(prompts, pad_token_id, device)
-    options = dict(generate_kwargs) | {"pad_token_id": pad_token_id}
+    input_ids, attention_mask = left_padded(prompts, padding, device)
+    options = dict(generate_kwargs) | {"pad_token_id": padding}
     clock = _FirstTokenClock(device)
-    if draft is None:  # rounds note when they begin, and no criterion of ours has to be asked in them
+    if draft is None:  # rounds note when they begin, and need no criterion of ours
         options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), clock])
     else:
         options["assistant_model"] = draft
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         _reset_peak_memory(device)
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         sequences = target.generate(input_ids, attention_mask=attention_mask, **options)
-        _synchronize(device)
+        synchronize(device)
         seconds = time.perf_counter() - started
     statistics = None if draft is None else draft.last_stats
     first = clock.first if statistics is None else statistics.first_round_at
-    rows = sequences[:, input_ids.shape[1] :].tolist()
-    ends = _end_token_ids(config)
+    rows, ends = sequences[:, input_ids.shape[1] :].tolist(), end_token_ids(config)
     return TimedCall(
-        [_cut(row, ends, pad_token_id if len(rows) > 1 else None) for row in rows],
-        seconds if first is None else first - started, seconds, _peak_memory_mib(device), statistics,
-    )  # fmt: skip
+        token_ids=[new_tokens(row, ends, padding if len(rows) > 1 else None) for row in rows],
+        prefill_seconds=seconds if first is None else first - started,
+        seconds=seconds,
+        peak_memory_mib=_peak_memory_mib(device),
+        statistics=statistics,
+    )
 
 
 class _FirstTokenClock(StoppingCriteria):
-    """Notes when it is first called, which is behind the first new token; never stops anything."""
+    """Notes when it is first called, which is after the first new token; never stops anything."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,44 +75,13 @@ class _FirstTokenClock(StoppingCriteria):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
         if self.first is None:
-            _synchronize(self._device)
+            synchronize(self._device)
             self.first = time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _left_padded(
-    prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, prompts))
-    rows = [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(rows, device=device), torch.tensor(masks, device=device)
-
-
-def _end_token_ids(config: GenerationConfig) -> set[int]:
-    ends = config.eos_token_id
-    return {ends} if isinstance(ends, int) else set(torch.as_tensor([] if ends is None else ends).tolist())
-
-
-def _pad_token_id(config: GenerationConfig) -> int:
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
-    ends = config.eos_token_id
-    return int(torch.as_tensor(0 if ends is None else ends).flatten()[0])
-
-
-def _cut(row: list[int], ends: set[int], pad_token_id: int | None) -> list[int]:
-    """Drop what stands behind the end of a row: an end-of-sequence token, or padding where something else ended it."""
-    end = next((place for place, token in enumerate(row) if token in ends), None)
-    if end is not None:
-        return row[: end + 1]
-    length = len(row)
-    while length > 1 and row[length - 1] == pad_token_id:
-        length -= 1
-    return row[:length]
-
-
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -1,13 +1,8 @@
-"""Sequential temperature scaling of the confidence head, and the measures that say how calibrated it is.
+"""Sequential temperature scaling of the confidence head, and the measures that say how calibrated it is."""
 
-Logits and labels in, temperatures and figures out; knows nothing of models. `collection` gathers the rounds.
-"""
-
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +33,7 @@ class CalibrationRounds:
             (DSpark Eq. 8), the probability that verification accepts a fresh draw there. Only read where the slots
             before were accepted.
         num_accepted (`torch.LongTensor` of shape `[n]`): Draft tokens accepted.
-        proposed (`torch.LongTensor` of shape `[n]`): Draft tokens verified; slots behind them say nothing.
+        proposed (`torch.LongTensor` of shape `[n]`): Draft tokens verified; slots after them say nothing.
 
     Raises:
         ValueError: If there is no round, shapes disagree, or a value is impossible.
@@ -108,71 +103,15 @@ class CalibrationRounds:
         names = ("logits", "acceptance", "num_accepted", "proposed")
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def to_sglang(self) -> dict[str, torch.Tensor]:
-        """Return SGLang's collected form; only rounds that verified the whole block have a place in it."""
-        whole = self.proposed == self.block_size
-        return {"logits": self.logits[whole].float(), "prefix_mask": self.realised_labels()[whole].float()}
-
-    @classmethod
-    def from_sglang(cls, shard: dict[str, torch.Tensor]) -> "CalibrationRounds":
-        """Read SGLang's collected form; acceptance is then the realised one.
-
-        Raises:
-            ValueError: If a prefix mask is not a run of ones followed by zeros.
-        """
-        missing = {"logits", "prefix_mask"} - shard.keys()
-        if missing:
-            raise ValueError(f"a collected shard holds logits and prefix_mask, this one lacks {sorted(missing)}")
-        logits, mask = shard["logits"], shard["prefix_mask"]
-        if not torch.equal(mask.cumprod(dim=-1), mask) or not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError("each row of prefix_mask must be a run of ones followed by zeros")
-        accepted = mask.sum(dim=-1).long()
-        return cls(logits, mask, accepted, torch.full_like(accepted, logits.shape[1]))
-
 
 @dataclass(frozen=True)
 class TemperatureScaling:
-    """Fitted temperatures, one per draft position, in SGLang's file form.
+    """Fitted temperatures, one per draft position."""
 
-    Args:
-        temperatures (`Sequence[float]`): T_1..T_γ, positive.
-        dataset (`str`): What it was fitted on.
-        num_samples (`int`): Rounds it was fitted on.
-        ece_before, ece_after (`Sequence[float]`): ECE of the survival at each position, on those rounds.
-
-    Raises:
-        ValueError: If a temperature is not a positive number.
-    """
-
-    temperatures: Sequence[float]
-    dataset: str = ""
-    num_samples: int = 0
-    ece_before: Sequence[float] = ()
-    ece_after: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        check_temperatures(self.temperatures)
-
-    def save(self, path: str | Path) -> None:
-        """Write SGLang's STS calibration file."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path, block_size: int | None = None) -> "TemperatureScaling":
-        """Read an STS calibration file, ours or SGLang's; only `temperatures` must be there.
-
-        Raises:
-            ValueError: If they are missing, not positive, or not `block_size` many.
-        """
-        try:
-            content = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        if not isinstance(content, dict) or "temperatures" not in content:
-            raise ValueError(f"{path} has no 'temperatures': it is not an STS calibration file")
-        known = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
-        check_temperatures(known["temperatures"], block_size)
-        return cls(**known)
+    temperatures: Sequence[float]  # T_1..T_γ, positive
+    num_samples: int  # rounds they were fitted on
+    ece_before: Sequence[float]  # of the survival at each position, on those rounds
+    ece_after: Sequence[float]
 
 
 def check_temperatures(temperatures: Any, block_size: int | None = None) -> None:
@@ -190,14 +129,13 @@ def check_temperatures(temperatures: Any, block_size: int | None = None) -> None
 
 
 def fit_temperatures(
-    rounds: CalibrationRounds, realised: bool = False, dataset: str = "", grid: Sequence[float] = TEMPERATURE_GRID
+    rounds: CalibrationRounds, realised: bool = False, grid: Sequence[float] = TEMPERATURE_GRID
 ) -> TemperatureScaling:
     """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it.
 
     Args:
         rounds ([`CalibrationRounds`]): From rounds that verified the full block.
         realised (`bool`): Label with realised acceptance instead of the integrated one.
-        dataset (`str`): Name to note.
         grid (`Sequence[float]`): Temperatures to try; of equals, the one nearest 1 wins.
 
     Returns:
@@ -227,28 +165,19 @@ def fit_temperatures(
         temperatures.append(ordered[best])
         errors_before.append(expected_calibration_error(raw_survival[seen], label[seen]))
         errors_after.append(errors[best])
-    return TemperatureScaling(temperatures, dataset, len(labels), errors_before, errors_after)
+    return TemperatureScaling(temperatures, len(labels), errors_before, errors_after)
 
 
 @dataclass(frozen=True)
 class PositionCalibration:
-    """How well the survival predicted for one draft position fits what happened.
+    """How well the survival predicted for one draft position fits what happened."""
 
-    Args:
-        position (`int`): k, from 1.
-        num_rounds (`int`): Rounds that verified it.
-        ece (`float`): Expected calibration error against the integrated labels.
-        brier (`float`): Mean squared error against the realised labels.
-        auc (`float`, *optional*): Area under the ROC curve of the realised labels; `None` if all are equal.
-        bins (`list[tuple[float, float, int]]`): Mean prediction, mean label and count of each bin that is not empty.
-    """
-
-    position: int
-    num_rounds: int
-    ece: float
-    brier: float
-    auc: float | None
-    bins: list[tuple[float, float, int]]
+    position: int  # k, from 1
+    num_rounds: int  # that verified it
+    ece: float  # expected calibration error against the integrated labels
+    brier: float  # mean squared error against the realised labels
+    auc: float | None  # area under the ROC curve of the realised labels; `None` if all are equal
+    bins: list[tuple[float, float, int]]  # mean prediction, mean label and count of each bin that is not empty
 
 
 def measure_calibration(
@@ -269,13 +198,13 @@ def measure_calibration(
         scores, soft, hard = (table[seen, position - 1] for table in (predicted, integrated, realised))
         measured.append(
             PositionCalibration(
-                position,
-                int(seen.sum()),
-                expected_calibration_error(scores, soft),
-                float((scores - hard).square().mean()),
-                roc_auc(scores, hard),
-                reliability_bins(scores, soft),
-            )  # fmt: skip
+                position=position,
+                num_rounds=int(seen.sum()),
+                ece=expected_calibration_error(scores, soft),
+                brier=float((scores - hard).square().mean()),
+                auc=roc_auc(scores, hard),
+                bins=reliability_bins(scores, soft),
+            )
         )
     return measured
 

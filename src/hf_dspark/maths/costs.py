@@ -1,8 +1,7 @@
-"""What a decoding step costs on a machine: measured tables and linear models, read and written as SGLang's JSON.
+"""What a decoding step costs on a machine: measured tables and linear models.
 
 Every cost splits into a part that depends on the verified tokens B alone and a part that depends on the requests
-(their number, their context), so a scheduler evaluates all B of a round at once. Knows nothing of models or
-transformers; `profiling` measures.
+(their number, their context), so a scheduler evaluates all B of a round at once.
 """
 
 import bisect
@@ -10,8 +9,8 @@ import itertools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
@@ -75,9 +74,9 @@ class CurveWindow:
 
     Args:
         measured (`np.ndarray` of shape `[n]`): The curve, seconds.
-        hull (`np.ndarray` of shape `[n]`): Its lower convex hull from the first B onwards, as if the curve
-            went on for ever: the hull at a B does not depend on where the window ends.
-        vertices (`list[int]`): Offsets in the window at which the hull bends; the last one may lie behind the window.
+        hull (`np.ndarray` of shape `[n]`): Its lower convex hull from the first B onwards, as if the curve had no
+            end: the hull at a B does not depend on where the window ends.
+        vertices (`list[int]`): Offsets in the window at which the hull bends; the last one may lie after its end.
     """
 
     measured: np.ndarray
@@ -85,7 +84,7 @@ class CurveWindow:
     vertices: list[int]
 
     def next_vertex(self, offset: int) -> int:
-        """Return the first vertex behind an offset, or the window's last offset if that comes first."""
+        """Return the first vertex after an offset, or the window's last offset if that comes first."""
         index = bisect.bisect_right(self.vertices, offset)
         last = len(self.hull) - 1
         return min(self.vertices[index], last) if index < len(self.vertices) else last
@@ -100,7 +99,7 @@ class CostCurve:
 
     def __init__(self, curve: TokenCurve) -> None:
         self._curve = curve
-        # A hull that falls somewhere would price verification below zero: where a larger B was measured faster, the
+        # A hull that falls somewhere would price verification below zero. Where a larger B was measured faster, the
         # smaller one could be padded to it.
         lows = list(itertools.accumulate(reversed(curve.seconds), min))[::-1]
         self._tokens, self._lows = list(curve.tokens), lows
@@ -211,8 +210,11 @@ class ThroughputTable(StepCost):
                 "a throughput table needs as many rates as token counts, at least one: got "
                 f"{len(tokens)} token counts and {len(rates)} rates"
             )
-        _check_probes("verify_tokens", tokens)
-        _check_seconds("context_seconds", [self.context_seconds])
+        whole = all(isinstance(probe, Integral) and not isinstance(probe, bool) for probe in tokens)
+        if not whole or tokens[0] < 1 or any(b <= a for a, b in itertools.pairwise(tokens)):
+            raise ValueError(f"verify_tokens must be strictly increasing whole numbers from 1 up, got {list(tokens)}")
+        if not (isinstance(self.context_seconds, Real) and 0 <= self.context_seconds < math.inf):
+            raise ValueError(f"context_seconds must be a finite number, not negative, got {self.context_seconds!r}")
         bad = [rate for rate in rates if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0)]
         if bad:
             raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]!r}")
@@ -246,87 +248,46 @@ class ThroughputTable(StepCost):
         }
 
     @classmethod
-    def from_sglang(cls, table: dict[str, Any]) -> "ThroughputTable":
+    def from_sglang(cls, table: Mapping[str, Any]) -> "ThroughputTable":
         """Read SGLang's 1-D table.
 
         Raises:
             ValueError: If a field is missing or breaks the format's rules.
         """
-        tokens, rates = (_required(table, name) for name in ("sample_batch_tokens", "sample_steps_per_sec"))
-        most = _required(table, "max_batch_tokens")
-        if len(tokens) and most < tokens[-1]:
+        if not isinstance(table, Mapping):
+            raise ValueError(f"a throughput table is a JSON object, got {type(table).__name__}")
+        lacking = {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"} - table.keys()
+        if lacking:
+            additive = " (SGLang's additive form is not read: measure its 1-D one)" if "bias_seconds" in table else ""
+            raise ValueError(f"the throughput table lacks {', '.join(sorted(lacking))}{additive}")
+        tokens, most = tuple(table["sample_batch_tokens"]), table["max_batch_tokens"]
+        if tokens and most < tokens[-1]:
             raise ValueError(f"max_batch_tokens={most} is smaller than the last probe {tokens[-1]}")
-        extras = (table.get("draft_seconds", 0.0), table.get("context_seconds", 0.0), table.get("provenance", {}))
-        return cls(tuple(tokens), tuple(rates), *extras)
+        return cls(
+            verify_tokens=tokens,
+            steps_per_second=tuple(table["sample_steps_per_sec"]),
+            drafting=table.get("draft_seconds", 0.0),
+            context_seconds=table.get("context_seconds", 0.0),
+            provenance=table.get("provenance", {}),
+        )
 
-
-@dataclass(frozen=True)
-class AdditiveCost(StepCost):
-    """SGLang's additive form: step time = bias + alpha(requests) + theta(tokens), linear between probes.
-
-    Beyond the last probes the last slopes go on. (SGLang clamps instead: then a full engine would verify more.)
-
-    Args:
-        bias_seconds (`float`): Time of the smallest step.
-        requests, request_extra (`Sequence`): Probes of R, and the seconds they add.
-        tokens, token_extra (`Sequence`): Probes of B, and the seconds they add.
-        drafting (`float`): Seconds of each round that are spent drafting.
-        provenance (`dict`): Where the numbers come from.
-
-    Raises:
-        ValueError: If a probe list is empty or not increasing, or a time is negative or not a number.
-    """
-
-    bias_seconds: float
-    requests: Sequence[int]
-    request_extra: Sequence[float]
-    tokens: Sequence[int]
-    token_extra: Sequence[float]
-    drafting: float = 0.0
-    provenance: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, probes, extra in (
-            ("bs_probes", self.requests, self.request_extra),
-            ("m_probes", self.tokens, self.token_extra),
-        ):
-            if len(probes) == 0 or len(probes) != len(extra):
-                raise ValueError(f"{name} needs one time per probe, at least one: got {len(probes)} and {len(extra)}")
-            _check_probes(name, probes)
-        _check_seconds("times", [self.bias_seconds, self.drafting, *self.request_extra, *self.token_extra])
-        if self.bias_seconds == 0:
-            raise ValueError("bias_seconds must be positive, got 0")
-
-    @property
-    def token_curve(self) -> TokenCurve:
-        return TokenCurve(self.tokens, self.token_extra, _last_slope(self.tokens, self.token_extra))
-
-    def request_seconds(self, load: Load) -> float:
-        curve = TokenCurve(self.requests, self.request_extra, _last_slope(self.requests, self.request_extra))
-        return self.bias_seconds + float(curve.at(load.num_requests))
-
-    def draft_seconds(self, load: Load) -> float:
-        return self.drafting
-
-    def to_sglang(self) -> dict[str, Any]:
-        """Return SGLang's additive form; fields that its reader ignores carry the rest."""
-        return {
-            "bias_seconds": self.bias_seconds,
-            "bs_probes": list(self.requests),
-            "alpha_seconds": list(self.request_extra),
-            "m_probes": list(self.tokens),
-            "theta_seconds": list(self.token_extra),
-            "draft_seconds": self.drafting,
-            "provenance": self.provenance,
-        }
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON that SGLang reads."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.to_sglang(), indent=1) + "\n")
 
     @classmethod
-    def from_sglang(cls, table: dict[str, Any]) -> "AdditiveCost":
-        """Read SGLang's additive form."""
-        names = ("bias_seconds", "bs_probes", "alpha_seconds", "m_probes", "theta_seconds")
-        return cls(
-            *(_required(table, name) for name in names), table.get("draft_seconds", 0.0), table.get("provenance", {})
-        )
+    def load(cls, path: str | Path) -> "ThroughputTable":
+        """Read SGLang's 1-D table, what `save` wrote, or a file of [`profile_throughput`].
+
+        Raises:
+            ValueError: If the file is none of them, or breaks the rules of the format.
+        """
+        try:
+            table = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        return cls.from_sglang(table)
 
 
 @dataclass(frozen=True)
@@ -386,14 +347,12 @@ class LinearCost(StepCost):
     Args:
         target ([`ForwardCost`]): Of a verification pass over B tokens.
         draft ([`ForwardCost`]): Of a drafting pass; its batch tokens are requests, one block each.
-        provenance (`dict`): Where the numbers come from.
 
     AdaSpec Section 4.1, for a drafter that needs one pass for the whole block.
     """
 
     target: ForwardCost
     draft: ForwardCost
-    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def token_curve(self) -> TokenCurve:
@@ -404,73 +363,3 @@ class LinearCost(StepCost):
 
     def draft_seconds(self, load: Load) -> float:
         return self.draft.seconds(load.context_tokens, load.num_requests)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the coefficients as a JSON object."""
-        return {"linear": {"target": asdict(self.target), "draft": asdict(self.draft)}, "provenance": self.provenance}
-
-    @classmethod
-    def from_dict(cls, table: dict[str, Any]) -> "LinearCost":
-        """Read what `to_dict` wrote."""
-        parts = _required(table, "linear")
-        target, draft = (ForwardCost(**_required(parts, name)) for name in ("target", "draft"))
-        return cls(target, draft, table.get("provenance", {}))
-
-
-def save_cost(cost: StepCost, path: str | Path) -> None:
-    """Write a cost as JSON: SGLang's forms for tables, ours for [`LinearCost`]."""
-    content = cost.to_dict() if isinstance(cost, LinearCost) else cost.to_sglang()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
-
-
-def load_cost(path: str | Path) -> StepCost:
-    """Read a cost: SGLang's additive form (told by `bias_seconds`), its 1-D table, or ours.
-
-    Raises:
-        ValueError: If the file is none of them, or breaks the rules of its form.
-    """
-    try:
-        table = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    return cost_from_dict(table)
-
-
-def cost_from_dict(table: dict[str, Any]) -> StepCost:
-    """Turn a JSON object into the cost that it holds; see [`load_cost`]."""
-    if not isinstance(table, dict):
-        raise ValueError(f"a cost table is a JSON object, got {type(table).__name__}")
-    if "bias_seconds" in table:
-        return AdditiveCost.from_sglang(table)
-    if "linear" in table and "sample_batch_tokens" not in table:
-        return LinearCost.from_dict(table)
-    return ThroughputTable.from_sglang(table)
-
-
-def _last_slope(probes: Sequence[int], seconds: Sequence[float]) -> float:
-    if len(probes) == 1:
-        return 0.0
-    return max(0.0, (seconds[-1] - seconds[-2]) / (probes[-1] - probes[-2]))
-
-
-def _check_probes(name: str, probes: Sequence[int]) -> None:
-    whole = all(isinstance(probe, Integral) and not isinstance(probe, bool) for probe in probes)
-    if not whole or probes[0] < 1 or any(b <= a for a, b in zip(probes, probes[1:], strict=False)):
-        raise ValueError(f"{name} must be strictly increasing whole numbers from 1 up, got {list(probes)}")
-
-
-def _check_seconds(name: str, seconds: Sequence[float]) -> None:
-    for value in seconds:
-        if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be finite numbers, not negative, got {value!r}")
-
-
-def _required(table: dict[str, Any], name: str) -> Any:
-    if not isinstance(table, dict) or name not in table:
-        raise ValueError(
-            f"the cost table lacks {name!r}; known forms: SGLang's 1-D (sample_batch_tokens, sample_steps_per_sec, "
-            "max_batch_tokens), SGLang's additive (bias_seconds, bs_probes, alpha_seconds, m_probes, theta_seconds), "
-            "and ours (linear)"
-        )
-    return table[name]

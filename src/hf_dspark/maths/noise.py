@@ -1,7 +1,7 @@
 """Uniform noise keyed by (request, block, slot), from a counter-based generator.
 
 What a request draws depends on its own key alone: not on its neighbours, nor on when they come and go. Noise shared
-between requests, or used twice, would change the law of the output. Knows nothing of what the numbers are for.
+between requests, or used twice, would change the law of the output.
 """
 
 import functools
@@ -58,7 +58,7 @@ def block_noise(
 
 @functools.lru_cache(maxsize=1024)
 def _stretch(seed: int, request: int, stretch: int, block_size: int) -> np.ndarray:
-    """Return the numbers of some blocks in a row, `[BLOCKS_AT_ONCE, 2γ+1]`: making a generator is the dear part.
+    """Return the numbers of some blocks in a row, `[BLOCKS_AT_ONCE, 2γ+1]`: creating a generator is expensive.
 
     It counts upwards from the lowest word of its counter; the stretch is in the next one, so no two overlap.
     """

@@ -2,7 +2,7 @@
 
 A policy sees confidences, never drafted tokens. It is *causal*, hence lossless, when admitting draft token k depends
 only on what was known before x_k was drawn; c_k is, c_{k+1} is not if the confidence head reads x_k. Policies that
-are not causal say so in `is_causal` and are refused when drafts are sampled. Knows nothing of models.
+are not causal say so in `is_causal` and are refused when drafts are sampled.
 """
 
 import copy
@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,22 +48,18 @@ class RoundOutcome:
     target_logits: torch.Tensor | None = None
 
 
-class Policy(Protocol):
-    """Decides, round by round, whether to draft and how much to verify. Subclass it: all but `plan_verify` has a
-    default.
+class Policy:
+    """Decides, round by round, whether to draft and how much to verify. Subclass it, and say what it does otherwise:
+    this one drafts always and verifies everything.
 
-    A policy belongs to one `generate()` call at a time: `fresh` gives each call its own state.
+    Attributes:
+        requires_confidence (`bool`): Whether `plan_verify` needs a draft with a confidence head.
+        accept_bias (`bool`): Whether the user lets a policy that is not causal run on sampled drafts, as an
+            experiment.
     """
 
-    @property
-    def requires_confidence(self) -> bool:
-        """Whether `plan_verify` needs a draft with a confidence head."""
-        return False
-
-    @property
-    def accept_bias(self) -> bool:
-        """Whether the user lets a policy that is not causal run on sampled drafts, as an experiment."""
-        return False
+    requires_confidence: bool = False
+    accept_bias: bool = False
 
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
         """Tell whether sampled drafts keep the target's law.
@@ -74,14 +70,14 @@ class Policy(Protocol):
         return True
 
     def fresh(self) -> "Policy":
-        """Return the same policy without memory of earlier rounds.
+        """Return the same policy without memory of earlier rounds; each `generate()` call works with its own.
 
-        A dataclass is made anew from its fields; any other class is copied as it is.
+        A dataclass is made anew from its fields; any other object is copied as it is.
         """
         return dataclasses.replace(self) if dataclasses.is_dataclass(self) else copy.deepcopy(self)
 
     def plan_draft(self, load: Load) -> bool:
-        """Tell whether to draft at all this round; known before anything is drawn."""
+        """Tell whether to draft at all this round; asked before anything is drawn."""
         return True
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
@@ -93,6 +89,7 @@ class Policy(Protocol):
             max_lengths (`torch.LongTensor` of shape `[R]`): Draft tokens that exist or may be sent, at most γ.
             load ([`Load`]): The rows, and what shares their forward pass.
         """
+        return max_lengths.clone()
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
@@ -101,9 +98,6 @@ class Policy(Protocol):
 @dataclass(frozen=True)
 class FullBlock(Policy):
     """Verify every drafted token."""
-
-    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        return max_lengths.clone()
 
 
 @dataclass(frozen=True)
@@ -120,16 +114,13 @@ class ConfidenceThreshold(Policy):
     DSpark Section 4.3.3.
     """
 
+    requires_confidence = True
     threshold: float
     cumulative: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and 0.0 <= self.threshold <= 1.0):
             raise ValueError(f"assistant_confidence_threshold must lie in [0, 1], got {self.threshold}")
-
-    @property
-    def requires_confidence(self) -> bool:
-        return True
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         confidence = _checked(confidence)
@@ -138,47 +129,19 @@ class ConfidenceThreshold(Policy):
         return torch.minimum(run.cpu(), max_lengths)
 
 
-@dataclass(frozen=True)
-class CostPolicy(Policy):
-    """Weighs confidences against the cost of a round; what all schedulers share."""
-
-    cost: StepCost
-
-    @property
-    def requires_confidence(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class EarlyStopScheduler(CostPolicy):
-    """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
-
-    Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
-
-    Args:
-        cost ([`StepCost`]): What a round costs on this machine.
-
-    DSpark Algorithm 1.
-    """
-
-    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        ranking = Ranking.of(confidence, max_lengths)
-        return ranking.lengths(first_drop(ranking.throughput(self.cost, load)))
-
-
-# Tokens behind the stop survive less than the first one left out. Without a decay, filling goes too far where the
-# curve is a noisy straight line; what it is exactly matters little (benchmarks/scheduler.py shows the throughput).
+# Tokens after the stop survive less than the first one left out. Without a decay, filling goes too far where the curve
+# is a noisy straight line. Its exact value matters little (benchmarks/scheduler.py).
 FILL_DECAY = 0.7
 
 
 @dataclass(frozen=True)
-class PrefixScheduler(CostPolicy):
+class PrefixScheduler(Policy):
     """Algorithm 1 on the lower convex hull of the step time, then the hardware's bucket filled up by rank.
 
-    On the hull the early stop finds the maximum. The measured time at the stop may lie far above the hull: then
+    On the hull the early stop finds the maximum. The measured time at the stop may lie far above the hull. Then
     admission goes on towards the next vertex, where the measured curve touches the hull again, as far as it pays if
-    the tokens there survive like the first one left out, less a fixed decay. Both decisions read nothing behind that
-    one, which makes them causal.
+    the tokens there survive like the first one left out, less a fixed decay. Both decisions read nothing after that
+    token, which makes them causal.
 
     Args:
         cost ([`StepCost`]): What a round costs on this machine.
@@ -186,10 +149,14 @@ class PrefixScheduler(CostPolicy):
     DSpark Algorithm 1, with a causal repair for jagged curves.
     """
 
+    requires_confidence = True
+    cost: StepCost
+
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         ranking = Ranking.of(confidence, max_lengths)
         count, all_tokens = ranking.num_candidates, int(max_lengths.sum())
-        # The window ends where the tokens end that could be sent: where those end that can survive is not causal.
+        # The window holds all tokens that could be sent. One that ended after the last possible survivor would not be
+        # causal.
         window = self.cost.curve.window(load.base_tokens, load.base_tokens + all_tokens)
         fixed, kept = self.cost.request_seconds(load), ranking.kept_tokens(load)
         stop = first_drop(kept / (window.hull[: count + 1] + fixed))
@@ -201,55 +168,8 @@ class PrefixScheduler(CostPolicy):
         return ranking.lengths(stop)
 
 
-@dataclass(frozen=True)
-class GlobalScheduler(CostPolicy):
-    """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
-
-    Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
-
-    Args:
-        cost ([`StepCost`]): What a round costs on this machine.
-        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
-
-    DSpark Section 5.2 and Appendix A.
-    """
-
-    accept_bias: bool = False
-
-    def is_causal(self, confidence_reads_tokens: bool) -> bool:
-        return not confidence_reads_tokens
-
-    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        ranking = Ranking.of(confidence, max_lengths)
-        return ranking.lengths(int(ranking.throughput(self.cost, load).argmax()))
-
-
-@dataclass(frozen=True)
-class EliminationScheduler(CostPolicy):
-    """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
-
-    Whether x_k stays depends on confidences behind it: lossless only when the head reads h_k alone. A baseline.
-
-    Args:
-        cost ([`StepCost`]): What a round costs on this machine.
-        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
-
-    AdaSpec Algorithm 2.
-    """
-
-    accept_bias: bool = False
-
-    def is_causal(self, confidence_reads_tokens: bool) -> bool:
-        return not confidence_reads_tokens
-
-    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        ranking = Ranking.of(confidence, max_lengths)
-        backwards = ranking.throughput(self.cost, load)[::-1]
-        return ranking.lengths(ranking.num_candidates - first_drop(backwards))
-
-
-@dataclass(frozen=True)
-class LaggedScheduler(CostPolicy):
+@dataclass
+class LaggedScheduler(Policy):
     """Capacity by unconstrained search over the confidences of an older round, filled with this round's best tokens.
 
     The capacity knows nothing of this round's tokens, so the search may be global. Until there is an old enough
@@ -262,12 +182,14 @@ class LaggedScheduler(CostPolicy):
     DSpark Section 5.2.
     """
 
+    requires_confidence = True
+    cost: StepCost
     lag: int = 2
-    _history: deque = field(default_factory=deque, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.lag < 1:
             raise ValueError(f"lag must be at least 1 round, got {self.lag}: this round's confidences are not causal")
+        self._history: deque[Ranking] = deque(maxlen=self.lag)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         if len(self._history) < self.lag:
@@ -280,23 +202,20 @@ class LaggedScheduler(CostPolicy):
         return ranking.lengths(min(capacity, ranking.num_candidates))
 
     def observe(self, outcome: RoundOutcome) -> None:
-        if outcome.confidence is None:
-            return
-        if len(self._history) == self.lag:
-            self._history.popleft()
-        full = torch.full((outcome.confidence.shape[0],), outcome.confidence.shape[1], device="cpu")
-        self._history.append(Ranking.of(outcome.confidence, full))
+        if outcome.confidence is not None:
+            full = torch.full((outcome.confidence.shape[0],), outcome.confidence.shape[1], device="cpu")
+            self._history.append(Ranking.of(outcome.confidence, full))
 
 
-LOOK_AGAIN_AFTER = 16
-# What a slot of an unknown request is expected to be worth, how many rounds that expectation counts for, and after how
-# many rounds older ones fade.
-PRIOR_ACCEPTANCE, PRIOR_ROUNDS, RECENT_ROUNDS = 0.8, 3, 10
+LOOK_AGAIN_AFTER = 16  # rounds that taught nothing
+PRIOR_ACCEPTANCE = 0.8  # expected of each slot of an unknown request
+PRIOR_ROUNDS = 3  # how many rounds that expectation counts for
+RECENT_ROUNDS = 10  # older rounds fade
 
 
 @dataclass
 class Patience:
-    """Rounds in a row that taught nothing, being skipped or cut short: after some it is time to look again.
+    """Counts rounds in a row that taught nothing, being skipped or cut short. After some it is time to look again.
 
     Attributes:
         rounds (`int`): How many.
@@ -317,12 +236,25 @@ class Patience:
         self.rounds = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class PolicyOverPolicy(Policy):
     """Leaves part of the decision to another policy, and is as causal as that one."""
 
     policy: Policy
-    cost: StepCost
+    cost: StepCost | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.cost is None:
+            self.cost = getattr(self.policy, "cost", None)
+        if not isinstance(self.cost, StepCost):
+            raise ValueError(
+                f"{type(self).__name__} needs to know what a round costs, and {self.policy!r} does not: pass "
+                "PrefixScheduler(cost), or cost=..."
+            )
+
+    @property
+    def requires_confidence(self) -> bool:
+        return self.policy.requires_confidence
 
     @property
     def accept_bias(self) -> bool:
@@ -339,54 +271,51 @@ SLO_MODES = ("step", "expected", "running")
 _limits_warned_of: set[tuple[float, str]] = set()
 
 
-@dataclass(frozen=True)
+@dataclass
 class SLOLimit(PolicyOverPolicy):
     """Keep the time per output token (TPOT) of every request under a limit, whatever another policy would verify.
 
-    The limit becomes a cap on the verified tokens before anything is drafted, so a causal policy stays causal. When
-    even a round that verifies one draft token breaks it, the round is not drafted; when a plain step does, too, the
-    limit cannot be met: that is warned of once. The seconds of the coming round are those that `cost` predicts.
+    The limit becomes a cap on the verified tokens before anything is drafted, so a causal policy stays causal. If
+    even a round that verifies one draft token breaks the limit, the round is not drafted. If a plain step breaks it,
+    too, the limit cannot be met, and a warning says so once. `cost` predicts the seconds of the coming round.
 
     Args:
         policy ([`Policy`]): Decides under the cap.
-        cost ([`StepCost`]): What a round costs on this machine.
         tpot_seconds (`float`): The limit, seconds per token.
-        mode (`str`): What has to stay under it. `step`: every round, as if each request got one token of it; the
-            strictest, it forgoes drafting where a step alone is too slow although drafting would make up for it.
-            `expected`: the round over the tokens that whole blocks lately brought a request; now and then a round is
+        mode (`str`): What has to stay under the limit. `step`: every round, as if each request got one token of it.
+            The strictest: it forgoes drafting where a step alone is too slow although drafting would make up for it.
+            `expected`: the round over the tokens that whole blocks lately brought a request. Now and then a round is
             not capped, to learn that. `running`: each request's time so far over its tokens so far, this round and
             one token of it included; time saved earlier may be spent. Requests that a plain step cannot bring back
-            under the limit do not hold up the others; when all are behind, nothing is capped: they catch up fastest at
+            under the limit do not hold up the others. When all are late, nothing is capped: they catch up fastest at
             the best throughput.
+        cost ([`StepCost`], *optional*): What a round costs on this machine; the inner policy's unless given.
 
     Raises:
-        ValueError: If the limit is not positive, or the mode unknown.
+        ValueError: If the limit is not positive, the mode is unknown, or there is no cost.
 
     AdaSpec Algorithm 3.
     """
 
     tpot_seconds: float
     mode: str = "step"
-    _spent: dict[int, tuple[float, int]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
-    _lately: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (math.isfinite(self.tpot_seconds) and self.tpot_seconds > 0):
             raise ValueError(f"tpot_seconds must be a positive number, got {self.tpot_seconds}")
         if self.mode not in SLO_MODES:
             raise ValueError(f"mode must be one of {SLO_MODES}, got {self.mode!r}")
-
-    @property
-    def requires_confidence(self) -> bool:
-        return self.policy.requires_confidence
+        self._spent: dict[int, tuple[float, int]] = {}  # seconds and tokens of each request
+        self._block_tokens = math.inf  # that whole blocks lately brought a request
+        self._patience = Patience()
 
     def allowed_seconds(self, load: Load) -> float:
         """Return how long the coming round may take."""
         if self.mode == "step":
             return self.tpot_seconds
         if self.mode == "expected":
-            return self.tpot_seconds * self._lately.get("tokens", math.inf)
+            return self.tpot_seconds * self._block_tokens
         spent = (self._spent.get(request, (0.0, 0)) for request in load.request_ids)
         budgets = [self.tpot_seconds * (tokens + 1) - seconds for seconds, tokens in spent]
         return min((budget for budget in budgets if budget >= self.cost.plain_seconds(load)), default=math.inf)
@@ -417,16 +346,16 @@ class SLOLimit(PolicyOverPolicy):
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
         all_tokens = int(max_lengths.sum())
-        # Up to the first B that is too slow: a larger B that is fast enough again could only be used by looking at
-        # what comes behind the slow ones.
+        # Up to the first B that is too slow. A larger B that is fast enough again could only be used by looking at
+        # tokens after those at the slow ones.
         allowed = math.inf if self._patience.looking else self.allowed_seconds(load)
         fitting = self.cost.round_seconds(load, all_tokens) <= allowed
         capacity = max(0, int(fitting.cumprod().sum()) - 1)
         if capacity >= all_tokens:
             self._patience.reset()
             return lengths
-        # What the policy chose among what the cap leaves: as causal as the policy. Asking how much it chose in all,
-        # to give its tokens more of the cap, would not be.
+        # The policy's choice among the tokens that the cap leaves is as causal as the policy. Asking how much it chose
+        # in all, to give its tokens more of the cap, would not be.
         score = torch.ones(len(lengths), int(max_lengths.max()), device="cpu") if confidence is None else confidence
         return torch.minimum(lengths, Ranking.of(score, max_lengths).lengths(capacity))
 
@@ -437,7 +366,8 @@ class SLOLimit(PolicyOverPolicy):
             seconds, before = self._spent.get(request, (0.0, 0))
             self._spent[request] = (seconds + outcome.seconds, before + new)
         if outcome.drafted and self._patience.rounds == 0:  # a round cut short does not tell what a block brings
-            self._lately["tokens"] = _smoothed(self._lately.get("tokens"), float(tokens.double().mean()))
+            new, old = float(tokens.double().mean()), self._block_tokens
+            self._block_tokens = new if math.isinf(old) else 0.9 * old + 0.1 * new
 
 
 @dataclass(frozen=True)
@@ -445,16 +375,16 @@ class Prospect:
     """How far the blocks of one request survive, by its rounds so far.
 
     Attributes:
-        survival (`np.ndarray` of shape `[γ]`): Mean of a_k. Of the products themselves: good slots come together, and
-            a product of means would promise too little.
-        rounds (`int`): How many it rests on, beside the prior.
+        survival (`np.ndarray` of shape `[γ]`): Mean of a_k. A mean of products, as good slots come together: the
+            product of means would promise too little.
+        rounds (`int`): How many rounds it rests on, beside the prior.
     """
 
     survival: np.ndarray
     rounds: int = 0
 
     def after(self, survival: np.ndarray) -> "Prospect":
-        """Return what is expected after one more round: its mean with all others, the older ones fading."""
+        """Return what is expected after one more round; older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
         return Prospect((1 - weight) * self.survival + weight * survival, self.rounds + 1)
 
@@ -464,30 +394,32 @@ class Prospect:
         return cls(np.cumprod(np.full(block_size, PRIOR_ACCEPTANCE)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdaptiveDrafting(PolicyOverPolicy):
     """Draft only when it is predicted to pay; another policy decides how much of a drafted block is verified.
 
-    Predicts the survivals of each request's coming block by the mean of its past ones, and drafts if the best
-    throughput with drafting beats that of a plain step, or if the round before, drafted, would have: good blocks come
-    in runs. A request starts with the benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no
+    Predicts the survivals of each request's coming block by the mean of its past ones. It drafts if the best
+    throughput with drafting beats that of a plain step, or if the last drafted round would have: good blocks come in
+    runs. A request starts with the benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no
     confidences, so now and then one is drafted to look again.
 
     Args:
         policy ([`Policy`]): Decides how much to verify.
-        cost ([`StepCost`]): What a round costs on this machine.
+        cost ([`StepCost`], *optional*): What a round costs on this machine; the inner policy's unless given.
+
+    Raises:
+        ValueError: If there is no cost.
 
     AdaSpec Section 5.1 for a one-pass drafter; the difficulty-aware skip that DSpark Section 7 leaves open.
     """
 
-    _prospects: dict[int, Prospect] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # Survivals of the round before; empty if that was skipped.
-    _latest: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _patience: Patience = field(default_factory=Patience, init=False, repr=False, compare=False)
+    requires_confidence = True
 
-    @property
-    def requires_confidence(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._prospects: dict[int, Prospect] = {}
+        self._latest: dict[int, np.ndarray] = {}  # survivals of the last round; empty if it was skipped
+        self._patience = Patience()
 
     def plan_draft(self, load: Load) -> bool:
         _forget(self._prospects, load)
@@ -501,8 +433,8 @@ class AdaptiveDrafting(PolicyOverPolicy):
     def _pays(self, load: Load, known: list[np.ndarray]) -> bool:
         if not known:
             return False
-        # Requests that are new are expected to be like the others. All verify the same length, as in AdaSpec: a lower
-        # bound of what a scheduler gets out of the same tokens.
+        # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
+        # what a scheduler gets out of the same tokens.
         survivals = np.mean(known, axis=0) * load.num_requests
         kept = load.base_tokens + np.concatenate([[0.0], np.cumsum(survivals)])
         seconds = self.cost.round_seconds(load, load.num_requests * len(survivals))[:: load.num_requests]
@@ -551,9 +483,8 @@ class Ranking:
         if len(alive) == 1:
             count = int(np.count_nonzero(alive))
             return cls(alive[0, :count], np.arange(count), 1)
-        # One integer per token, survival above slot: the bits of non-negative floats sort like the floats, and slots
-        # count down so that position-major order breaks ties. Integers sort several times faster than floats do
-        # stably.
+        # One integer per token, survival above slot. The bits of non-negative floats sort like the floats, and slots
+        # count down, so that position-major order breaks ties. A stable sort of floats takes several times as long.
         last = alive.size - 1
         keys = alive.T.ravel().view(np.int32).astype(np.int64) << 32
         keys |= np.arange(last, -1, -1)
@@ -615,11 +546,6 @@ def _checked(confidence: torch.Tensor | None) -> torch.Tensor:
 
 
 def _forget(memory: dict[int, Any], load: Load) -> None:
-    """Drop what is remembered of requests that have left."""
+    """Drop the memory of requests that have left."""
     for request in memory.keys() - set(load.request_ids):
         del memory[request]
-
-
-def _smoothed(before, new, weight: float = 0.1):
-    """Return the exponential mean after a new value; the first value stands for itself."""
-    return new if before is None else (1 - weight) * before + weight * new

@@ -2,8 +2,6 @@
 
 Shape letters used in the whole package: B requests, S context positions, N anchors, γ draft tokens in a block
 (`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
-
-This module knows nothing of models, caches or transformers: laws and uniform noise in, tokens out.
 """
 
 from dataclasses import dataclass
@@ -155,7 +153,7 @@ def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _members(groups: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the tokens of some groups `[..., n]`, and behind them those at the end that are too few for a group."""
+    """Return the tokens of some groups `[..., n]`, and after them those at the end that are too few for a group."""
     members = (groups[..., None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten(-2)
     rest = torch.arange(vocab_size // GROUP_SIZE * GROUP_SIZE, vocab_size, device=groups.device)
     return torch.cat([members, rest.expand(*groups.shape[:-1], -1)], dim=-1)
@@ -287,7 +285,7 @@ def verify_block(
     """
     slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
     tokens = block.token_ids[..., None]
-    rows = (first_rows[:, None] + slots).clamp_max(len(target_law.probs) - 1)  # not read behind l
+    rows = (first_rows[:, None] + slots).clamp_max(len(target_law.probs) - 1)  # not read beyond l
     if target_law.candidate_ids is None:
         target_probs = target_law.probs[rows, block.token_ids]
     else:

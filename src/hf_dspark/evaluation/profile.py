@@ -1,0 +1,227 @@
+"""`profile_throughput(target, draft)`: times the passes of target and draft, for the table that schedulers read."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils.logging import tqdm
+
+from ..cpu.copies import packed_weights_of
+from ..cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, known_profiles
+from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
+from ..maths.sampling import TokenLaw, draw
+from ..models.auto import require_pair
+from ..models.modeling_draft import DraftModel
+from ..models.slot_cache import SlotCache, SlotLayout
+from ..targets.slot_attention import attending_by_slots, packed_pass, why_not_by_slots
+from .timed_decoding import synchronize
+
+
+@torch.inference_mode()
+def profile_throughput(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    context_lengths: Sequence[int] = (64, 512),
+    repetitions: int = 5,
+    cache: bool = True,
+) -> ThroughputProfile:
+    """Measure what drafting and verifying cost on this machine, and remember it.
+
+    Afterwards `generate()` schedules by the result whenever the draft is calibrated. The models' passes and the
+    drawing of sampled tokens are timed. What the decoding loop spends around them, with or without a draft, is not.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
+        draft ([`DraftModel`]): Its draft.
+        batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
+        context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
+        repetitions (`int`): Timed passes per setting, after one that warms up.
+        cache (`bool`): Store the result for [`find_cost`].
+
+    Returns:
+        [`ThroughputProfile`]
+
+    Raises:
+        ValueError: If the settings are empty, not increasing, or longer than the target's context.
+    """
+    require_pair(target, draft)
+    _check_settings(target, batch_sizes, context_lengths, repetitions)
+    draft.bind(target)
+    gamma = draft.config.block_size
+    verify: list[Sample] = []
+    drafts: list[Sample] = []
+    lengths = {
+        requests: list(range(gamma + 1)) if requests == 1 else sorted({0, gamma // 2, gamma})
+        for requests in batch_sizes
+    }
+    total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
+    # transformers' own loop, which decodes the others, has no copies.
+    copies = packed_weights_of(target, draft) if why_not_by_slots(target) is None else None
+    with tqdm(total=total, desc="profiling", disable=None) as bar, using_copies(copies):
+        for context_length in context_lengths:
+            for requests in batch_sizes:
+                for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
+                    tokens = requests * (1 + length)
+                    verify.append(Sample(requests, tokens, requests * context_length, seconds))
+                    bar.update()
+                seconds = _time_draft(draft, requests, context_length, repetitions)
+                drafts.append(Sample(requests, requests, requests * context_length, seconds))
+                bar.update()
+    profile = _summarise(Machine.of(target, draft), verify, drafts, context_lengths[0], gamma)
+    if cache:
+        profile.save(cache_folder() / f"{profile.machine.key}.json")
+        known_profiles.cache_clear()
+    return profile
+
+
+def _check_settings(
+    target: PreTrainedModel, batch_sizes: Sequence[int], context_lengths: Sequence[int], repetitions: int
+) -> None:
+    for name, values in (("batch_sizes", batch_sizes), ("context_lengths", context_lengths)):
+        if not values or min(values) < 1 or list(values) != sorted(set(values)):
+            raise ValueError(f"{name} must be increasing whole numbers from 1 up, got {list(values)}")
+    if batch_sizes[0] != 1:
+        raise ValueError(f"batch_sizes must begin with 1, got {list(batch_sizes)}: the table begins with one request")
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and context_lengths[-1] >= longest:
+        raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
+    if len(batch_sizes) < 2 or len(context_lengths) < 2:
+        raise ValueError(
+            "telling tokens, context and overhead apart takes at least two batch sizes and two context lengths, got "
+            f"{list(batch_sizes)} and {list(context_lengths)}"
+        )
+    if repetitions < 1:
+        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+
+
+def _time_verify(
+    target: PreTrainedModel, requests: int, context_length: int, lengths: Sequence[int], repetitions: int
+) -> Iterator[tuple[int, float]]:
+    """Yield each draft length with the median seconds of a pass over 1 + length tokens per request."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    start_pass = _passes_by_slots if why_not_by_slots(target) is None else _passes_by_columns
+    prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
+    with start_pass(target, prompt, requests) as run:
+        for length in lengths:
+            tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
+            yield length, _median_seconds(lambda tokens=tokens: run(tokens), repetitions, target.device)
+
+
+@contextmanager
+def _passes_by_slots(
+    target: PreTrainedModel, prompt: torch.Tensor, requests: int
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt."""
+    cache = SlotCache(requests)
+
+    def run(tokens: torch.Tensor, start: int = prompt.shape[1], **options: Any) -> None:
+        layout = SlotLayout((start,) * requests, (tokens.shape[1],) * requests)
+        position_ids = layout.position_ids(tokens.device)
+        with packed_pass(cache, layout):
+            target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
+
+    with attending_by_slots(target), multiplying_few_rows(large_linears(target)):
+        run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
+        yield run
+
+
+@contextmanager
+def _passes_by_columns(
+    target: PreTrainedModel, prompt: torch.Tensor, requests: int
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """The same as transformers' assisted loop does it."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache.batch_repeat_interleave(requests)
+    if hasattr(cache, "activate_past_recording"):  # else sliding layers forget what cropping brings back
+        cache.activate_past_recording()
+
+    def run(tokens: torch.Tensor) -> None:
+        target(tokens, past_key_values=cache, use_cache=True)
+        cache.crop(-tokens.shape[1])
+
+    yield run
+
+
+def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitions: int) -> float:
+    """Return the median seconds of drafting one block per request, three tokens committed since the last one."""
+    width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+    cache = SlotCache(requests)
+    anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
+
+    def draft_blocks(num_features: int) -> None:
+        features = torch.ones(requests, num_features, width, device=draft.device, dtype=draft.dtype)
+        committed_ids = torch.zeros(requests * num_features, dtype=torch.long, device=draft.device)
+        draft.draft_block(anchors, features, cache, _plain_sampler, committed_ids=committed_ids)
+
+    def one_pass() -> None:
+        draft_blocks(3)
+        cache.lengths = [context_length] * requests
+
+    draft_blocks(context_length)
+    return _median_seconds(one_pass, repetitions, draft.device)
+
+
+def _plain_sampler(
+    logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+) -> tuple[torch.Tensor, TokenLaw]:
+    """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
+    law = TokenLaw(logits.softmax(dim=-1), candidate_ids)
+    return draw(law, torch.rand(len(logits), device=logits.device)), law
+
+
+def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> float:
+    times = []
+    for _ in range(1 + repetitions):
+        synchronize(device)
+        started = time.perf_counter()
+        one_pass()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+def _summarise(
+    machine: Machine, verify: list[Sample], drafts: list[Sample], shortest: int, gamma: int
+) -> ThroughputProfile:
+    target_cost, target_fit = _fit(verify)
+    draft_cost, draft_fit = _fit(drafts)
+    provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
+    # Each point at the shortest context, less what that context costs: the table adds the actual one.
+    context_seconds = target_cost.alpha + draft_cost.alpha
+    drafting = {
+        sample.requests: sample.seconds for sample in drafts if sample.context_tokens == sample.requests * shortest
+    }
+    seconds = {
+        sample.verify_tokens: max(
+            sample.seconds + drafting[sample.requests] - context_seconds * sample.context_tokens,
+            sample.seconds / 2,
+        )
+        for sample in verify
+        if sample.context_tokens == sample.requests * shortest
+        and (sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma))
+    }
+    tokens = tuple(sorted(seconds))
+    rates = tuple(1 / seconds[count] for count in tokens)
+    table = ThroughputTable(tokens, rates, min(drafting[1], 0.9 / max(rates)), context_seconds, provenance)
+    return ThroughputProfile(
+        machine=machine,
+        table=table,
+        linear=LinearCost(target_cost, draft_cost),
+        fit={"target": target_fit, "draft": draft_fit},
+        samples={"target": verify, "draft": drafts},
+    )
+
+
+def _fit(samples: list[Sample]) -> tuple[ForwardCost, float]:
+    return ForwardCost.fit(
+        [sample.context_tokens for sample in samples],
+        [sample.verify_tokens for sample in samples],
+        [sample.seconds for sample in samples],
+    )

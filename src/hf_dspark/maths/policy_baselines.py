@@ -1,0 +1,69 @@
+"""Schedulers from the papers that are not recommended: baselines for benchmarks, negative controls for tests."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .costs import Load, StepCost
+from .policies import Policy, Ranking, first_drop
+
+
+@dataclass(frozen=True)
+class EarlyStopScheduler(Policy):
+    """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
+
+    Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+
+    DSpark Algorithm 1.
+    """
+
+    requires_confidence = True
+    cost: StepCost
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(first_drop(ranking.throughput(self.cost, load)))
+
+
+@dataclass(frozen=True)
+class GlobalScheduler(Policy):
+    """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
+
+    Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
+
+    DSpark Section 5.2 and Appendix A.
+    """
+
+    requires_confidence = True
+    cost: StepCost
+    accept_bias: bool = False
+
+    def is_causal(self, confidence_reads_tokens: bool) -> bool:
+        return not confidence_reads_tokens
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        ranking = Ranking.of(confidence, max_lengths)
+        return ranking.lengths(self._count(ranking, load))
+
+    def _count(self, ranking: Ranking, load: Load) -> int:
+        return int(ranking.throughput(self.cost, load).argmax())
+
+
+@dataclass(frozen=True)
+class EliminationScheduler(GlobalScheduler):
+    """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
+
+    Whether x_k stays depends on confidences after it: lossless only when the head reads h_k alone.
+
+    AdaSpec Algorithm 2.
+    """
+
+    def _count(self, ranking: Ranking, load: Load) -> int:
+        return ranking.num_candidates - first_drop(ranking.throughput(self.cost, load)[::-1])

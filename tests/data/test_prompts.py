@@ -1,0 +1,104 @@
+"""Every form of a prompt has one reader, in Python and in files."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from hf_dspark.data.prompts import Prompt, as_chat, next_turn, read_prompt, read_prompt_file, read_prompts, token_ids
+
+HI = [{"role": "user", "content": "what is"}]
+TALK = [*HI, {"role": "assistant", "content": "up"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ("up", Prompt("up")),
+        ({"prompt": "up", "text": "dropped", "messages": None}, Prompt("up")),
+        ({"question": "what is", "answer": "dropped"}, Prompt(HI)),
+        ({"turns": ["what is", "up"]}, Prompt(HI, ("up",))),
+        (TALK, Prompt(HI)),
+        ({"messages": TALK, "tools": [{"x": 1}]}, Prompt(HI, tools=[{"x": 1}])),
+        ({"conversations": [{"from": "human", "value": "what is"}, {"from": "gpt", "value": "up"}]}, Prompt(HI)),
+        ([5, 6], Prompt([5, 6])),
+        (torch.tensor([[5, 6]]), Prompt([5, 6])),
+        (np.array([5, 6]), Prompt([5, 6])),
+        (BatchEncoding({"input_ids": [5, 6], "attention_mask": [1, 1]}), Prompt([5, 6])),
+        (Prompt("up"), Prompt("up")),
+    ],
+)
+def test_prompts_come_in_many_forms(row, prompt):
+    assert read_prompt(row) == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (5, "must be a string, token ids, messages, or an object with"),
+        (None, "must be a string"),
+        ([], "the prompt is empty"),
+        ([1.5], "message 0 must be a dict"),
+        ({}, "got an object with nothing"),
+        ({"text": "up"}, r"got an object with \['text'\]"),
+        ("", "the prompt is empty"),
+        ({"turns": []}, "'turns' must be a list of strings"),
+        (TALK[1:], "no message before the answer"),
+        ([{"role": "user"}], "message 0 must be a dict with 'role' and 'content'"),
+    ],
+)
+def test_what_is_no_prompt_is_named_with_its_place(row, message):
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        read_prompts(["up", row])
+
+
+@pytest.mark.parametrize("prompts", ["what is", {"prompt": "what is"}, Prompt("up"), 5])
+def test_a_single_prompt_is_refused_where_several_are_needed(prompts):
+    with pytest.raises(TypeError, match=r"prompts must be several, got \w+: pass \[prompt\] for a single one"):
+        read_prompts(prompts)
+    with pytest.raises(ValueError, match="there are no prompts"):
+        read_prompts([])
+
+
+def test_files_name_their_faults_and_keep_their_order(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'"up"\n{"prompt": \n\n{"turns": []}\n"\xff"\n{"prompt": "what"}\n"is"\n')
+    read = read_prompt_file(str(path))
+    assert [(prompt.content, prompt.line) for prompt in read.prompts] == [("up", 1), ("what", 6), ("is", 7)]
+    assert [fault.line for fault in read.faults] == [2, 5, 4]
+    assert str(read.faults[2]).endswith(
+        "p.jsonl line 4 is no prompt: 'turns' must be a list of strings, the user's, got []"
+    )
+    assert len(read_prompt_file(str(path), limit=2).prompts) == 2
+    path.write_text(json.dumps({"turns": ["a", "b"]}))
+    with pytest.raises(ValueError, match="holds no prompt.*line 1 is no prompt: has several turns"):
+        read_prompt_file(str(path), several_turns=False)
+    with pytest.raises(ValueError, match="there is no such file"):
+        read_prompt_file("nowhere.jsonl")
+
+
+def test_messages_go_through_the_template_and_texts_are_continued(chat_tokenizer):
+    asked = chat_tokenizer("user what is <eos> assistant")["input_ids"]
+    assert (
+        token_ids(Prompt(HI), chat_tokenizer)
+        == token_ids(as_chat(Prompt("what is"), chat_tokenizer), chat_tokenizer)
+        == asked
+    )
+    plain = chat_tokenizer("what is")["input_ids"]
+    assert token_ids(Prompt("what is"), chat_tokenizer) == plain and token_ids(Prompt([4]), None) == [4]
+    chat_tokenizer.chat_template = None
+    assert token_ids(Prompt(HI), chat_tokenizer) == plain  # a question without a template
+    assert as_chat(Prompt(TALK), chat_tokenizer).content == "what is\n\nup"
+    with pytest.raises(ValueError, match="has no chat template"):
+        token_ids(Prompt(TALK), chat_tokenizer)
+    with pytest.raises(ValueError, match="pass the target's tokenizer"):
+        token_ids(Prompt("what is"), None)
+
+
+def test_the_next_turn_follows_the_answer():
+    prompt = next_turn(Prompt(HI, ("not", "much")), "up")
+    assert [message["content"] for message in prompt.content] == ["what is", "up", "not"]
+    assert prompt.later_turns == ("much",)
+    assert next_turn(Prompt("what is", ("not",)), " up") == Prompt("what is up\n\nnot")

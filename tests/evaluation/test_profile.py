@@ -1,0 +1,74 @@
+"""Measuring a machine: what is timed, for which targets, and which settings are refused."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
+
+from hf_dspark import profile_throughput
+from hf_dspark.decoding.step_costs import find_cost, known_profiles
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Each test has an empty cache."""
+    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
+    known_profiles.cache_clear()
+    yield
+    known_profiles.cache_clear()
+
+
+@pytest.fixture
+def profile(target, draft):
+    return profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
+
+
+def test_profile_measures_every_length_of_one_request_and_full_blocks_of_several(profile, draft):
+    gamma = draft.config.block_size
+    assert profile.table.verify_tokens == (*range(1, gamma + 2), 2 * (1 + gamma))
+    assert {(s.requests, s.verify_tokens) for s in profile.samples["target"]} == {
+        *((1, 1 + length) for length in range(gamma + 1)), (2, 2), (2, 2 * (1 + gamma // 2)), (2, 2 * (1 + gamma)),
+    }  # fmt: skip
+    assert {s.context_tokens for s in profile.samples["target"]} == {8, 24, 16, 48}
+    assert 0 < profile.table.drafting < 1 / max(profile.table.steps_per_second)
+    assert set(profile.fit) == {"target", "draft"}
+
+
+def test_profile_leaves_the_draft_as_it_was(target, draft, profile):
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+    assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))
+
+
+def test_profile_is_not_remembered_when_asked_not_to(target, draft):
+    profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
+    assert find_cost(target, draft) is None
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_targets_with_sliding_windows_can_be_measured(family, make_draft):
+    geometry = {
+        "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "sliding_window": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+    }  # fmt: skip
+    config = MistralConfig(**geometry) if family == "mistral" else Gemma3TextConfig(**geometry)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    measured = profile_throughput(target, make_draft(target), (1, 2), (6, 30), repetitions=1)
+    assert len(measured.samples["target"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_sizes": ()}, "batch_sizes must be increasing"),
+        ({"batch_sizes": (2, 1)}, "batch_sizes must be increasing"),
+        ({"batch_sizes": (2, 4)}, "must begin with 1"),
+        ({"context_lengths": (0,)}, "context_lengths must be increasing"),
+        ({"context_lengths": (256,)}, "stay below the target's 256"),
+        ({"batch_sizes": (1,)}, "at least two batch sizes"),
+        ({"context_lengths": (8,)}, "two context lengths"),
+        ({"repetitions": 0}, "repetitions must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_measured(target, draft, settings, message):
+    with pytest.raises(ValueError, match=message):
+        profile_throughput(target, draft, **{"context_lengths": (8, 16)} | settings)
