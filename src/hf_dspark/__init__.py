@@ -42,7 +42,6 @@ from .models.modeling_draft import DraftModel as _DraftModel
 from .models.modeling_dspark import DSparkDraftModel
 from .models.modeling_eagle3 import Eagle3DraftModel
 from .models.slot_cache import SlotCache
-from .sharing import hub as _hub
 from .sharing.hub import push_draft, save_repository, write_card, write_remote_code
 from .targets.check import check_target
 
@@ -53,7 +52,7 @@ for _type, _model in _DRAFTS.items():
     AutoModel.register(_model.config_class, _model)
     AutoModelForCausalLM.register(_model.config_class, _model)
 _install_generate_hook()
-_DraftModel.sharing = _hub
+_DraftModel.publisher = staticmethod(push_draft)
 
 __all__ = [
     "AcceptanceReport",
@@ -115,8 +114,8 @@ __all__ = [
 
 # Who only decodes does not pay for what others need.
 _IMPORTED_WHEN_USED = {
-    "DSparkTrainer": "training.trainer",
-    "DSparkTrainingArguments": "training.trainer",
+    "DSparkTrainer": "sharing.training",
+    "DSparkTrainingArguments": "training.arguments",
     "FeatureCache": "training.feature_cache",
     "cache_features": "training.feature_cache",
     "convert_checkpoint": "sharing.convert",
