@@ -8,13 +8,9 @@ from ..models.modeling_draft import AnchoredBlocks
 
 
 def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Return which positions may be anchors, `[B, S-1]`: supervised, and followed by a supervised token.
+    """Return which positions of `[B, S]` may be anchors, `[B, S-1]`: supervised, and followed by a supervised token.
 
     The first token of a document is none: nothing was decoded before it.
-
-    Args:
-        loss_mask (`torch.BoolTensor` of shape `[B, S]`): Tokens the target was trained to write.
-        position_ids (`torch.LongTensor` of shape `[B, S]`): Positions in the documents.
     """
     same_document = position_ids[:, 1:] == position_ids[:, :-1] + 1
     return loss_mask[:, :-1].bool() & loss_mask[:, 1:].bool() & same_document & (position_ids[:, :-1] > 0)
@@ -26,7 +22,8 @@ def sample_anchors(
     """Draw anchor positions without replacement, from each document of a row.
 
     Args:
-        loss_mask, position_ids (`torch.Tensor` of shape `[B, S]`): See [`anchor_candidates`].
+        loss_mask (`torch.BoolTensor` of shape `[B, S]`): Supervised tokens.
+        position_ids (`torch.LongTensor` of shape `[B, S]`): Positions in the documents.
         num_anchors (`int`): Anchors per document; all of its candidates if there are fewer.
         generator (`torch.Generator`, *optional*): Source of randomness.
 
@@ -79,9 +76,7 @@ def cut_blocks(
     def at_labels(values: torch.Tensor) -> torch.Tensor:
         return values.gather(1, inside.flatten(1)).view_as(inside)
 
-    anchors = layout.position_ids.gather(1, layout.anchor_positions)[:, :, None]
-    slots = torch.arange(1, layout.block_size + 1, device=input_ids.device)
-    same_document = at_labels(layout.position_ids) == anchors + slots
+    same_document = inside - at_labels(layout.position_ids) == layout.starts[:, :, None]
     allowed = at_labels(loss_mask.bool()) & (positions < length) & same_document & layout.anchor_mask[:, :, None]
     labels = at_labels(input_ids)
     if draft_token_ids is not None:

@@ -9,7 +9,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 from array import array
@@ -34,11 +33,7 @@ META_FILE, WEIGHTS_FILE, STATES_FOLDER = "meta.json", "target.safetensors", "sta
 
 
 def row_ids(row: Any) -> list[int]:
-    """Return the token ids of a row: a list, a tensor `[S]`, or a mapping with `input_ids`.
-
-    Raises:
-        ValueError: If these are not one or more integers.
-    """
+    """Return the token ids of a row: a list, a tensor `[S]`, or a mapping with `input_ids`."""
     if isinstance(row, Mapping):
         row = row.get("input_ids")
     ids = row.tolist() if hasattr(row, "tolist") else row
@@ -97,11 +92,7 @@ class FeatureCache:
         return self.folder / STATES_FOLDER / key[:2] / f"{key}.safetensors"
 
     def missing(self, rows: Iterable[Any]) -> list[list[int]]:
-        """Return the token ids of the documents that are not there, each once, in their order.
-
-        Raises:
-            ValueError: If a document has no tokens, or one outside of the vocabulary.
-        """
+        """Return the token ids of the documents that are not there, each once; they must be the target's."""
         found: dict[Path, list[int]] = {}
         for number, row in enumerate(rows):
             ids = row_ids(row)
@@ -114,11 +105,7 @@ class FeatureCache:
         return [ids for path, ids in found.items() if not path.exists()]
 
     def require_space(self, num_tokens: int) -> None:
-        """Print what the states of so many new tokens need on disk, and what is free.
-
-        Raises:
-            ValueError: If it is not enough.
-        """
+        """Print what the states of so many new tokens need on disk; raise a `ValueError` if it is not free."""
         needed = num_tokens * self._width * torch.bfloat16.itemsize
         what = f"{num_tokens:,} tokens x {self._width:,} values in bfloat16"
         if self._target is not None and not self._is_there():
@@ -164,10 +151,7 @@ class FeatureCache:
         return True
 
     def read(self, row: Any) -> TargetStates:
-        """Return the states of a document as they were kept, in bfloat16, `[S, m*d]` and `[S, d]`.
-
-        Args:
-            row: Token ids without padding; see [`row_ids`].
+        """Return the states of a document (see [`row_ids`]) as they were kept, in bfloat16, `[S, m*d]` and `[S, d]`.
 
         Raises:
             KeyError: If the document is not there.
@@ -188,11 +172,7 @@ class FeatureCache:
         return TargetStates(*states.split([self._width - self._config.hidden_size, self._config.hidden_size], dim=-1))
 
     def borrowed(self, device: torch.device | str = "cpu") -> BorrowedModules:
-        """Return the target's embedding and LM head, frozen, to bind a draft without the target.
-
-        Raises:
-            ValueError: If they were not written yet, or the file is damaged.
-        """
+        """Return the target's embedding and LM head, frozen, to bind a draft without the target."""
         path = self.folder / WEIGHTS_FILE
         if not self._is_there() or not path.exists():
             raise ValueError(f"{path} is not there: fill the cache with the target, or bind the draft to the target")
@@ -202,12 +182,7 @@ class FeatureCache:
             raise _damaged(path, str(error)) from error
 
     def prepare(self) -> None:
-        """Write the target's embedding and LM head, if they are missing. The first document added does it otherwise.
-
-        Raises:
-            ValueError: If the cache was opened without the target, or its embedding or LM head cannot be read.
-            OSError: If the disk is full.
-        """
+        """Write the target's embedding and LM head, if they are missing; the first document added does it, too."""
         if self._writable:
             return
         if self._target is None:
@@ -219,30 +194,26 @@ class FeatureCache:
         self._writable = True
 
     def add(self, row: Any, states: TargetStates) -> None:
-        """Keep the states of a document, rounded to bfloat16; one that is there already stays as it is.
+        """Keep the states of a document (see [`row_ids`]), `[S, m*d]` and `[S, d]`, rounded to bfloat16.
 
-        Args:
-            row: Token ids without padding; see [`row_ids`].
-            states ([`TargetStates`]): `[S, m*d]` and `[S, d]`.
+        One that is there already stays as it is.
 
         Raises:
             ValueError: If shapes do not fit, or the cache was opened without the target.
             OSError: If the disk is full.
         """
         ids = row_ids(row)
-        size = self._config.hidden_size
-        needed = [(len(ids), self._width - size), (len(ids), size)]
-        given = [tuple(states.features.shape), tuple(states.last_hidden.shape)]
-        if given != needed:
+        parts = [part.detach().to("cpu", torch.bfloat16) for part in (states.features, states.last_hidden)]
+        kept = torch.cat(parts, dim=-1)
+        if kept.shape != (len(ids), self._width):
             raise ValueError(
-                f"features and last_hidden of a row of {len(ids)} tokens must have shapes {needed[0]} and "
-                f"{needed[1]}, got {given[0]} and {given[1]}: cut off the padding"
+                f"states of a row of {len(ids)} tokens must have {len(ids)} x {self._width} values, got "
+                f"{' x '.join(map(str, kept.shape))}: cut off the padding"
             )
         self.prepare()
         path = self._path(ids)
         if not path.exists():
-            parts = [part.detach().to("cpu", torch.bfloat16) for part in (states.features, states.last_hidden)]
-            self._write(path, lambda unfinished: save_file({"states": torch.cat(parts, dim=-1)}, unfinished))
+            self._write(path, lambda unfinished: save_file({"states": kept}, unfinished))
 
     def _write(self, path: Path, write: Callable[[Path], Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,14 +223,14 @@ class FeatureCache:
             os.replace(unfinished, path)
         except BaseException as error:
             unfinished.unlink(missing_ok=True)
-            if _is_disk_full(error):
-                raise OSError(
-                    errno.ENOSPC,
-                    f"the disk of {self.folder} is full. The {len(self):,} rows written before can be read. Free some "
-                    "space and go on (they are not computed again), or use fewer rows, a shorter max_length or fewer "
-                    "target_layer_ids",
-                ) from error
-            raise
+            if not isinstance(error, (OSError, SafetensorError)):
+                raise
+            raise OSError(
+                getattr(error, "errno", errno.EIO),
+                f"{path} could not be written ({error}). The {len(self):,} rows written before can be read. If the "
+                "disk is full, free some space and go on (they are not computed again), or use fewer rows, a shorter "
+                "max_length or fewer target_layer_ids",
+            ) from error
 
 
 def cache_features(
@@ -323,14 +294,6 @@ def _damaged(path: Path, found: str) -> ValueError:
     return ValueError(
         f"{path} is damaged ({found}): delete it, and fill the cache with the target, which computes it again"
     )
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    """Whether the disk, or the user's share of it, is full."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # Windows has no quota
-    # safetensors has an error type of its own, which passes on the operating system's words.
-    return isinstance(error, SafetensorError) and bool(re.search(r"os error (28|122)\b|No space left", str(error)))
 
 
 def _readable(size: int) -> str:

@@ -26,11 +26,9 @@ class BlockCollator:
         A packed row brings its `position_ids`; those of its padding start again at 0, as another document's would.
         """
         for row in rows:
-            if len(row["input_ids"]) != len(row["loss_mask"]):
-                raise ValueError(
-                    f"input_ids ({len(row['input_ids'])} tokens) and loss_mask ({len(row['loss_mask'])}) differ in "
-                    "length"
-                )
+            tokens, flags = len(row["input_ids"]), len(row["loss_mask"])
+            if tokens != flags:
+                raise ValueError(f"input_ids ({tokens} tokens) and loss_mask ({flags}) differ in length")
         length = max(len(row["input_ids"]) for row in rows)
 
         def pad(name: str, value: int) -> torch.Tensor:
@@ -54,17 +52,13 @@ class PackedRows(torch.utils.data.Dataset):
 
     Args:
         rows (`Sequence`): Rows of `input_ids` and `loss_mask`.
-        max_length (`int`): Tokens of a packed row at most.
-
-    Raises:
-        ValueError: If a document is longer than `max_length`.
+        max_length (`int`): Tokens of a packed row at most; longer documents are an error.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]], max_length: int) -> None:
         self._rows = rows
         lengths = [len(row["input_ids"]) for row in rows]
-        if max(lengths) > max_length:
-            raise ValueError(f"a row of {max(lengths)} tokens does not fit into packed rows of {max_length}")
+        _require_fit(max(lengths), max_length)
         self._groups: list[list[int]] = []
         free: list[tuple[int, int]] = []  # tokens left in a group, and the group; ascending
         for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -90,8 +84,8 @@ class PackedStream(torch.utils.data.IterableDataset):
     """Several documents per row, for rows that come one by one: joined in their order.
 
     Args:
-        rows (`Iterable`): Rows of `input_ids` and `loss_mask`.
-        max_length (`int`): Tokens of a packed row at most; longer documents are an error.
+        rows (`Iterable`): As for [`PackedRows`].
+        max_length (`int`): As there.
     """
 
     def __init__(self, rows: Any, max_length: int) -> None:
@@ -106,16 +100,18 @@ class PackedStream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         waiting: list[dict[str, Any]] = []
         for row in self._rows:
-            if len(row["input_ids"]) > self._max_length:
-                raise ValueError(
-                    f"a row of {len(row['input_ids'])} tokens does not fit into packed rows of {self._max_length}"
-                )
+            _require_fit(len(row["input_ids"]), self._max_length)
             if sum(len(part["input_ids"]) for part in waiting) + len(row["input_ids"]) > self._max_length:
                 yield join_documents(waiting)
                 waiting = []
             waiting.append(row)
         if waiting:
             yield join_documents(waiting)
+
+
+def _require_fit(length: int, max_length: int) -> None:
+    if length > max_length:
+        raise ValueError(f"a row of {length} tokens does not fit into packed rows of {max_length}")
 
 
 def join_documents(documents: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

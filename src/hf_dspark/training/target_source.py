@@ -13,6 +13,7 @@ from .feature_cache import FeatureCache
 from .target_states import TargetStates, require_same_logits, require_separable_documents, target_states
 
 ROW_PARTS = ("input_ids", "position_ids", "attention_mask")
+Document = tuple[slice, list[int]]  # where it stands in its row, and its token ids
 
 
 class TargetSource:
@@ -56,14 +57,11 @@ class TargetSource:
             require_separable_documents(target, self._target_layer_ids)
 
     def require_rows(self, sets: Sequence[Sequence[Any]], announce: bool = True) -> None:
-        """Check that the states of all documents can be had, before training starts.
+        """Raise a `ValueError` if states are neither cached nor can be computed, or the disk is too small for them.
 
         Args:
             sets (`Sequence`): Data sets of rows of one document each; looked at only if there is a cache.
             announce (`bool`): Print what they need on disk, and check that it is there.
-
-        Raises:
-            ValueError: If some are neither cached nor can be computed, or the disk is too small for them.
         """
         if self.cache is None:
             return
@@ -83,16 +81,15 @@ class TargetSource:
         if self.cache is None:
             return self._compute(batch, draft)
         rows = [_documents(*row) for row in zip(*(batch[name].cpu() for name in ROW_PARTS), strict=True)]
-        if all(document in self.cache for row in rows for document in row):
+        if all(ids in self.cache for row in rows for _, ids in row):
             return self._read(rows, batch["input_ids"].shape[1], draft)
         if self._target is None:
             raise ValueError(f"a document is not in the feature cache {self.cache.folder}, and there is no target")
         states = self._compute(batch, draft)
         self._keep(rows, states)
         # As they will be read: what a batch sees must not depend on what was cached before it.
-        return TargetStates(
-            *(part.to(torch.bfloat16).to(part.dtype) for part in (states.features, states.last_hidden))
-        )
+        parts = (states.features, states.last_hidden)
+        return TargetStates(*(part.to(torch.bfloat16).to(part.dtype) for part in parts))
 
     def _compute(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:
         return target_states(
@@ -100,7 +97,7 @@ class TargetSource:
             draft.dtype, batch["position_ids"] if self._packing else None,
         )  # fmt: skip
 
-    def _read(self, rows: list[list[list[int]]], length: int, draft: DraftModel) -> TargetStates:
+    def _read(self, rows: list[list[Document]], length: int, draft: DraftModel) -> TargetStates:
         """Return the states of rows of cached documents, zeros after their ends."""
         size = draft.config.hidden_size
         # To an accelerator travels what is on the disk; memory on the CPU is touched once only.
@@ -108,21 +105,19 @@ class TargetSource:
         features = torch.zeros(len(rows), length, len(self._target_layer_ids) * size, dtype=dtype)
         last_hidden = torch.zeros(len(rows), length, size, dtype=dtype)
         for index, row in enumerate(rows):
-            for document, part in zip(row, _slices(row), strict=True):
-                states = self.cache.read(document)
+            for part, ids in row:
+                states = self.cache.read(ids)
                 features[index, part], last_hidden[index, part] = states.features, states.last_hidden
         return TargetStates(*(states.to(draft.device, draft.dtype) for states in (features, last_hidden)))
 
-    def _keep(self, rows: list[list[list[int]]], states: TargetStates) -> None:
+    def _keep(self, rows: list[list[Document]], states: TargetStates) -> None:
         """Add the states of a batch to the cache; training goes on without it when the disk is full."""
         if not self._has_room:
             return
         try:
             for index, row in enumerate(rows):
-                for document, part in zip(row, _slices(row), strict=True):
-                    self.cache.add(
-                        document, TargetStates(states.features[index, part], states.last_hidden[index, part])
-                    )
+                for part, ids in row:
+                    self.cache.add(ids, TargetStates(states.features[index, part], states.last_hidden[index, part]))
         except OSError as error:
             self._has_room = False
             warnings.warn(f"training goes on, but nothing more is added to the cache: {error}", stacklevel=2)
@@ -134,14 +129,8 @@ def _placed(target: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     return target if placed else target.to(device)
 
 
-def _documents(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:
-    """Return the token ids of each document of a row, without its padding."""
+def _documents(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[Document]:
+    """Return the documents of a row, without its padding."""
     length = int(attention_mask.sum())
-    starts = (position_ids[:length] == 0).nonzero()[1:, 0].tolist()
-    return [document.tolist() for document in torch.tensor_split(input_ids[:length], starts)]
-
-
-def _slices(documents: list[list[int]]) -> list[slice]:
-    """Return where each document of a row stands."""
-    ends = list(itertools.accumulate(map(len, documents)))
-    return [slice(end - len(document), end) for end, document in zip(ends, documents, strict=True)]
+    starts = [*(position_ids[:length] == 0).nonzero()[:, 0].tolist(), length]
+    return [(slice(*ends), input_ids[slice(*ends)].tolist()) for ends in itertools.pairwise(starts)]

@@ -99,8 +99,9 @@ class DraftTrainer(Trainer):
         if rows is None:
             return None
         return prepare_rows(
-            rows, self.processing_class, block_size, draft.config.vocab_size, self.args.max_length,
-            self.args.chat_template_kwargs, self.args.dataset_num_proc,
+            rows, self.processing_class, block_size=block_size, vocab_size=draft.config.vocab_size,
+            max_length=self.args.max_length, chat_template_kwargs=self.args.chat_template_kwargs,
+            num_proc=self.args.dataset_num_proc,
         )  # fmt: skip
 
     def _packed(self, rows: Any) -> Any:
@@ -162,11 +163,8 @@ class DraftTrainer(Trainer):
     ) -> torch.Tensor | tuple[torch.Tensor, BlockLosses]:
         """One training step: the target's states, anchored blocks, the draft's losses.
 
-        Args:
-            model: The draft, wrapped as the launcher wants it.
-            inputs: A batch, with `blocks` that are sampled already.
-            return_outputs: Whether to return the terms of the loss as well.
-            num_items_in_batch: Sum of the slots' weights over the whole step: all micro-batches of all processes.
+        `inputs` is a batch with its sampled `blocks`, `num_items_in_batch` the sum of all slots' weights of the step,
+        over accumulation steps and processes.
         """
         blocks: AnchoredBlocks = inputs["blocks"]  # anchors by key, contiguous supervised prefixes (Section 3.3)
         states = self.source.states(inputs, self.draft)  # in process, or from disk (Section 5.1)
@@ -200,12 +198,12 @@ class DraftTrainer(Trainer):
         tensors = {name: value.cpu().contiguous() for name, value in inputs.items() if torch.is_tensor(value)}
         save_file(tensors | {"anchor_positions": inputs["blocks"].layout.anchor_positions.cpu().contiguous()}, path)
         states = self.source.states(inputs, self.draft)
-        weights = ((name, getattr(value, "_local_tensor", value)) for name, value in self.draft.named_parameters())
-        broken = [name for name, value in weights if not torch.isfinite(value).all()]
+        parts = ((name, getattr(value, "_local_tensor", value)) for name, value in self.draft.named_parameters())
+        broken = next((name for name, part in parts if not torch.isfinite(part).all()), None)
         if not (torch.isfinite(states.features).all() and torch.isfinite(states.last_hidden).all()):
             cure = "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
         elif broken:
-            cure = f"the draft's weights are not finite already ({broken[0]}): resume from an earlier checkpoint"
+            cure = f"the draft's weights are not finite already ({broken}): resume from an earlier checkpoint"
         else:
             cure = "lower learning_rate, set max_grad_norm, or train in bfloat16 instead of float16"
         return (
@@ -236,9 +234,7 @@ class DraftTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate with the same anchors each time, leaving the training's random state alone.
 
-        Args:
-            eval_dataset: Rows as for the trainer, or the name of one of its evaluation sets; its own unless given.
-            ignore_keys, metric_key_prefix: As for `Trainer`.
+        `eval_dataset` holds rows as for the trainer, or names one of its sets; the rest is as for `Trainer`.
         """
         own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
         is_new = not isinstance(eval_dataset, (str, dict, type(None)))
@@ -266,11 +262,7 @@ class DraftTrainer(Trainer):
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; a resumed run must have the facts of the one it continues.
-
-        Raises:
-            ValueError: If it does not, naming each difference.
-        """
+        """Train; raise a `ValueError` if a resumed run has other facts than the one it continues."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
