@@ -38,7 +38,6 @@ from .maths.policies import (
 from .models.auto import DRAFTS as _DRAFTS
 from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
-from .models.modeling_draft import DraftModel as _DraftModel
 from .models.modeling_dspark import DSparkDraftModel
 from .models.modeling_eagle3 import Eagle3DraftModel
 from .models.slot_cache import SlotCache
@@ -52,7 +51,6 @@ for _type, _model in _DRAFTS.items():
     AutoModel.register(_model.config_class, _model)
     AutoModelForCausalLM.register(_model.config_class, _model)
 _install_generate_hook()
-_DraftModel.publisher = staticmethod(push_draft)
 
 __all__ = [
     "AcceptanceReport",

@@ -11,8 +11,9 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -61,14 +62,6 @@ class AnchoredBlocks:
         return self.weights > 0
 
 
-class Publisher(Protocol):
-    """What publishes drafts: `sharing.hub.push_draft`."""
-
-    def __call__(
-        self, draft: "DraftModel", repo_id: str, results: Iterable[str | Path] = (), **kwargs: Any
-    ) -> str: ...
-
-
 @dataclass(frozen=True)
 class _Borrowed:
     """The target's embedding and head, outside the module tree."""
@@ -99,8 +92,6 @@ class DraftModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    # Models import nothing of `sharing`; the package's __init__ says what publishes them.
-    publisher: ClassVar[Publisher | None] = None
     # DeepSpec stores copies of the target's tensors; the target's own are used. speculators' t2d says what d2t says.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$", r"^t2d$"]
 
@@ -201,12 +192,8 @@ class DraftModel(PreTrainedModel):
             ValueError: If a result belongs to another draft or target; nothing was uploaded.
             OSError: If the upload failed.
         """
-        if self.publisher is None:
-            raise ValueError(
-                "this draft came with the code of its repository, which cannot publish: install hf_dspark, load the "
-                "draft with it, and push that"
-            )
-        return self.publisher(self, repo_id, results, **kwargs)
+        # Sharing stands above models, which import nothing of it: it is loaded when a draft is published.
+        return import_module("hf_dspark.sharing.hub").push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: a draft proposes what its target decodes.
