@@ -239,24 +239,6 @@ def test_packed_rows_train_as_padded_ones_do(make_trainer):
         assert losses[1][name] == pytest.approx(losses[0][name], rel=1e-4), name
 
 
-def test_same_seed_trains_the_same_draft(make_trainer):
-    weights = []
-    for seed in (7, 7, 8):
-        trainer = make_trainer(seed=seed, max_steps=2)
-        trainer.train()
-        weights.append(trainer.model.fc.weight)
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-def test_saved_model_is_a_loadable_draft(make_trainer, tmp_path):
-    trainer = make_trainer(max_steps=1)
-    trainer.train()
-    trainer.save_model(tmp_path / "final")
-    loaded = DSparkDraftModel.from_pretrained(tmp_path / "final")
-    for name, value in trainer.model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-
-
 def test_bfloat16_and_gradient_checkpointing_train(make_trainer, logged):
     trainer = make_trainer(max_steps=3, bf16=True, gradient_checkpointing=True)
     trainer.train()
@@ -332,20 +314,13 @@ def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing
     assert trainer.evaluate()["eval_a_tau"] > 1
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {
-            "messages": [
-                {"role": "user", "content": "what is up"},
-                {"role": "assistant", "content": "not much " * 4},
-            ]
-        },
-        {"prompt": "what is up", "completion": "not much " * 4},
-    ],
-    ids=["messages", "prompt and completion"],
-)
-def test_conversations_are_tokenised_by_the_targets_tokenizer(make_trainer, logged, chat_tokenizer, row):
+@pytest.mark.parametrize("kind", ["messages", "prompt and completion"])
+def test_conversations_are_tokenised_by_the_targets_tokenizer(make_trainer, logged, chat_tokenizer, kind):
+    texts = "what is up", "not much " * 4
+    row = dict(zip(("prompt", "completion"), texts, strict=True))
+    if kind == "messages":
+        roles = zip(("user", "assistant"), texts, strict=True)
+        row = {"messages": [{"role": role, "content": text} for role, text in roles]}
     trainer = make_trainer(data=[row] * 4, eval_data=None, processing_class=chat_tokenizer, max_steps=1)
     trainer.train()
     assert logged(trainer, "train_loss")
@@ -407,17 +382,11 @@ def test_mistakes_with_the_arguments_are_named(make_trainer, make_draft, target,
         make_trainer(make_draft(target).bfloat16())
 
 
-def test_a_target_whose_logits_are_computed_otherwise_is_refused(make_trainer, make_draft, target):
+def test_targets_that_do_not_fit_are_refused(make_trainer, make_draft, make_target, target):
     with pytest.raises(ValueError, match="does something to its logits that this draft's config does not say"):
         make_trainer(make_draft(target, logit_scale=0.5))
-
-
-def test_trainer_refuses_a_target_that_does_not_fit(make_trainer, make_draft, make_target, target):
     with pytest.raises(ValueError, match="vocab_size: draft 48, target 50"):
         make_trainer(make_draft(target), target=make_target(vocab_size=50))
-
-
-def test_pruned_drafts_are_not_trained_on_the_whole_law(make_trainer, make_draft, target):
     with pytest.raises(ValueError, match="soft_cross_entropy_weight=0, got 0.5"):
         make_trainer(make_draft(target, draft_vocab_size=20), soft_cross_entropy_weight=0.5)
 
