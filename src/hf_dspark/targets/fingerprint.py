@@ -19,8 +19,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of a model's dtype, and of the names, shapes and values of all its weights.
 
     It is the same on every device, with offloaded weights or without. Packed weights of quantised models count with
-    their scales, adapters with whether they are active. Of weights on the meta device that no hook can load, only names
-    and shapes count.
+    their scales, adapters with whether they are active. Weights on the meta device that no hook can load count with
+    their names and shapes only.
 
     Args:
         model (`PreTrainedModel`): Target or draft. Offloaded weights are loaded module by module.
