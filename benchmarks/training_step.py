@@ -22,8 +22,9 @@ from pair import provenance_of, synchronize, write_result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.maths.losses import DENOMINATOR_EPSILON, LossWeights, position_weights
+from hf_dspark.maths.losses import DENOMINATOR_EPSILON, LossWeights
 from hf_dspark.models.block_attention import BlockLayout, visible_to_blocks
+from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
 
 REHEARSAL = {"vocab_size": 200, "hidden_size": 64, "length": 64, "num_anchors": 8, "steps": 2}
@@ -42,21 +43,17 @@ def attend_densely(query, key, value, layout, window, scaling, dropout=0.0):
 def dense_loss(draft, input_ids, features, hidden_of_labels, blocks, weights: LossWeights) -> torch.Tensor:
     """The objective on the logits of all slots at once. DSpark Eq. 9-12."""
     layout, labels = blocks.layout, blocks.labels
-    hidden = draft.block_hidden(input_ids, features, layout, labels)
-    anchor_ids = input_ids.gather(1, layout.anchor_positions)
-    previous_ids = torch.cat([anchor_ids[:, :, None], labels[:, :, :-1]], dim=-1)
-    draft_logits = draft.slot_logits(*draft.slot_inputs(hidden, previous_ids)).float()
+    slots, confidence_logits = draft.teacher_forced(input_ids, features, layout, labels)
+    draft_logits = slots.compute(*slots.inputs).float()
     with torch.no_grad():
         target_probs = draft.base_logits(hidden_of_labels).float().softmax(dim=-1)
-    slot_weights = position_weights(blocks.supervised, weights.position_decay)
     cross_entropy = F.cross_entropy(draft_logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(labels)
     distance = (draft_logits.softmax(dim=-1) - target_probs).abs().sum(dim=-1)
     acceptance = (1 - distance.detach() / 2).clamp(0, 1)
-    bce = F.binary_cross_entropy_with_logits(
-        draft.slot_confidence(hidden, previous_ids).float(), acceptance, reduction="none"
-    )
-    losses = weights.cross_entropy * cross_entropy + weights.l1 * distance + weights.confidence * bce
-    return (losses * slot_weights).sum() / (slot_weights.sum() + DENOMINATOR_EPSILON)
+    bce = F.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance, reduction="none")
+    losses = weights.cross_entropy_weight * cross_entropy + weights.l1_weight * distance
+    losses = losses + weights.confidence_weight * bce
+    return (losses * blocks.weights).sum() / (blocks.weights.sum() + DENOMINATOR_EPSILON)
 
 
 class Setting:
@@ -86,7 +83,8 @@ class Setting:
         self.features, last_hidden, self.input_ids, mask, positions, anchors, real = (
             each.to(device) for each in (self.features, last_hidden, self.input_ids, mask, positions, anchors, real)
         )
-        self.blocks = cut_blocks(self.input_ids, mask, BlockLayout(anchors, real, positions, options.block_size))
+        layout = BlockLayout(anchors, real, positions, options.block_size)
+        self.blocks = cut_blocks(self.input_ids, mask, layout, position_decay=LossWeights().position_decay)
         self.hidden_of_labels = label_hidden(last_hidden, self.blocks)
 
     def step(self, variant: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -104,9 +102,8 @@ class Setting:
                 blocks.layout.anchor_positions, blocks.layout.anchor_mask, blocks.layout.position_ids,
                 blocks.layout.block_size,
             )  # fmt: skip
-            loss = self.draft(
-                self.input_ids, self.features, self.hidden_of_labels, layout, blocks.labels, blocks.supervised
-            ).loss
+            blocks = AnchoredBlocks(layout, blocks.labels, blocks.weights)
+            loss = self.draft(self.input_ids, self.features, self.hidden_of_labels, blocks).loss
             loss.backward()
         synchronize(loss.device)
         return loss.item(), {name: p.grad.clone() for name, p in self.draft.named_parameters()}

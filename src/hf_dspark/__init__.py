@@ -27,11 +27,9 @@ from .maths.policies import (
 from .models.auto import DRAFTS as _DRAFTS
 from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
-from .models.modeling_draft import DraftModel as _DraftModel
 from .models.modeling_dspark import DSparkDraftModel
 from .models.modeling_eagle3 import Eagle3DraftModel
 from .models.slot_cache import SlotCache
-from .sharing import hub as _hub
 from .sharing.hub import push_draft, save_repository, write_card, write_remote_code
 from .targets.check import check_target
 
@@ -42,7 +40,6 @@ for _type, _model in _DRAFTS.items():
     AutoModel.register(_model.config_class, _model)
     AutoModelForCausalLM.register(_model.config_class, _model)
 _install_generate_hook()
-_DraftModel.sharing = _hub
 
 __all__ = [
     "AdaptiveDrafting",
@@ -87,8 +84,8 @@ __all__ = [
 
 # Who only decodes does not pay for what others need.
 _IMPORTED_WHEN_USED = {
-    "DSparkTrainer": "training.trainer",
-    "DSparkTrainingArguments": "training.trainer",
+    "DSparkTrainer": "sharing.training",
+    "DSparkTrainingArguments": "training.arguments",
     "FeatureCache": "training.feature_cache",
     "cache_features": "training.feature_cache",
     "convert_checkpoint": "sharing.convert",

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from hf_dspark.maths.losses import LossWeights, SlotScores, block_losses, expected_tau, position_weights
+from hf_dspark.maths.losses import BlockLosses, LossWeights, SlotLogits, block_losses, position_weights
 from hf_dspark.models.block_attention import BlockLayout
+from hf_dspark.models.modeling_draft import AnchoredBlocks
+from hf_dspark.training.blocks import label_hidden
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 SETTINGS = ("dspark_default", "dspark_gamma_eq_block", "no_decay", "dflash")
@@ -15,17 +17,21 @@ CASES = [(name, setting) for name in GOLDEN[:3] for setting in SETTINGS] + [(GOL
 
 def options(losses: dict) -> LossWeights:
     return LossWeights(
-        cross_entropy=losses["ce_loss_alpha"],
-        l1=losses["l1_loss_alpha"],
-        confidence=losses["confidence_head_alpha"],
+        cross_entropy_weight=losses["ce_loss_alpha"],
+        l1_weight=losses["l1_loss_alpha"],
+        confidence_weight=losses["confidence_head_alpha"],
         position_decay=losses["loss_decay_gamma"],
     )
 
 
-def losses_of(draft_logits, target_logits, labels, supervised, confidence_logits, weights=None, **kwargs):
+def losses_of(
+    draft_logits, target_logits, labels, supervised, confidence_logits, weights=None, **kwargs
+) -> BlockLosses:
     """Losses of logits that exist already."""
-    scores = SlotScores(lambda x: x, [draft_logits], [], lambda x: x, target_logits, draft_logits.shape[-1])
-    return block_losses(scores, labels, supervised, confidence_logits, weights or LossWeights(), **kwargs)
+    draft, target = (SlotLogits(lambda x: x, (logits,), logits.shape[-1]) for logits in (draft_logits, target_logits))
+    weights = weights or LossWeights()
+    slot_weights = position_weights(supervised, weights.position_decay)
+    return block_losses(draft, target, labels, slot_weights, weights, confidence_logits, **kwargs)
 
 
 def stored_losses(data, setting):
@@ -53,15 +59,15 @@ def random_blocks(confidence: bool = True):
 def test_block_losses_match_deepspec(golden, name, setting):
     data = golden(name)
     losses, expected = stored_losses(data, setting), data.losses[setting]
-    assert losses.total.item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-5)
-    assert losses.cross_entropy.numerator.item() == pytest.approx(expected["ce_loss_num"], rel=1e-5)
-    assert losses.cross_entropy.denominator.item() == pytest.approx(expected["ce_loss_den"], rel=1e-5)
+    assert losses.loss.item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-5)
+    assert losses.cross_entropy.item() == pytest.approx(expected["ce_loss_num"], rel=1e-5)
+    assert losses.weight_sum.item() == pytest.approx(expected["ce_loss_den"], rel=1e-5)
     if expected["l1_loss_alpha"] > 0:  # the reference skips it otherwise
-        assert losses.l1.numerator.item() == pytest.approx(expected["l1_loss_num"], rel=1e-5)
-        assert losses.l1.denominator.item() == pytest.approx(expected["l1_loss_den"], rel=1e-5)
+        assert losses.l1.item() == pytest.approx(expected["l1_loss_num"], rel=1e-5)
+        assert losses.weight_sum.item() == pytest.approx(expected["l1_loss_den"], rel=1e-5)
     if "confidence_pred" in data.train:
-        assert losses.confidence.numerator.item() == pytest.approx(expected["confidence_loss_num"], rel=1e-5)
-        assert losses.confidence.denominator.item() == pytest.approx(expected["confidence_loss_den"], rel=1e-5)
+        assert losses.confidence.item() == pytest.approx(expected["confidence_loss_num"], rel=1e-5)
+        assert losses.weight_sum.item() == pytest.approx(expected["confidence_loss_den"], rel=1e-5)
     else:
         assert losses.confidence is None
 
@@ -72,7 +78,7 @@ def test_reported_acceptance_matches_deepspecs_metrics(golden, name, setting):
     acceptance, supervised = stored_losses(data, setting).acceptance, data.train["eval_mask"].bool()
     metrics = data.info["train"]["metrics"]
     metrics = metrics.get(setting, metrics)
-    tau = expected_tau(acceptance, supervised).item()
+    tau = 1 + (acceptance * supervised).cumprod(-1).sum(-1)[supervised.any(-1)].mean().item()
     assert tau == pytest.approx(metrics["train/tau_probabilistic"], rel=1e-5)
     rates = (acceptance * supervised).sum((0, 1)) / supervised.sum((0, 1))
     assert rates.tolist() == pytest.approx([metrics[f"train/accept_rate@{slot}"] for slot in range(5)], rel=1e-5)
@@ -84,15 +90,13 @@ def test_gradients_match_deepspec(golden, name, setting):
     train, draft = data.train, data.draft
     positions = torch.arange(train["input_ids"].shape[1]).expand(len(train["input_ids"]), -1)
     layout = BlockLayout(train["anchor_positions"], train["block_keep_mask"].bool(), positions, 5)
-    label_positions = (train["anchor_positions"][:, :, None] + torch.arange(5)).clamp_max(23)
-    last_hidden = train["target_last_hidden_states"]
-    label_hidden = torch.stack([row[where] for row, where in zip(last_hidden, label_positions, strict=True)])
-    output = draft(
-        train["input_ids"], train["target_hidden_states"], label_hidden, layout, train["target_ids"],
-        train["eval_mask"].bool(), options(data.losses[setting]),
-    )  # fmt: skip
-    assert output.loss.item() == pytest.approx(data.losses[setting]["total"], rel=1e-5, abs=1e-5)
-    output.loss.backward()
+    weights = options(data.losses[setting])
+    slot_weights = position_weights(train["eval_mask"].bool(), weights.position_decay)
+    blocks = AnchoredBlocks(layout, train["target_ids"], slot_weights)
+    hidden = label_hidden(train["target_last_hidden_states"], blocks)
+    loss = draft(train["input_ids"], train["target_hidden_states"], hidden, blocks, weights).loss
+    assert loss.item() == pytest.approx(data.losses[setting]["total"], rel=1e-5, abs=1e-5)
+    loss.backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in draft.named_parameters()
@@ -133,8 +137,8 @@ def test_block_losses_match_a_naive_reference():
         weight_sum += weight
         assert losses.acceptance[b, n, k].item() == pytest.approx(acceptance.item(), abs=1e-6)
     expected = (0.3 * cross_entropy + 0.5 * l1 + 0.7 * bce + 0.2 * soft) / weight_sum
-    torch.testing.assert_close(losses.total, expected, atol=1e-5, rtol=1e-5)
-    assert losses.cross_entropy.mean.item() == pytest.approx(cross_entropy.item() / weight_sum, rel=1e-5)
+    torch.testing.assert_close(losses.loss, expected, atol=1e-5, rtol=1e-5)
+    assert losses.cross_entropy.item() == pytest.approx(cross_entropy.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.3, 0.4, 0.7, None)])
@@ -150,10 +154,12 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     def logits_of(hidden, prefix):
         return torch.tanh(hidden @ head.T) * 3 + prefix @ own.T + frozen
 
-    scores = SlotScores(logits_of, [hidden, prefix], [own, frozen], lambda x: x @ head.T, target_hidden, 9)
-    losses = block_losses(scores, labels, supervised, confidence_logits, weights, chunk_size=chunk_size)
+    draft = SlotLogits(logits_of, (hidden, prefix), 9, (own, frozen))
+    target = SlotLogits(lambda x: x @ head.T, (target_hidden,), 9)
+    slot_weights = position_weights(supervised, weights.position_decay)
+    losses = block_losses(draft, target, labels, slot_weights, weights, confidence_logits, chunk_size=chunk_size)
     leaves = [hidden, prefix, own, confidence_logits]
-    (3.0 * losses.total).backward()
+    (3.0 * losses.loss).backward()
     chunked = [leaf.grad.clone() for leaf in leaves]
 
     draft_log_probs = logits_of(hidden, prefix).log_softmax(-1)
@@ -163,12 +169,11 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
         confidence_logits, 1 - distance.detach() / 2, reduction="none"
     )
     terms = (
-        weights.cross_entropy * -draft_log_probs.gather(-1, labels[..., None])[..., 0] + weights.l1 * distance
-        + weights.confidence * bce + weights.soft_cross_entropy * -(target_probs * draft_log_probs).sum(-1)
+        weights.cross_entropy_weight * -draft_log_probs.gather(-1, labels[..., None])[..., 0] + weights.l1_weight * distance
+        + weights.confidence_weight * bce + weights.soft_cross_entropy_weight * -(target_probs * draft_log_probs).sum(-1)
     )  # fmt: skip
-    slot_weights = position_weights(supervised, weights.position_decay)
     total = (terms * slot_weights).sum() / (slot_weights.sum() + 1e-6)
-    torch.testing.assert_close(losses.total, total, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(losses.loss, total, atol=1e-5, rtol=1e-5)
     for ours, naive in zip(chunked, torch.autograd.grad(3.0 * total, leaves), strict=True):
         torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-4)
 
@@ -181,11 +186,11 @@ def test_gradients_in_float16_survive_a_large_step():
     gradients = []
     for dtype in (torch.float32, torch.float16):
         leaf = hidden.clone().to(dtype).requires_grad_()
-        scores = SlotScores(
-            lambda x: x @ head.to(x.dtype).T, [leaf], [], lambda x: x @ head.T, torch.zeros(1, 2, 4, 8), 50
-        )
-        losses = block_losses(scores, labels, supervised, None, LossWeights(), weight_sum=torch.tensor(1e6))
-        (losses.total * 65536).backward()
+        draft = SlotLogits(lambda x: x @ head.to(x.dtype).T, (leaf,), 50)
+        target = SlotLogits(lambda x: x @ head.T, (torch.zeros(1, 2, 4, 8),), 50)
+        slot_weights = position_weights(supervised, 4.0)
+        losses = block_losses(draft, target, labels, slot_weights, LossWeights(), weight_sum=torch.tensor(1e6))
+        (losses.loss * 65536).backward()
         gradients.append(leaf.grad.float())
     assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
@@ -196,11 +201,11 @@ def test_a_pooled_denominator_makes_parts_add_up_to_the_whole():
     parts = [
         losses_of(
             draft_logits[row], target_logits[row], labels[row], supervised[row], confidence_logits[row],
-            weight_sum=whole.l1.denominator,
-        ).total
+            weight_sum=whole.weight_sum,
+        ).loss
         for row in range(2)
     ]  # fmt: skip
-    torch.testing.assert_close(sum(parts), whole.total, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(sum(parts), whole.loss, atol=1e-6, rtol=1e-6)
 
 
 def test_no_gradient_is_computed_when_none_is_wanted():
@@ -208,16 +213,16 @@ def test_no_gradient_is_computed_when_none_is_wanted():
     trained = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
     with torch.no_grad():
         evaluated = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
-    assert trained.total.requires_grad and not evaluated.total.requires_grad
-    assert torch.equal(trained.total, evaluated.total) and torch.equal(trained.acceptance, evaluated.acceptance)
+    assert trained.loss.requires_grad and not evaluated.loss.requires_grad
+    assert torch.equal(trained.loss, evaluated.loss) and torch.equal(trained.acceptance, evaluated.acceptance)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"l1": -0.1}, "l1_weight must be 0 or more, got -0.1"),
-        ({"cross_entropy": math.nan}, "cross_entropy_weight must be 0 or more, got nan"),
-        ({"cross_entropy": 0, "l1": 0, "confidence": 0}, "nothing would be learnt"),
+        ({"l1_weight": -0.1}, "l1_weight must be 0 or more, got -0.1"),
+        ({"cross_entropy_weight": math.nan}, "cross_entropy_weight must be 0 or more, got nan"),
+        ({"cross_entropy_weight": 0, "l1_weight": 0, "confidence_weight": 0}, "nothing would be learnt"),
         ({"position_decay": 0.0}, "position_decay must be positive or None, got 0.0"),
     ],
 )
@@ -235,9 +240,9 @@ def test_block_losses_ignore_unsupervised_slots():
     draft_nan, target_nan, confidence_nan = spoilt
     draft_nan.requires_grad_()
     losses = losses_of(draft_nan, target_nan, labels, supervised, confidence_nan)
-    assert torch.equal(losses.total, plain.total)
+    assert torch.equal(losses.loss, plain.loss)
     assert (losses.acceptance[~supervised] == 0).all()
-    losses.total.backward()
+    losses.loss.backward()
     assert (draft_nan.grad[~supervised] == 0).all() and draft_nan.grad[supervised].abs().min() > 0
 
 
@@ -245,15 +250,15 @@ def test_l1_is_two_for_disjoint_laws_and_zero_for_equal_ones():
     far = torch.tensor([[[[50.0, -50.0]]]])
     labels, supervised = torch.zeros(1, 1, 1, dtype=torch.long), torch.ones(1, 1, 1, dtype=torch.bool)
     disjoint = losses_of(far, -far, labels, supervised, None)
-    assert disjoint.l1.mean.item() == pytest.approx(2.0, abs=1e-5) and disjoint.acceptance.item() == 0.0
+    assert disjoint.l1.item() == pytest.approx(2.0, abs=1e-5) and disjoint.acceptance.item() == 0.0
     equal = losses_of(far, far, labels, supervised, None)
-    assert equal.l1.mean.item() == 0.0 and equal.acceptance.item() == 1.0
+    assert equal.l1.item() == 0.0 and equal.acceptance.item() == 1.0
 
 
 def test_confidence_loss_does_not_move_the_draft_law():
     draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
     losses = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits, LossWeights(0.0, 0.0, 1.0))
-    losses.total.backward()
+    losses.loss.backward()
     assert draft_logits.grad is None or (draft_logits.grad == 0).all()
     assert (confidence_logits.grad[supervised] != 0).all()
 
@@ -264,7 +269,7 @@ def test_confidence_loss_is_smallest_at_the_acceptance():
     best = acceptance.clamp(1e-6, 1 - 1e-6).logit()
 
     def loss(shift: float) -> float:
-        return losses_of(draft_logits, target_logits, labels, supervised, best + shift).confidence.mean.item()
+        return losses_of(draft_logits, target_logits, labels, supervised, best + shift).confidence.item()
 
     assert loss(0.0) < loss(0.3) and loss(0.0) < loss(-0.3)
 
@@ -272,8 +277,8 @@ def test_confidence_loss_is_smallest_at_the_acceptance():
 def test_block_losses_are_zero_when_nothing_is_supervised():
     draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
     losses = losses_of(draft_logits, target_logits, labels, torch.zeros_like(supervised), confidence_logits)
-    losses.total.backward()
-    assert losses.total.item() == 0.0 and (draft_logits.grad == 0).all()
+    losses.loss.backward()
+    assert losses.loss.item() == 0.0 and (draft_logits.grad == 0).all()
 
 
 def test_block_losses_compute_in_float32_when_logits_are_bfloat16():
@@ -281,10 +286,10 @@ def test_block_losses_compute_in_float32_when_logits_are_bfloat16():
     rounded = [value.detach().bfloat16() for value in (draft_logits, target_logits, confidence_logits)]
     low = losses_of(rounded[0], rounded[1], labels, supervised, rounded[2])
     wide = losses_of(rounded[0].float(), rounded[1].float(), labels, supervised, rounded[2].float())
-    assert low.total.dtype == torch.float32 and torch.equal(low.total, wide.total)
+    assert low.loss.dtype == torch.float32 and torch.equal(low.loss, wide.loss)
 
 
-# ---- weights and tau
+# ---- position weights
 
 
 def test_position_weights_decay_along_the_block():
@@ -292,25 +297,9 @@ def test_position_weights_decay_along_the_block():
     e = [math.exp(-slot / 4.0) for slot in range(3)]
     expected = torch.tensor([[e[0], e[1], e[2], 0.0], [e[0], 0.0, 0.0, 0.0]])
     torch.testing.assert_close(position_weights(supervised, 4.0), expected)
+    assert position_weights(supervised, None).tolist() == supervised.float().tolist()
 
 
-def test_position_weights_are_flat_without_decay():
+def test_position_weights_of_supervised_slots_are_positive_however_fast_they_decay():
     supervised = torch.tensor([[True, True, False]])
-    assert position_weights(supervised, None).tolist() == [[1.0, 1.0, 0.0]]
-
-
-@pytest.mark.parametrize("position_decay", [0.0, -1.0])
-def test_position_weights_refuse_a_decay_that_is_not_positive(position_decay):
-    with pytest.raises(ValueError, match=f"position_decay must be positive or None, got {position_decay}"):
-        position_weights(torch.ones(1, 2, dtype=torch.bool), position_decay)
-
-
-def test_expected_tau_counts_accepted_prefixes_and_the_bonus_token():
-    supervised = torch.tensor([[[True, True], [True, False], [False, False]]])
-    acceptance = torch.tensor([[[0.5, 0.4], [0.8, 0.0], [0.9, 0.9]]])
-    # (0.5 + 0.5 * 0.4 + 0.8) / 2 blocks; the last one has no supervised slot.
-    assert expected_tau(acceptance, supervised).item() == pytest.approx(1.75)
-
-
-def test_expected_tau_is_one_when_nothing_is_supervised():
-    assert expected_tau(torch.ones(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.bool)).item() == 1.0
+    assert ((position_weights(supervised, 1e-3) > 0) == supervised).all()

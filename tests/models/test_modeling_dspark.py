@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.maths.sampling import TokenLaw, greedy_sampler
 from hf_dspark.models.block_attention import BlockLayout
+from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.modeling_dspark import DraftPass
 from hf_dspark.models.slot_cache import SlotCache
 
@@ -144,11 +145,9 @@ def test_embed_scales_rows_as_deepspec_does_for_gemma(golden):
 
 def teacher_forced(draft, input_ids, features, layout, labels):
     """Hidden states, logits and confidences of all slots, as the training pass has them chunk by chunk."""
+    logits, confidence_logits = draft.teacher_forced(input_ids, features, layout, labels)
     hidden = draft.block_hidden(input_ids, features, layout, labels)
-    anchors = input_ids.gather(1, layout.anchor_positions)
-    previous_ids = draft.previous_ids(anchors, labels)
-    logits = draft.slot_logits(*draft.slot_inputs(hidden, previous_ids))
-    return hidden, logits, draft.slot_confidence(hidden, previous_ids)
+    return hidden, logits.compute(*logits.inputs), confidence_logits
 
 
 def layout_of(anchors, real, length, gamma) -> BlockLayout:
@@ -428,9 +427,9 @@ def test_gradient_checkpointing_changes_no_gradient(make_draft, target):
             torch.randint(0, 47, (1, 12)),
             torch.randn(1, 12, 64),
             torch.randn(1, 2, 4, 32),
-            layout_of(anchors, anchors > 0, 12, 4),
-            torch.randint(0, 47, (1, 2, 4)),
-            torch.ones(1, 2, 4, dtype=torch.bool),
+            AnchoredBlocks(
+                layout_of(anchors, anchors > 0, 12, 4), torch.randint(0, 47, (1, 2, 4)), torch.ones(1, 2, 4)
+            ),
         ).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in draft.named_parameters()})
     assert all(gradient is not None for gradient in gradients[0].values())

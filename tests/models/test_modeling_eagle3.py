@@ -34,12 +34,13 @@ from hf_dspark import (
 from hf_dspark.decoding import drafter as generator_module
 from hf_dspark.decoding.drafter import DSparkCandidateGenerator
 from hf_dspark.decoding.step_costs import Machine
-from hf_dspark.maths.losses import LossWeights
+from hf_dspark.maths.losses import LossWeights, position_weights
 from hf_dspark.maths.policies import Policy
 from hf_dspark.maths.sampling import DraftBlock, greedy_sampler
 from hf_dspark.models import range_attention
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.configuration_draft import select_features
+from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache
 from tests.decoding.test_lossless import ROUNDING, TargetLaw, extend, law_of_drafts, output_law, total_variation
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
@@ -48,7 +49,8 @@ PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 
 GREEDY = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 # Weights 0.8^k, as in DeepSpec.
 LOSS = LossWeights(
-    cross_entropy=0, l1=0, confidence=0, soft_cross_entropy=1, position_decay=-1 / math.log(0.8)
+    cross_entropy_weight=0, l1_weight=0, confidence_weight=0, soft_cross_entropy_weight=1,
+    position_decay=-1 / math.log(0.8),
 )  # fmt: skip
 
 
@@ -127,6 +129,10 @@ def all_anchors(train):
     return ids, layout, labels
 
 
+def weighted(layout, labels, supervised) -> AnchoredBlocks:
+    return AnchoredBlocks(layout, labels, position_weights(supervised, LOSS.position_decay))
+
+
 @torch.no_grad()
 def test_training_pass_matches_deepspec(golden, folder):
     train = load_file(folder / "train.safetensors")
@@ -153,11 +159,8 @@ def test_losses_match_deepspec_with_its_masks_which_are_not_those_of_the_labels(
     label_hidden = torch.stack([following[:, 1 + k : 1 + k + count] for k in range(4)], dim=2)
 
     def loss(supervised):
-        output = golden(
-            ids, train["target_hidden_states"], label_hidden, layout, labels, supervised, LOSS,
-            weight_sum=torch.tensor(float(ids.numel())),
-        )  # fmt: skip
-        return output.loss.item()
+        blocks, weight_sum = weighted(layout, labels, supervised), torch.tensor(float(ids.numel()))
+        return golden(ids, train["target_hidden_states"], label_hidden, blocks, LOSS, weight_sum).loss.item()
 
     theirs = masked(0) & masked(1)
     assert loss(theirs) == pytest.approx(info["total_loss"], abs=1e-5)
@@ -227,8 +230,7 @@ def test_dummies_and_first_tokens_leave_no_trace(target, num_hidden_layers):
     assert draft.block_hidden(ids, features, layout, labels).isfinite().all()
     counted = torch.tensor([[False, False, True, False], [True, False, False, False]])[:, :, None].expand(-1, -1, 4)
     label_hidden = torch.randn(2, 4, 4, draft.config.hidden_size)
-    loss = draft(ids, features, label_hidden, layout, labels, counted, LOSS).loss
-    loss.backward()
+    draft(ids, features, label_hidden, weighted(layout, labels, counted), LOSS).loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in draft.parameters())
 
 
@@ -242,7 +244,7 @@ def test_gradients_reach_every_parameter_and_are_the_same_with_checkpointing(tar
         ids, features, positions = packed_documents(draft)
         layout, labels = blocks_of(ids, positions, [[1, 5, 7, 9], [2, 3, 8, 11]])
         label_hidden = torch.ones(2, 4, 4, draft.config.hidden_size)
-        draft(ids, features, label_hidden, layout, labels, torch.ones_like(labels).bool(), LOSS).loss.backward()
+        draft(ids, features, label_hidden, weighted(layout, labels, labels >= 0), LOSS).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in draft.named_parameters()})
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0, name

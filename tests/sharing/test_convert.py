@@ -90,23 +90,23 @@ def test_speculators_drafts_compute_what_speculators_computed(fixtures, verifier
     anchors, real = io["out.anchor_positions"][None], io["out.anchor_valid"][None]
     assert real.all()
     layout = draft.block_layout(anchors, real, io["in.position_ids"])
-    slots = anchors[0, :, None] + torch.arange(5)
-    previous_ids = io["in.input_ids"][0, slots][None]
-    hidden = draft.block_hidden(io["in.input_ids"], io["in.hidden_states"], layout, previous_ids)
+    positions = anchors[0, :, None] + torch.arange(1, 6)
+    labels = io["in.input_ids"][0, positions.clamp_max(io["in.input_ids"].shape[1] - 1)][None]  # the last is not read
+    blocks = io["in.input_ids"], io["in.hidden_states"], layout, labels
+    hidden, (slots, confidence) = draft.block_hidden(*blocks), draft.teacher_forced(*blocks)
 
     def expected(key):
         return io[key].unflatten(1, (anchors.shape[1], 5))
 
     torch.testing.assert_close(hidden, expected("out.backbone_hidden"), atol=1e-5, rtol=0)
     torch.testing.assert_close(draft.base_logits(hidden), expected("out.base_logits"), atol=1e-5, rtol=0)
-    logits = draft.slot_logits(*draft.slot_inputs(hidden, previous_ids))
+    logits = slots.compute(*slots.inputs)
     kept = draft.draft_token_ids()
     if kept is not None:
         lacking = torch.ones(96, dtype=torch.bool).index_fill(0, kept, False)
         assert (logits[..., lacking] == -torch.inf).all()
         logits = logits[..., kept]
     torch.testing.assert_close(logits, expected("out.draft_logits"), atol=1e-5, rtol=0)
-    confidence = draft.slot_confidence(hidden, previous_ids)
     torch.testing.assert_close(confidence, io["out.confidence_logits"].view(1, -1, 5), atol=1e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Loss and gradients of a tiny draft sharded over two processes, for the trainer's test of FSDP.
+"""Loss and gradients of a tiny draft sharded over two processes, for the test of FSDP.
 
 accelerate shards on accelerators only, so torch's own `fully_shard` is called as it calls it.
 
@@ -12,26 +12,24 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from train_tiny import leave, tiny_target
 
-from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.training.blocks import cut_blocks, label_hidden
+from tests.training.tiny import tiny_pair
+from tests.training.train_tiny import leave
 
 
 def main(output_file: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    target = tiny_target().requires_grad_(False)
-    config = DSparkConfig.from_target(target.config, num_hidden_layers=2, block_size=4, target_layer_ids=[0, 2])
-    draft = DSparkDraftModel(config).bind(target)
-    torch.nn.init.normal_(draft.markov_head.markov_w2.weight, std=0.1)
+    target, draft = tiny_pair()
+    draft.bind(target.requires_grad_(False))
     ids, features, last_hidden = torch.randint(0, 48, (1, 20)), torch.randn(1, 20, 64), torch.randn(1, 20, 32)
     anchors = torch.tensor([[3, 8, 11]])
     layout = BlockLayout(anchors, anchors > 0, torch.arange(20)[None], 4)
-    blocks = cut_blocks(ids, torch.ones(1, 20), layout)
-    inputs = (ids, features, label_hidden(last_hidden, blocks), layout, blocks.labels, blocks.supervised)
+    blocks = cut_blocks(ids, torch.ones(1, 20), layout, position_decay=4.0)
+    inputs = (ids, features, label_hidden(last_hidden, blocks), blocks)
 
     alone = draft(*inputs).loss
     alone.backward()
@@ -48,11 +46,9 @@ def main(output_file: str) -> None:
     gradients = {name: parameter.grad.full_tensor() for name, parameter in draft.named_parameters()}
     if dist.get_rank() == 0:
         losses = {"loss.alone": alone.detach(), "loss.sharded": sharded.detach()}
+        alone = {f"alone.{name}": value.contiguous() for name, value in expected.items()}
         save_file(
-            losses
-            | {f"alone.{name}": value.contiguous() for name, value in expected.items()}
-            | {f"sharded.{name}": value.contiguous() for name, value in gradients.items()},
-            output_file,
+            losses | alone | {f"sharded.{name}": value.contiguous() for name, value in gradients.items()}, output_file
         )
     dist.destroy_process_group()
 

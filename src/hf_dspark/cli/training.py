@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..data.prompts import read_json_lines
 from ..evaluation.results import read_results
@@ -21,7 +20,9 @@ from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
 from ..models.modeling_eagle3 import Eagle3DraftModel
 from ..sharing.hub import RESULTS_FOLDER
-from ..training.trainer import DSparkTrainer, DSparkTrainingArguments
+from ..sharing.training import DSparkTrainer
+from ..training.arguments import DSparkTrainingArguments
+from ..training.resume import last_checkpoint
 from .console import Console, Outcome
 from .models import load_draft, load_target, require_model
 from .options import TargetOptions, TrainOptions
@@ -100,7 +101,7 @@ def _checkpoint_to_resume(arguments: TrainingArguments) -> str | None:
             raise ValueError(f"--resume_from_checkpoint: there is no folder {wanted}; {LAST} is the newest one")
         if Path(wanted).resolve().parent == folder.resolve():
             return wanted
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = last_checkpoint(folder)
     if wanted == LAST:
         if newest is None:
             raise ValueError(f"--resume_from_checkpoint {LAST}: there is no checkpoint in {folder}")

@@ -11,20 +11,20 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar, NoReturn
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import ModelOutput
 
 from ..cpu.few_rows import apply_to_few_rows, products_with_rows, rough_product
 from ..formats.files import HUB_ARGUMENTS, TensorInfo, load_tensors, open_checkpoint, read_tensor_infos
 from ..formats.tensors import NOT_OURS, compare_tensors, kept_tokens_mask, misfit, require_finite
-from ..maths.losses import LossWeights, SlotScores, block_losses
+from ..maths.losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from ..maths.policies import Policy, RoundOutcome
 from ..maths.sampling import DraftBlock, Sampler
 from ..messages import shortened
@@ -36,27 +36,25 @@ from .slot_cache import SlotCache
 TOKENS_PER_CANDIDATE = 128
 
 
-@dataclass
-class DraftTrainingOutput(ModelOutput):
-    """Losses of N anchored blocks per row. All but `loss` is detached.
+@dataclass(frozen=True)
+class AnchoredBlocks:
+    """N training blocks per row.
 
     Attributes:
-        loss (`torch.Tensor`, scalar): The value to differentiate.
-        weight_sum (`torch.Tensor`, scalar): Sum of the slots' weights: the denominator of the means below.
-        cross_entropy, l1 (`torch.Tensor`, scalar): Weighted sums.
-        soft_cross_entropy, confidence (`torch.Tensor`, scalar, *optional*): Weighted sums.
-        acceptance (`torch.FloatTensor` of shape `[B, N, γ]`): c*_k of every slot.
-        confidence_logits (`torch.FloatTensor` of shape `[B, N, γ]`, *optional*): Pre-sigmoid c_k.
+        layout ([`BlockLayout`]): Where they stand.
+        labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ, the tokens after each anchor.
+        weights (`torch.FloatTensor` of shape `[B, N, γ]`): What each slot weighs in the losses; positive on the
+            contiguous prefix of supervised labels, 0 elsewhere.
     """
 
-    loss: torch.Tensor | None = None
-    weight_sum: torch.Tensor | None = None
-    cross_entropy: torch.Tensor | None = None
-    l1: torch.Tensor | None = None
-    soft_cross_entropy: torch.Tensor | None = None
-    confidence: torch.Tensor | None = None
-    acceptance: torch.Tensor | None = None
-    confidence_logits: torch.Tensor | None = None
+    layout: BlockLayout
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def supervised(self) -> torch.Tensor:
+        """Slots that count, `[B, N, γ]`."""
+        return self.weights > 0
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,6 @@ class DraftModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    # How drafts are published is known to the edges, which models do not import: the package puts its `hub` here.
-    sharing: ClassVar[ModuleType | None] = None
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
@@ -205,7 +201,8 @@ class DraftModel(PreTrainedModel):
             ValueError: If a result belongs to another draft or target; nothing was uploaded.
             OSError: If the upload failed.
         """
-        return self.sharing.push_draft(self, repo_id, results, **kwargs)
+        # Sharing stands above models, which import nothing of it: it is loaded when a draft is published.
+        return import_module("hf_dspark.sharing.hub").push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: a draft proposes what its target decodes.
@@ -377,19 +374,6 @@ class DraftModel(PreTrainedModel):
         """
         raise NotImplementedError
 
-    def block_hidden(
-        self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
-    ) -> torch.Tensor:
-        """Return h of N anchored blocks per row along their labels, `[B, N, slots, d]`.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
-            features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
-            layout ([`BlockLayout`]): Where the blocks stand.
-            labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ of each block.
-        """
-        raise NotImplementedError
-
     def block_layout(
         self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> BlockLayout:
@@ -398,63 +382,35 @@ class DraftModel(PreTrainedModel):
         Args:
             anchor_positions, anchor_mask, position_ids: As in [`BlockLayout`].
         """
-        return BlockLayout(anchor_positions, anchor_mask, position_ids, self.config.block_size)
+        gamma, num_slots = self.config.block_size, self.config.num_slots
+        return BlockLayout(anchor_positions, anchor_mask, position_ids, gamma, sample_from_anchor=num_slots == gamma)
 
-    def previous_ids(self, anchor_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the token before the one that each slot predicts, `[..., slots]`.
-
-        Args:
-            anchor_ids (`torch.LongTensor` of shape `[...]`): x_0.
-            labels (`torch.LongTensor` of shape `[..., γ]`): x*_1..x*_γ.
-        """
-        # Where the anchor's slot predicts nothing it still passes through a recurrent head, with the anchor itself.
-        anchors = anchor_ids[..., None].expand(*anchor_ids.shape, 1 + self.config.num_slots - labels.shape[-1])
-        return torch.cat([anchors, labels[..., :-1]], dim=-1)
-
-    def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
-        """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
-        return per_slot[..., -self.config.block_size :, :]
-
-    def slot_inputs(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return all that [`~DraftModel.slot_logits`] needs of each predicting slot, `[..., γ, *]` each.
+    def teacher_forced(
+        self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
+    ) -> tuple[SlotLogits, torch.Tensor | None]:
+        """Run the draft over N anchored blocks per row, each slot after its label's predecessors.
 
         Args:
-            hidden (`torch.Tensor` of shape `[..., slots, d]`): h of all slots.
-            previous_ids (`torch.LongTensor` of shape `[..., slots]`): From [`~DraftModel.previous_ids`].
+            input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
+            features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
+            layout ([`BlockLayout`]): Where the blocks stand.
+            labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ of each block.
+
+        Returns:
+            [`SlotLogits`] of the γ slots of each block, and their pre-sigmoid c_k `[B, N, γ]`; `None` without a
+            confidence head.
         """
-        return (self.predicting(hidden),)
-
-    def slot_logits(self, hidden: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return the draft logits `[n, V]` of any n slots.
-
-        Args:
-            hidden, inputs: From [`~DraftModel.slot_inputs`], `[n, *]` each.
-        """
-        return self.base_logits(hidden)
-
-    def slot_parameters(self) -> list[nn.Parameter]:
-        """Return the draft's own parameters that [`~DraftModel.slot_logits`] reads."""
-        return []
-
-    def slot_confidence(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return pre-sigmoid c_k `[..., γ]`, or `None` without a confidence head.
-
-        Args:
-            hidden, previous_ids: As in [`~DraftModel.slot_inputs`].
-        """
-        return None
+        raise NotImplementedError
 
     def forward(
         self,
         input_ids: torch.Tensor,
         features: torch.Tensor,
         label_hidden: torch.Tensor,
-        layout: BlockLayout,
-        labels: torch.Tensor,
-        supervised: torch.Tensor,
+        blocks: AnchoredBlocks,
         weights: LossWeights | None = None,
         weight_sum: torch.Tensor | None = None,
-    ) -> DraftTrainingOutput:
+    ) -> BlockLosses:
         """Return the losses of N anchored blocks per row; the training pass.
 
         Logits exist for supervised slots alone, a chunk at a time.
@@ -464,36 +420,19 @@ class DraftModel(PreTrainedModel):
             features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
             label_hidden (`torch.Tensor` of shape `[B, N, γ, d]`): The target's last hidden states that predict the
                 labels.
-            layout ([`BlockLayout`]): Where the blocks stand.
-            labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ of each block.
-            supervised (`torch.BoolTensor` of shape `[B, N, γ]`): Slots that count.
+            blocks ([`AnchoredBlocks`]): What is predicted.
             weights ([`LossWeights`], *optional*): Of the losses.
             weight_sum (`torch.Tensor`, *optional*): Denominator of the means; that of these blocks unless given.
 
         Returns:
-            [`DraftTrainingOutput`]
+            [`BlockLosses`]
 
         DSpark Section 3.3.
         """
-        hidden = self.block_hidden(input_ids, features, layout, labels)
-        anchor_ids = input_ids.gather(1, layout.anchor_positions)
-        previous_ids = self.previous_ids(anchor_ids, labels)
-        confidence_logits = self.slot_confidence(hidden, previous_ids)
-        scores = SlotScores(
-            self.slot_logits, self.slot_inputs(hidden, previous_ids), self.slot_parameters(),
-            self.target_logits, label_hidden, self.config.vocab_size,
-        )  # fmt: skip
-        losses = block_losses(scores, labels, supervised, confidence_logits, weights or LossWeights(), weight_sum)
-        soft, confidence = losses.soft_cross_entropy, losses.confidence
-        return DraftTrainingOutput(
-            loss=losses.total,
-            weight_sum=losses.l1.denominator,
-            cross_entropy=losses.cross_entropy.numerator,
-            l1=losses.l1.numerator,
-            soft_cross_entropy=None if soft is None else soft.numerator,
-            confidence=None if confidence is None else confidence.numerator,
-            acceptance=losses.acceptance,
-            confidence_logits=None if confidence_logits is None else confidence_logits.detach().float(),
+        draft, confidence_logits = self.teacher_forced(input_ids, features, blocks.layout, blocks.labels)
+        target = SlotLogits(self.target_logits, (label_hidden,), self.config.vocab_size)
+        return block_losses(
+            draft, target, blocks.labels, blocks.weights, weights or LossWeights(), confidence_logits, weight_sum
         )
 
 

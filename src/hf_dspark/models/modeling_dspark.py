@@ -1,7 +1,7 @@
 """The DSpark draft model: a parallel backbone fed with target features, a sequential Markov head, a confidence head.
 
 DFlash is the special case `markov_rank=0`. One backbone serves every target family; what differs is in the config.
-Knows nothing of `generate()`, policies or losses.
+Knows nothing of `generate()` or policies.
 """
 
 import functools
@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..cpu.few_rows import FewRowsLinear
 from ..formats.tensors import kept_token_ids
+from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
@@ -362,17 +363,6 @@ class DSparkDraftModel(DraftModel):
         """Return the LM head behind U_k, the draft's own if its vocabulary is pruned."""
         return super().draft_head() if self.config.draft_vocab_size is None else self.lm_head
 
-    def block_layout(
-        self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> BlockLayout:
-        """Return where this draft's training blocks stand.
-
-        Args:
-            anchor_positions, anchor_mask, position_ids: As in [`BlockLayout`].
-        """
-        config = self.config
-        return BlockLayout(anchor_positions, anchor_mask, position_ids, config.block_size, config.sample_from_anchor)
-
     def backbone(
         self,
         block_embeds: torch.Tensor,
@@ -527,13 +517,20 @@ class DSparkDraftModel(DraftModel):
             confidence_logits = self.confidence_head(hidden, stacked).float()  # Eq. 7
         return DraftBlock(tokens, law, confidence_logits)
 
+    def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
+        """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
+        return per_slot[..., -self.config.block_size :, :]
+
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
         """Run the parallel stage for N anchored blocks per row: only their anchors are read, the rest is masked.
 
         Args:
-            input_ids, features, layout, labels: As in [`DraftModel.block_hidden`].
+            input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
+
+        Returns:
+            `torch.Tensor` of shape `[B, N, slots, d]`: h, after the final norm.
 
         DSpark Eq. 3, Section 3.3.
         """
@@ -544,32 +541,35 @@ class DSparkDraftModel(DraftModel):
         hidden = self.backbone(self.embed(block_ids.flatten(1)), features, position_ids, layout)
         return hidden.unflatten(1, block_ids.shape[1:])
 
-    def slot_inputs(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return h_k and the Markov head's r-vector of each predicting slot, along the labels. DSpark Eq. 5-6."""
-        if self.markov_head is None:
-            return (self.predicting(hidden),)
-        transitions = self.markov_head.teacher_forced(self.markov_head.markov_w1(previous_ids), hidden)
-        return self.predicting(hidden), self.predicting(transitions)
+    def teacher_forced(
+        self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
+    ) -> tuple[SlotLogits, torch.Tensor | None]:
+        """Run both stages over N anchored blocks per row; the sequential one reads the labels.
 
-    def slot_logits(self, hidden: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        Args:
+            input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
+
+        DSpark Eq. 3-7.
+        """
+        hidden = self.block_hidden(input_ids, features, layout, labels)
+        inputs, parameters, embedding = [self.predicting(hidden)], [], None
+        if self.markov_head is not None:
+            # x*_{k-1} of each slot. An anchor's slot that predicts nothing passes through a recurrent head, too.
+            anchor_ids = input_ids.gather(1, layout.anchor_positions)[:, :, None]
+            anchor_ids = anchor_ids.expand(-1, -1, 1 + self.config.num_slots - self.config.block_size)
+            embedding = self.markov_head.markov_w1(torch.cat([anchor_ids, labels[..., :-1]], dim=-1))
+            inputs.append(self.predicting(self.markov_head.teacher_forced(embedding, hidden)))  # Eq. 5-6
+            parameters.append(self.markov_head.markov_w2.weight)
+            embedding = self.predicting(embedding)
+        logits = SlotLogits(self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters))
+        return logits, None if self.confidence_head is None else self.confidence_head(inputs[0], embedding)  # Eq. 7
+
+    def _slot_logits(self, hidden: torch.Tensor, *transitions: torch.Tensor) -> torch.Tensor:
         """Return U_k + B_k, minus infinity for what a pruned vocabulary lacks. DSpark Eq. 4."""
         logits = self.base_logits(hidden)
         if self.markov_head is not None:
-            logits = logits + self.markov_head.bias(*inputs)
+            logits = logits + self.markov_head.bias(*transitions)
         token_ids = self.draft_token_ids()
         if token_ids is None:
             return logits
         return scatter_to_vocabulary(logits, token_ids.expand(logits.shape), self.config.vocab_size)
-
-    def slot_parameters(self) -> list[nn.Parameter]:
-        """Return W_2."""
-        return [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
-
-    def slot_confidence(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor | None:
-        """Return pre-sigmoid c_k. DSpark Eq. 7."""
-        if self.confidence_head is None:
-            return None
-        embedding = None
-        if self.markov_head is not None:
-            embedding = self.predicting(self.markov_head.markov_w1(previous_ids))
-        return self.confidence_head(self.predicting(hidden), embedding)

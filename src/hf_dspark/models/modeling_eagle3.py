@@ -2,7 +2,7 @@
 
 Slot i reads what is known of position i and the token behind it, and predicts the token after that. In context slots
 what is known are the target's features; in a block it is the draft's own output of the slot before. Knows nothing of
-`generate()`, policies or losses.
+`generate()` or policies.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..cpu.few_rows import FewRowsLinear
+from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
 from .block_attention import BlockLayout
 from .configuration_eagle3 import Eagle3Config
@@ -291,7 +292,7 @@ class Eagle3DraftModel(DraftModel):
         keys up to there and its own slot's keys of the steps between.
 
         Args:
-            input_ids, features, layout, labels: As in [`DraftModel.block_hidden`].
+            input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
 
         Returns:
             `torch.Tensor` of shape `[B, N, γ, d]`: Finite, but void, for dummies and for anchors that no token of
@@ -323,3 +324,9 @@ class Eagle3DraftModel(DraftModel):
                 contexts[index] = (*context[:2], *append_own(context[2:], key, value))
             outputs.append(hidden)
         return self.norm(torch.stack(outputs, dim=2))
+
+    def teacher_forced(
+        self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
+    ) -> tuple[SlotLogits, None]:
+        hidden = self.block_hidden(input_ids, features, layout, labels)
+        return SlotLogits(self.base_logits, (hidden,), self.config.vocab_size), None

@@ -5,7 +5,6 @@ of code, with which transformers alone decodes with the draft. There is no `gene
 belongs to the target.
 """
 
-import itertools
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from ..evaluation.results import describe_draft, describe_target, read_results, write_result
 from ..files import replace_text
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
@@ -188,45 +186,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
             "hf_dspark.convert_checkpoint"
         )
     return config
-
-
-def write_training_card(
-    draft: DraftModel,
-    target: Any,
-    folder: str | Path,
-    training: dict[str, Any],
-    **card: Any,
-) -> None:
-    """Write the result file, the model card and the code of a draft that was just trained, next to its weights.
-
-    Args:
-        draft ([`DraftModel`]): What was trained.
-        target (`PreTrainedModel`, *optional*): For which target; unknown if its states came from disk.
-        folder (`str` or `Path`): Where the trainer has saved the draft.
-        training: `arguments`, `num_rows`, `steps` and `metrics` of the run.
-        card: For [`~model_card.model_card`].
-    """
-    results = Path(folder) / RESULTS_FOLDER
-    described = {} if target is None else describe_target(target)
-    written = write_result(results / "training.json", "training", described, describe_draft(draft), **training)
-    _set_aside_outdated(results, written["draft"]["weights"])
-    write_remote_code(folder)
-    write_card(draft, [results], Path(folder) / CARD_FILE, **card)
-
-
-def _set_aside_outdated(results: Path, weights: str) -> None:
-    """Rename result files that were measured with other weights, so that no card shows and no push publishes them."""
-    for path in sorted(results.glob("*.json")):
-        (result,) = read_results([path])
-        if result["draft"].get("weights") != weights:
-            endings = itertools.chain([""], itertools.count(2))
-            names = (path.with_suffix(f".json.outdated{ending}") for ending in endings)
-            outdated = next(name for name in names if not name.exists())
-            path.replace(outdated)
-            warnings.warn(
-                f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
-                stacklevel=3,
-            )
 
 
 def upload_repository(

@@ -1,7 +1,4 @@
-"""What a draft borrows from its target, taken out of it and kept in a file, so that a draft can be trained without it.
-
-Knows nothing of what else is kept, and nothing of drafts.
-"""
+"""A target's embedding and LM head on their own, in memory and in a file: what training needs of an absent target."""
 
 import itertools
 from collections.abc import Mapping
@@ -31,7 +28,7 @@ class BorrowedModules:
     """A target's embedding and LM head on their own.
 
     Attributes:
-        embedding (`nn.Embedding`): Gives the rows that the target's gives, scaled inside where the target's is.
+        embedding (`nn.Embedding`): Gives the rows that the target's gives; it scales them if the target's does.
         lm_head (`nn.Linear`): The target's LM head, with its bias if it has one; a tied one shares its weight.
         dtype (`torch.dtype`): The target's.
     """
@@ -45,11 +42,11 @@ class BorrowedModules:
     def copy_of(cls, target: PreTrainedModel) -> "BorrowedModules":
         """Copy both to the CPU, wherever the target keeps them.
 
-        Weights that are not plain, such as quantised ones, are read by what the modules answer to every token and to
-        every unit vector.
+        Weights that are not plain, such as quantised ones, are found by asking the modules: for every token's row, and
+        for the logits of every unit vector.
 
         Raises:
-            ValueError: If the copies would answer otherwise than the target's.
+            ValueError: If the copies answer differently from the target's.
         """
         from accelerate.utils import align_module_device  # slow to import
 

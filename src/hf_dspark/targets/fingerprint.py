@@ -1,7 +1,6 @@
-"""Which weights are these? A short hash by which records and caches are kept to the model they were made with.
+"""Which weights are these? Short hashes that tie records and caches to the model they were made with.
 
-Looks at every byte of every weight, at the speed of reading them, on the device where they are. Knows nothing of what
-is recorded.
+They read every byte of every weight, on the device where it is.
 """
 
 import hashlib
@@ -19,16 +18,16 @@ _CHUNK_WORDS = 2**18
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of a model's dtype, and of the names, shapes and values of all its weights.
 
-    Equal on every device, whether weights are offloaded or not; packed weights of quantised models count with their
-    scales, adapters with whether they are at work. Weights on the meta device that no hook can load count with their
-    names and shapes alone.
+    It is the same on every device, with offloaded weights or without. Packed weights of quantised models count with
+    their scales, adapters with whether they are active. Weights on the meta device that no hook can load count with
+    their names and shapes only.
 
     Args:
         model (`PreTrainedModel`): Target or draft. Offloaded weights are loaded module by module.
 
     Returns:
-        `str`: 16 hexadecimal digits. Two models that differ in any value have different ones, except with a
-        probability below 1e-9 for changes that were not made to deceive it.
+        `str`: 16 hexadecimal digits. A change of any value changes them, except with a probability below 1e-9, unless
+        it was made to deceive.
     """
     from accelerate.utils import align_module_device  # slow to import
 
@@ -48,7 +47,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def weight_hash(model: PreTrainedModel) -> str:
-    """Return a hash of a model's weights as they are in bfloat16: the same in whatever wider type they were loaded.
+    """Return a hash of a model's weights in bfloat16: the same for every type they are loaded in.
 
     Args:
         model (`PreTrainedModel`): A model that is in memory.
@@ -90,7 +89,7 @@ def _update(digest: "hashlib._Hash", value: Any, factors: torch.Tensor) -> None:
 
 
 def _odd_factors(count: int) -> torch.Tensor:
-    """Return irregular odd numbers, the same everywhere, by which the sum knows each word's place."""
+    """Return irregular odd numbers, the same everywhere: as factors, they make a sum depend on the order of words."""
     factors = torch.arange(1, count + 1) * -7046029254386353131  # 2^64 / golden ratio; products wrap around
     factors = (factors ^ (factors >> 29)) * -4658895280553007687
     return (factors ^ (factors >> 32)) | 1

@@ -1,51 +1,39 @@
 """The target's hidden states on disk: later epochs do not run the target, and a draft can be trained without it.
 
-Beside the shards (`shards`), a folder holds `meta.json`, which says whose states these are, and `target.safetensors`,
-the target's embedding and LM head. Rows are found by their token ids, so order and epochs do not matter. Knows nothing
-of losses, of the trainer or of `generate()`.
+A folder holds one safetensors file per document, named by a hash of its token ids. Files are written under another
+name and renamed, so a file that is there is finished. `meta.json` says which target and layers they are of, and
+`target.safetensors` holds the target's embedding and LM head.
 """
 
+import errno
 import hashlib
 import json
+import os
+import secrets
 import shutil
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..formats.files import read_json
 from ..targets.borrowed_weights import BorrowedModules
 from ..targets.fingerprint import fingerprint
-from .blocks import TargetStates, target_states
-from .shards import ShardStore, check_digest, check_size, is_disk_full
+from .target_states import TargetStates, target_states
 
-FORMAT_VERSION = 1
-META_FILE, WEIGHTS_FILE = "meta.json", "target.safetensors"
-SHARD_BYTES = 256 * 2**20
-
-
-def estimate_cache_bytes(num_tokens: int, config: PreTrainedConfig) -> int:
-    """Return the bytes that the states of so many tokens take on disk, without the target's embedding and LM head.
-
-    Args:
-        num_tokens (`int`): Tokens of all distinct rows.
-        config ([`DSparkConfig`]): The draft's: m tapped layers, and the last hidden state, in bfloat16.
-    """
-    return num_tokens * _width(config) * torch.bfloat16.itemsize
+FORMAT_VERSION = 2
+META_FILE, WEIGHTS_FILE, STATES_FOLDER = "meta.json", "target.safetensors", "states"
 
 
 def row_ids(row: Any) -> list[int]:
-    """Return the token ids of a row: a list, a tensor `[S]`, or a mapping with `input_ids`.
-
-    Raises:
-        ValueError: If these are not one or more integers.
-    """
+    """Return the token ids of a row: a list, a tensor `[S]`, or a mapping with `input_ids`."""
     if isinstance(row, Mapping):
         row = row.get("input_ids")
     ids = row.tolist() if hasattr(row, "tolist") else row
@@ -54,25 +42,15 @@ def row_ids(row: Any) -> list[int]:
     return list(ids)
 
 
-def row_key(ids: Sequence[int]) -> str:
-    """Return the name of a row in every cache: 32 hexadecimal digits of the SHA-256 of its token ids."""
-    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
-
-
 class FeatureCache:
-    """Rows of target states in a folder. Reading needs no target; adding does, and creates the folder.
+    """Target states of documents in a folder. Reading needs no target; adding does, and creates the folder.
 
-    Opening writes nothing. Several processes may use one folder if each has its own rank; each sees what the others
-    have finished from [`~FeatureCache.refresh`] on. Use it as a context manager, or call [`~FeatureCache.flush`] at
-    the end.
+    Several processes may read and write one folder.
 
     Args:
         folder (`str` or `Path`): Where the cache is, or will be.
         draft_config ([`DSparkConfig`]): Of the draft to be trained; says which layers are tapped.
-        target (`PreTrainedModel`, *optional*): Whose states these are; checked against those in the folder.
-        rank (`int`): Number of this process among those that write.
-        shard_bytes (`int`): Rows are kept in memory until they fill a shard of this size.
-        verify (`bool`): Compare a shard's SHA-256 when it is first read; sizes are compared always.
+        target (`PreTrainedModel`, *optional*): Whose states these are; checked against the folder's.
 
     Raises:
         ValueError: If the folder holds the states of another model, revision or layers, or is damaged; if there is no
@@ -80,17 +58,12 @@ class FeatureCache:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        draft_config: PreTrainedConfig,
-        target: PreTrainedModel | None = None,
-        rank: int = 0,
-        shard_bytes: int = SHARD_BYTES,
-        verify: bool = True,
+        self, folder: str | Path, draft_config: PreTrainedConfig, target: PreTrainedModel | None = None
     ) -> None:
         self.folder = Path(folder)
-        self.draft_config = draft_config
+        self._config = draft_config
         self._target = target
+        self._width = (len(draft_config.target_layer_ids) + 1) * draft_config.hidden_size
         self._facts = {
             "target_layer_ids": list(draft_config.target_layer_ids),
             "hidden_size": draft_config.hidden_size,
@@ -99,79 +72,43 @@ class FeatureCache:
         }
         if target is not None:
             self._facts["target_fingerprint"] = fingerprint(target)
-        if self._read_meta() is None and target is None:
+        self._writable = False
+        if not self._is_there() and target is None:
             raise ValueError(
                 f"there is no feature cache in {self.folder} ({META_FILE} is missing): fill one with "
                 "cache_features(), or pass the target"
             )
-        self._store = ShardStore(self.folder, rank, shard_bytes, verify)
-        self._prepared = False
-
-    def __enter__(self) -> "FeatureCache":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not is_disk_full(error):  # flushing again would only hide the first error
-            self.flush()
-        self.close()
-
-    def close(self) -> None:
-        """Close all files, and let others write under this rank. Reading and writing open them again."""
-        self._store.close()
-
-    # ---- what is there
-
-    def refresh(self) -> None:
-        """See what other processes have finished since; forget rows whose shard was deleted.
-
-        Raises:
-            ValueError: If an index or a shard is damaged.
-        """
-        self._store.refresh()
 
     def __len__(self) -> int:
-        """Number of rows, those not yet written included."""
-        return len(self._store.lengths())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(self._store.lengths().values())
+        """Number of documents."""
+        return sum(1 for _ in self.folder.glob(f"{STATES_FOLDER}/*/*.safetensors"))
 
     def __contains__(self, row: Any) -> bool:
-        """Whether the states of a row (see [`row_ids`]) can be read."""
-        return row_key(row_ids(row)) in self._store
+        """Whether the states of a document (see [`row_ids`]) can be read."""
+        return self._path(row_ids(row)).exists()
+
+    def _path(self, ids: Sequence[int]) -> Path:
+        key = hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:32]
+        return self.folder / STATES_FOLDER / key[:2] / f"{key}.safetensors"
 
     def missing(self, rows: Iterable[Any]) -> list[list[int]]:
-        """Return the token ids of the rows that are not there, each once, in their order.
-
-        Raises:
-            ValueError: If a row has no tokens, or one outside of the vocabulary.
-        """
-        found: dict[str, list[int]] = {}
+        """Return the token ids of the documents that are not there, each once; they must be the target's."""
+        found: dict[Path, list[int]] = {}
         for number, row in enumerate(rows):
             ids = row_ids(row)
-            if min(ids) < 0 or max(ids) >= self.draft_config.vocab_size:
+            if min(ids) < 0 or max(ids) >= self._config.vocab_size:
                 raise ValueError(
                     f"row {number} has token ids in [{min(ids)}, {max(ids)}], the target's vocabulary ends at "
-                    f"{self.draft_config.vocab_size - 1}: tokenise with the target's tokenizer"
+                    f"{self._config.vocab_size - 1}: tokenise with the target's tokenizer"
                 )
-            key = row_key(ids)
-            if key not in self._store:
-                found[key] = ids
-        return list(found.values())
+            found.setdefault(self._path(ids), ids)
+        return [ids for path, ids in found.items() if not path.exists()]
 
     def require_space(self, num_tokens: int) -> None:
-        """Print what the states of so many new tokens need on disk, and what is free.
-
-        Raises:
-            ValueError: If it is not enough.
-        """
-        needed = estimate_cache_bytes(num_tokens, self.draft_config)
-        what = f"{num_tokens:,} tokens x {_width(self.draft_config):,} values in bfloat16"
-        if self._target is not None and self._read_meta() is None:
+        """Print what the states of so many new tokens need on disk; raise a `ValueError` if it is not free."""
+        needed = num_tokens * self._width * torch.bfloat16.itemsize
+        what = f"{num_tokens:,} tokens x {self._width:,} values in bfloat16"
+        if self._target is not None and not self._is_there():
             text = self._target.config.get_text_config(decoder=True)
             matrices = 1 if text.tie_word_embeddings else 2
             needed += matrices * text.vocab_size * text.hidden_size * self._target.dtype.itemsize
@@ -186,30 +123,23 @@ class FeatureCache:
             )
         print(f"feature cache {self.folder}: {sizes}", flush=True)
 
-    def _read_meta(self) -> dict[str, Any] | None:
-        """Return what the folder says of itself, checked; `None` if nothing is there yet."""
+    def _is_there(self) -> bool:
+        """Whether the folder holds a cache; raises a `ValueError` if it is another one than this."""
         path = self.folder / META_FILE
         if not path.exists():
-            if any(self.folder.glob("index-*.jsonl")):  # not to be adopted: nothing says whose states these are
-                raise ValueError(f"{self.folder} has shards but no {META_FILE}: delete the folder, or use another one")
-            return None
-        try:
-            meta = json.loads(path.read_text())
-            version, found = meta["format"], dict(meta["facts"])
-            sane = version != FORMAT_VERSION or list(map(type, meta["weights"].values())) == [int, str]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            sane = False
-        if not sane:
-            raise ValueError(f"{path} is damaged: delete the folder and fill the cache again")
-        if version != FORMAT_VERSION:
+            if (self.folder / STATES_FOLDER).exists():  # nothing says whose states these are
+                raise ValueError(f"{self.folder} has states but no {META_FILE}: delete the folder, or use another one")
+            return False
+        meta = read_json(path)
+        if meta.get("format") != FORMAT_VERSION or not isinstance(meta.get("facts"), dict):
             raise ValueError(
-                f"{path} has format {version!r}, this version of hf_dspark reads {FORMAT_VERSION}: use another "
-                "folder, or the version that wrote it"
+                f"{path} has format {meta.get('format')!r}, this version of hf_dspark reads {FORMAT_VERSION}: delete "
+                "the folder and fill the cache again, or use another one"
             )
         wrong = [
-            f"{name}: cache {found.get(name)!r}, here {value!r}"
+            f"{name}: cache {meta['facts'].get(name)!r}, here {value!r}"
             for name, value in self._facts.items()
-            if found.get(name) != value
+            if meta["facts"].get(name) != value
         ]
         if wrong:
             raise ValueError(
@@ -218,125 +148,89 @@ class FeatureCache:
                 "revisions. Load the target it was made with, give the draft its target_layer_ids, or use another "
                 "folder"
             )
-        return meta
+        return True
 
-    # ---- reading
-
-    def read(
-        self,
-        rows: Sequence[Any],
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.bfloat16,
-        documents: Sequence[int] | None = None,
-    ) -> TargetStates:
-        """Return the states of a batch of rows, zeros behind their ends.
-
-        Args:
-            rows (`Sequence`): Token ids without padding; see [`row_ids`].
-            device, dtype: Where the draft lives, and its dtype.
-            documents (`Sequence[int]`, *optional*): How many of `rows` stand one behind the other in each packed row
-                of the batch; `None` means one.
-
-        Returns:
-            [`TargetStates`] of shape `[B, S, ...]`, S the length of the longest row of the batch.
+    def read(self, row: Any) -> TargetStates:
+        """Return the states of a document (see [`row_ids`]) as they were kept, in bfloat16, `[S, m*d]` and `[S, d]`.
 
         Raises:
-            KeyError: If a row is not there.
-            ValueError: If a shard is damaged, or `documents` does not add up.
+            KeyError: If the document is not there.
+            ValueError: If its file is damaged.
         """
-        ids = [row_ids(row) for row in rows]
-        counts = [1] * len(ids) if documents is None else list(documents)
-        if not counts or min(counts) < 1 or sum(counts) != len(ids):
-            raise ValueError(f"documents {counts} must be positive and add up to {len(ids)} rows, at least one")
-        packed = [ids[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
-        length = max(sum(map(len, row)) for row in packed)
-        sizes = [_width(self.draft_config) - self.draft_config.hidden_size, self.draft_config.hidden_size]
-        device = torch.device(device)
-        # To an accelerator travels what is on the disk; memory on the CPU is touched once only.
-        on_cpu = dtype if device.type == "cpu" else torch.bfloat16
-        batch = [torch.zeros(len(packed), length, size, dtype=on_cpu) for size in sizes]
-        for index, row in enumerate(packed):
-            start = 0
-            for document in row:
-                for whole, part in zip(batch, self._row_states(document).split(sizes, dim=-1), strict=True):
-                    whole[index, start : start + len(document)] = part
-                start += len(document)
-        return TargetStates(*(whole.to(device=device, dtype=dtype) for whole in batch))
-
-    def _row_states(self, ids: list[int]) -> torch.Tensor:
-        key = row_key(ids)
-        if key not in self._store:
+        ids = row_ids(row)
+        path, shape = self._path(ids), [len(ids), self._width]
+        if not path.exists():
             raise KeyError(f"a row of {len(ids)} tokens ({ids[:8]}...) is not in the cache {self.folder}")
-        return self._store.get(key, (len(ids), _width(self.draft_config)))
+        try:
+            with safe_open(path, framework="pt") as file:
+                part = file.get_slice("states")  # looks at the header only
+                if part.get_shape() != shape or part.get_dtype() != "BF16":
+                    raise _damaged(path, f"shape {part.get_shape()} {part.get_dtype()}, not {shape} BF16")
+                states = file.get_tensor("states")
+        except SafetensorError as error:
+            raise _damaged(path, str(error)) from error
+        return TargetStates(*states.split([self._width - self._config.hidden_size, self._config.hidden_size], dim=-1))
 
     def borrowed(self, device: torch.device | str = "cpu") -> BorrowedModules:
-        """Return the target's embedding and LM head, frozen, to bind a draft without the target.
-
-        Raises:
-            ValueError: If they were not written yet, or the file is damaged.
-        """
-        meta, path = self._read_meta(), self.folder / WEIGHTS_FILE
-        if meta is None or not path.exists():
+        """Return the target's embedding and LM head, frozen, to bind a draft without the target."""
+        path = self.folder / WEIGHTS_FILE
+        if not self._is_there() or not path.exists():
             raise ValueError(f"{path} is not there: fill the cache with the target, or bind the draft to the target")
-        check_size(path, meta["weights"]["bytes"])
-        check_digest(path, meta["weights"]["sha256"])
-        return BorrowedModules.load(path, device)
-
-    # ---- writing
+        try:
+            return BorrowedModules.load(path, device)
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise _damaged(path, str(error)) from error
 
     def prepare(self) -> None:
-        """Write the target's embedding and LM head, if they are missing. The first row added does it otherwise.
-
-        Raises:
-            ValueError: If the cache was opened without the target, or its embedding or LM head cannot be read.
-            OSError: If the disk is full.
-        """
-        if self._prepared:
+        """Write the target's embedding and LM head, if they are missing; the first document added does it, too."""
+        if self._writable:
             return
         if self._target is None:
             raise ValueError("only a cache that was opened with the target can be written: pass target=...")
-        self._store.remove_leftovers()
-        if self._read_meta() is None or not (self.folder / WEIGHTS_FILE).exists():
-            size, digest = self._store.write(WEIGHTS_FILE, BorrowedModules.copy_of(self._target).save)
-            meta = {"format": FORMAT_VERSION, "facts": self._facts, "weights": {"bytes": size, "sha256": digest}}
-            self._store.write(META_FILE, lambda path: path.write_text(json.dumps(meta, indent=2) + "\n"))
-        self._prepared = True
+        if not self._is_there() or not (self.folder / WEIGHTS_FILE).exists():
+            meta = json.dumps({"format": FORMAT_VERSION, "facts": self._facts}, indent=2) + "\n"
+            self._write(self.folder / WEIGHTS_FILE, BorrowedModules.copy_of(self._target).save)
+            self._write(self.folder / META_FILE, lambda path: path.write_text(meta))
+        self._writable = True
 
-    def add(self, row: Any, features: torch.Tensor, last_hidden: torch.Tensor) -> None:
-        """Keep the states of a row, rounded to bfloat16; a row that is there already stays as it is.
+    def add(self, row: Any, states: TargetStates) -> None:
+        """Keep the states of a document (see [`row_ids`]), `[S, m*d]` and `[S, d]`, rounded to bfloat16.
 
-        The row can be read at once; it is on disk when its shard is full or flushed.
-
-        Args:
-            row: Token ids without padding; see [`row_ids`].
-            features (`torch.Tensor` of shape `[S, m*d]`): Tapped layers.
-            last_hidden (`torch.Tensor` of shape `[S, d]`): After the final norm.
+        One that is there already stays as it is.
 
         Raises:
             ValueError: If shapes do not fit, or the cache was opened without the target.
-            OSError: If the disk is full. Rows in memory stay there: free some space and call `flush()`.
+            OSError: If the disk is full.
         """
         ids = row_ids(row)
-        size = self.draft_config.hidden_size
-        needed = (len(ids), _width(self.draft_config) - size), (len(ids), size)
-        if (tuple(features.shape), tuple(last_hidden.shape)) != needed:
+        parts = [part.detach().to("cpu", torch.bfloat16) for part in (states.features, states.last_hidden)]
+        kept = torch.cat(parts, dim=-1)
+        if kept.shape != (len(ids), self._width):
             raise ValueError(
-                f"features and last_hidden of a row of {len(ids)} tokens must have shapes {needed[0]} and "
-                f"{needed[1]}, got {tuple(features.shape)} and {tuple(last_hidden.shape)}: cut off the padding"
+                f"states of a row of {len(ids)} tokens must have {len(ids)} x {self._width} values, got "
+                f"{' x '.join(map(str, kept.shape))}: cut off the padding"
             )
-        if row_key(ids) in self._store:
-            return
         self.prepare()
-        states = torch.cat([part.detach().to("cpu", torch.bfloat16) for part in (features, last_hidden)], dim=-1)
-        self._store.put(row_key(ids), states)
+        path = self._path(ids)
+        if not path.exists():
+            self._write(path, lambda unfinished: save_file({"states": kept}, unfinished))
 
-    def flush(self) -> None:
-        """Write the rows in memory as one shard.
-
-        Raises:
-            OSError: If the disk is full; see [`~FeatureCache.add`].
-        """
-        self._store.flush()
+    def _write(self, path: Path, write: Callable[[Path], Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            write(unfinished)
+            os.replace(unfinished, path)
+        except BaseException as error:
+            unfinished.unlink(missing_ok=True)
+            if not isinstance(error, (OSError, SafetensorError)):
+                raise
+            raise OSError(
+                getattr(error, "errno", errno.EIO),
+                f"{path} could not be written ({error}). The {len(self):,} rows written before can be read. If the "
+                "disk is full, free some space and go on (they are not computed again), or use fewer rows, a shorter "
+                "max_length or fewer target_layer_ids",
+            ) from error
 
 
 def cache_features(
@@ -347,7 +241,6 @@ def cache_features(
     batch_size: int = 8,
     rank: int = 0,
     num_ranks: int = 1,
-    shard_bytes: int = SHARD_BYTES,
     progress: bool = True,
 ) -> FeatureCache:
     """Run the target over rows and keep its states on disk; rows that are there are not computed again.
@@ -359,7 +252,6 @@ def cache_features(
         folder (`str` or `Path`): The cache.
         batch_size (`int`): Rows of similar length that the target reads together.
         rank, num_ranks (`int`): This process fills its share of the rows.
-        shard_bytes (`int`): Size of the files.
         progress (`bool`): Show a progress bar.
 
     Returns:
@@ -375,32 +267,33 @@ def cache_features(
         raise ValueError(
             f"batch_size must be positive and rank lie in [0, num_ranks), got {batch_size=}, {rank=}, {num_ranks=}"
         )
-    cache = FeatureCache(folder, draft_config, target, rank, shard_bytes)
+    cache = FeatureCache(folder, draft_config, target)
     missing = cache.missing(rows)
     cache.require_space(sum(map(len, missing)))
     cache.prepare()
-    # By key, not by place: processes that start at different times see different rows missing.
-    missing = [row for row in missing if int(row_key(row), 16) % num_ranks == rank]
+    # By content, not by place: processes that start at different times see different rows missing.
+    missing = [ids for ids in missing if hash(tuple(ids)) % num_ranks == rank]
     missing.sort(key=len, reverse=True)  # if memory is short, it shows at once
     target.eval()
-    bar = tqdm(total=sum(map(len, missing)), desc="caching features", unit="token", disable=not progress)
-    with cache, bar:
+    with tqdm(total=sum(map(len, missing)), desc="caching features", unit="token", disable=not progress) as bar:
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
-            input_ids = pad_sequence([torch.tensor(row) for row in batch], batch_first=True)
-            lengths = torch.tensor([len(row) for row in batch])
+            input_ids = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
+            lengths = torch.tensor([len(ids) for ids in batch])
             attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
             states = target_states(
                 target, draft_config.target_layer_ids, input_ids, attention_mask, torch.device("cpu"), torch.bfloat16
             )
-            for row, features, last_hidden in zip(batch, states.features, states.last_hidden, strict=True):
-                cache.add(row, features[: len(row)], last_hidden[: len(row)])
+            for ids, features, last_hidden in zip(batch, states.features, states.last_hidden, strict=True):
+                cache.add(ids, TargetStates(features[: len(ids)], last_hidden[: len(ids)]))
             bar.update(int(lengths.sum()))
     return cache
 
 
-def _width(config: PreTrainedConfig) -> int:
-    return (len(config.target_layer_ids) + 1) * config.hidden_size
+def _damaged(path: Path, found: str) -> ValueError:
+    return ValueError(
+        f"{path} is damaged ({found}): delete it, and fill the cache with the target, which computes it again"
+    )
 
 
 def _readable(size: int) -> str:

@@ -1,15 +1,11 @@
-"""What training and evaluation report of their blocks, as sums that add up over batches and processes.
-
-Knows nothing of trainers or models.
-"""
+"""What training and evaluation report of their blocks, as sums that add up over batches and processes."""
 
 from typing import Any
 
 import torch
 
 from ..maths.calibration import NUM_BINS
-from ..maths.losses import DENOMINATOR_EPSILON, LossWeights
-from ..models.modeling_draft import DraftTrainingOutput
+from ..maths.losses import DENOMINATOR_EPSILON, BlockLosses, LossWeights
 
 # Confidences are compared by histogram: 1000 steps change the area under the curve by less than 1e-3.
 CONFIDENCE_STEPS = 1000
@@ -41,29 +37,29 @@ class BlockMetrics:
         }
 
     @torch.no_grad()
-    def add(self, output: DraftTrainingOutput, supervised: torch.Tensor) -> None:
+    def add(self, losses: BlockLosses, supervised: torch.Tensor) -> None:
         """Add the blocks of a batch.
 
         Args:
-            output ([`DraftTrainingOutput`]): Of the draft.
+            losses ([`BlockLosses`]): Of the draft.
             supervised (`torch.BoolTensor` of shape `[B, N, γ]`): Slots that count.
         """
         # Stays on the device: nothing here waits for an accelerator.
         device = supervised.device
         wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
         self._sums = sums = {name: value.to(device, wide) for name, value in self._sums.items()}
-        terms = [getattr(output, name) for name in TERMS]
-        nothing = torch.zeros_like(output.weight_sum)
-        sums["losses"] += torch.stack([output.weight_sum, *(nothing if term is None else term for term in terms)])
+        terms = [getattr(losses, name) for name in TERMS]
+        nothing = torch.zeros_like(losses.weight_sum)
+        sums["losses"] += torch.stack([losses.weight_sum, *(nothing if term is None else term for term in terms)])
         sums["seen"] += torch.tensor([float(term is not None) for term in terms], device=supervised.device)
-        supervised, acceptance = supervised.flatten(0, 1), output.acceptance.flatten(0, 1).to(sums["losses"].dtype)
+        supervised, acceptance = supervised.flatten(0, 1), losses.acceptance.flatten(0, 1).to(sums["losses"].dtype)
         survival = (acceptance * supervised).cumprod(dim=-1)
         before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=-1) * supervised
         sums["blocks"] += torch.stack([supervised[:, 0].sum().to(survival), survival.sum()])
         sums["reached"] += before.sum(dim=0)
         sums["accepted"] += survival.sum(dim=0)
-        if output.confidence_logits is not None:
-            self._add_confidence(output.confidence_logits.flatten(0, 1), supervised, acceptance, survival, before)
+        if losses.confidence_logits is not None:
+            self._add_confidence(losses.confidence_logits.flatten(0, 1), supervised, acceptance, survival, before)
 
     def _add_confidence(
         self,
@@ -105,7 +101,7 @@ class BlockMetrics:
             for name, term, seen in zip(TERMS, terms, sums["seen"].tolist(), strict=True)
             if seen
         }
-        values = {"loss": sum(getattr(weights, name) * mean for name, mean in means.items())}
+        values = {"loss": sum(getattr(weights, f"{name}_weight") * mean for name, mean in means.items())}
         values |= {"confidence_loss" if name == "confidence" else name: mean for name, mean in means.items()}
         blocks, accepted = sums["blocks"].tolist()
         values["tau"] = 1.0 + accepted / blocks

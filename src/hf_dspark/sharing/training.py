@@ -1,0 +1,147 @@
+"""Publishing what was trained: the trainer with its model card, result file and repository on the Hub."""
+
+import itertools
+import math
+import warnings
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import PushInProgress
+
+from ..evaluation.results import describe_draft, describe_target, read_results, write_result
+from ..training.trainer import DraftTrainer
+from .hub import CARD_FILE, RESULTS_FOLDER, upload_repository, write_card, write_remote_code
+
+# What a result file says about a run; no paths, no tokens.
+REPORTED_ARGUMENTS = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
+    "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "seed", "data_seed",
+    "num_anchors", "cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight",
+    "position_decay", "max_length", "packing", "chat_template_kwargs",
+)  # fmt: skip
+
+
+class DSparkTrainer(DraftTrainer):
+    __doc__ = DraftTrainer.__doc__
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset: str | list[str] | None = None, **card: Any
+    ) -> None:
+        """Write what belongs to a draft's repository besides weights into `args.output_dir`.
+
+        These are the result file of this run (`results/training.json`), the model card made of all result files in
+        `results`, and the code for `trust_remote_code`. The draft must have been saved there.
+
+        Args:
+            model_name (`str`, *optional*): Title of the card; the repository's name unless given.
+            dataset (`str` or `list[str]`, *optional*): Ids of the data sets on the Hub.
+            card: For [`~model_card.model_card`]: `license`, `language`, `tags`, ...
+        """
+        if not self.is_world_process_zero():
+            return
+        # Of weights spread over processes, this one has a part: what was saved is whole.
+        draft = type(self.draft).from_pretrained(self.args.output_dir) if self.is_fsdp_enabled else self.draft
+        folder = Path(self.args.output_dir)
+        results = folder / RESULTS_FOLDER
+        target = {} if self.target is None else describe_target(self.target)
+        written = write_result(
+            results / "training.json", "training", target, describe_draft(draft), **self._run_report()
+        )
+        _set_aside_outdated(results, written["draft"]["weights"])
+        write_remote_code(folder)
+        named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
+        write_card(draft, [results], folder / CARD_FILE, repo_id=self.hub_model_id or model_name, **named, **card)
+
+    def _run_report(self) -> dict[str, Any]:
+        """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last."""
+        arguments, history = self.args.to_dict(), self.state.log_history
+        metrics: dict[str, float | None] = {}
+        for name in ("loss", f"{self._metrics_prefix}loss"):
+            last = next((entry for entry in reversed(history) if name in entry), {})
+            # A norm of gradients may be anything.
+            metrics |= {key: value if math.isfinite(value) else None for key, value in last.items()}
+        return {
+            "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": self.args.world_size},
+            "num_rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
+            "steps": self.state.global_step,
+            "metrics": metrics,
+        }
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> str | Future | None:
+        """Save the draft and publish it, with its card and code; nothing else of `args.output_dir` is uploaded.
+
+        Args:
+            commit_message (`str`, *optional*): Of the commit.
+            blocking (`bool`): Whether to wait for the upload.
+            token, revision, private (*optional*): As in `args`, which they come before.
+            card: For [`~DSparkTrainer.create_model_card`].
+
+        Returns:
+            `str`: URL of the commit, or a future of it; `None` but in the main process.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**card)
+        self._finish_current_push()
+        upload = partial(
+            upload_repository, self.args.output_dir, self.hub_model_id, token=token,
+            private=self.args.hub_private_repo if private is None else private,
+            revision=self.args.hub_revision if revision is None else revision, commit_message=commit_message,
+        )  # fmt: skip
+        return upload() if blocking else HfApi().run_as_future(upload)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish the draft of a checkpoint while training goes on.
+
+        In place of Trainer's, which uploads all of `args.output_dir`: caches, and pickled arguments with the token.
+        """
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if busy and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        # Code, results and card of an earlier draft are replaced: nothing was measured with these weights.
+        write_remote_code(checkpoint_folder)
+        write_card(checkpoint_folder)
+        upload = partial(
+            upload_repository, checkpoint_folder, self.hub_model_id, token=self.args.hub_token,
+            revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",
+        )  # fmt: skip
+        job = HfApi().run_as_future(upload)
+        if self.push_in_progress is None or not busy:
+            self.push_in_progress = PushInProgress([job])
+        else:
+            self.push_in_progress.jobs.append(job)
+
+
+def _set_aside_outdated(results: Path, weights: str) -> None:
+    """Rename result files that were measured with other weights, so that no card shows and no push publishes them."""
+    for path in sorted(results.glob("*.json")):
+        (result,) = read_results([path])
+        if result["draft"].get("weights") != weights:
+            endings = itertools.chain([""], itertools.count(2))
+            names = (path.with_suffix(f".json.outdated{ending}") for ending in endings)
+            outdated = next(name for name in names if not name.exists())
+            path.replace(outdated)
+            warnings.warn(
+                f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
+                stacklevel=3,
+            )

@@ -1,0 +1,57 @@
+"""The arguments of a training: those of transformers' `Trainer`, and what a batch, an anchor and a loss are."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy
+
+from ..maths.losses import LossWeights
+
+
+@dataclass
+class DSparkTrainingArguments(LossWeights, TrainingArguments):
+    """Arguments of [`DSparkTrainer`]; those of `TrainingArguments` keep their meaning.
+
+    Args:
+        cross_entropy_weight, l1_weight, confidence_weight, soft_cross_entropy_weight, position_decay: See
+            [`~losses.LossWeights`].
+        num_anchors (`int`): Blocks per document and step at most.
+        max_length (`int`, *optional*): Rows are cut to this many tokens; `None` leaves them as they are.
+        packing (`bool`): Join short documents into rows of `max_length`.
+        chat_template_kwargs (`dict`, *optional*): For the tokenizer's chat template, such as
+            `{"enable_thinking": False}`.
+        feature_cache_dir (`str`, *optional*): The target's states are read from this folder as far as they are there,
+            and computed and added otherwise. Without a target, all must be there.
+        dataset_num_proc (`int`, *optional*): Processes that tokenise.
+    """
+
+    num_anchors: int = field(default=64, metadata={"help": "Blocks per document and step at most."})
+    max_length: int | None = field(default=2048, metadata={"help": "Rows are cut to this many tokens."})
+    packing: bool = field(default=False, metadata={"help": "Join short documents into rows of max_length."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "For the chat template, as JSON, such as '{\"enable_thinking\": false}'."}
+    )
+    feature_cache_dir: str | None = field(
+        default=None, metadata={"help": "Where the target's states are kept; filled while training if need be."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+
+    # Trainer parses strings for these fields: one more than its own.
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]
+
+    def __post_init__(self) -> None:
+        LossWeights.__post_init__(self)
+        TrainingArguments.__post_init__(self)
+        # The rows' own columns are needed; the model's forward takes blocks.
+        self.remove_unused_columns = False
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.accelerator.is_available()  # else it warns
+        if self.num_anchors < 1:
+            raise ValueError(f"num_anchors must be at least 1, got {self.num_anchors}")
+        if self.packing and self.max_length is None:
+            raise ValueError("packing joins documents into rows of max_length tokens: give one, got None")
+        if self.push_to_hub and self.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            raise ValueError(
+                f"hub_strategy={self.hub_strategy.value!r} would publish pickled optimizer states, which are unsafe "
+                "to load: choose 'every_save' or 'end'"
+            )

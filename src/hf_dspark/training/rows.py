@@ -1,0 +1,123 @@
+"""Batches of rows of tokens: padded, or packed with several documents in a row.
+
+Documents of a packed row follow each other; `position_ids` that start again at 0 tell them apart.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+class BlockCollator:
+    """Makes a batch of rows of `input_ids` and `loss_mask`, padded on the right.
+
+    Args:
+        pad_token_id (`int`): Fills the rows; never attended to, never supervised.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return `input_ids`, `loss_mask`, `position_ids` and `attention_mask`, each `[B, S]`.
+
+        A packed row brings its `position_ids`; those of its padding start again at 0, as another document's would.
+        """
+        for row in rows:
+            tokens, flags = len(row["input_ids"]), len(row["loss_mask"])
+            if tokens != flags:
+                raise ValueError(f"input_ids ({tokens} tokens) and loss_mask ({flags}) differ in length")
+        length = max(len(row["input_ids"]) for row in rows)
+
+        def pad(name: str, value: int) -> torch.Tensor:
+            return torch.tensor([list(row[name]) + [value] * (length - len(row[name])) for row in rows])
+
+        def positions(row: dict[str, Any]) -> torch.Tensor:
+            own = torch.as_tensor(row.get("position_ids", range(len(row["input_ids"]))))
+            return torch.cat([own, torch.arange(length - len(own))])
+
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        return {
+            "input_ids": pad("input_ids", self.pad_token_id),
+            "loss_mask": pad("loss_mask", 0).bool(),
+            "position_ids": torch.stack([positions(row) for row in rows]),
+            "attention_mask": (torch.arange(length) < lengths[:, None]).long(),
+        }
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Several documents per row, so that little is padding: best fit, longest first.
+
+    Args:
+        rows (`Sequence`): Rows of `input_ids` and `loss_mask`.
+        max_length (`int`): Tokens of a packed row at most; longer documents are an error.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]], max_length: int) -> None:
+        self._rows = rows
+        lengths = [len(row["input_ids"]) for row in rows]
+        _require_fit(max(lengths), max_length)
+        self._groups: list[list[int]] = []
+        free: list[tuple[int, int]] = []  # tokens left in a group, and the group; ascending
+        for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+            best = bisect_left(free, (lengths[index], 0))
+            if best == len(free):
+                room, group = max_length, len(self._groups)
+                self._groups.append([])
+            else:
+                room, group = free.pop(best)
+            self._groups[group].append(index)
+            if room > lengths[index]:
+                insort(free, (room - lengths[index], group))
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        """Return one packed row: `input_ids`, `loss_mask`, and `position_ids` that start again with each document."""
+        return join_documents([self._rows[part] for part in self._groups[index]])
+
+
+class PackedStream(torch.utils.data.IterableDataset):
+    """Several documents per row, for rows that come one by one: joined in their order.
+
+    Args:
+        rows (`Iterable`): As for [`PackedRows`].
+        max_length (`int`): As there.
+    """
+
+    def __init__(self, rows: Any, max_length: int) -> None:
+        self._rows = rows
+        self._max_length = max_length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to rows that are shuffled by it."""
+        if hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        waiting: list[dict[str, Any]] = []
+        for row in self._rows:
+            _require_fit(len(row["input_ids"]), self._max_length)
+            if sum(len(part["input_ids"]) for part in waiting) + len(row["input_ids"]) > self._max_length:
+                yield join_documents(waiting)
+                waiting = []
+            waiting.append(row)
+        if waiting:
+            yield join_documents(waiting)
+
+
+def _require_fit(length: int, max_length: int) -> None:
+    if length > max_length:
+        raise ValueError(f"a row of {length} tokens does not fit into packed rows of {max_length}")
+
+
+def join_documents(documents: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Return several documents as one row, with `position_ids` that start again at 0."""
+    return {
+        "input_ids": [token for part in documents for token in part["input_ids"]],
+        "loss_mask": [flag for part in documents for flag in part["loss_mask"]],
+        "position_ids": [position for part in documents for position in range(len(part["input_ids"]))],
+    }

@@ -1,0 +1,59 @@
+"""Batches of rows: padding that is never read, and documents packed so that little is padding."""
+
+import pytest
+
+from hf_dspark.training.blocks import anchor_candidates
+from hf_dspark.training.rows import BlockCollator, PackedRows, PackedStream, join_documents
+
+
+def test_collator_pads_on_the_right_without_supervising_or_attending_the_padding():
+    batch = BlockCollator(9)(
+        [{"input_ids": [1, 2, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [4], "loss_mask": [1], "extra": "ignored"}]
+    )
+    assert batch["input_ids"].tolist() == [[1, 2, 9], [4, 9, 9]]
+    assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]  # a token that equals the padding is attended to
+    assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert batch.keys() == {"input_ids", "loss_mask", "attention_mask", "position_ids"}
+
+
+def test_collator_refuses_masks_of_another_length():
+    with pytest.raises(ValueError, match=r"input_ids \(3 tokens\) and loss_mask \(2\) differ in length"):
+        BlockCollator(0)([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}])
+
+
+def rows_of(*lengths: int) -> list[dict]:
+    """Documents whose tokens tell them apart."""
+    return [
+        {"input_ids": [10 * n + i for i in range(size)], "loss_mask": [1] * size} for n, size in enumerate(lengths)
+    ]
+
+
+def test_packed_rows_hold_every_document_once_and_fit():
+    rows = rows_of(5, 9, 3, 8, 2, 6, 7)
+    packed = PackedRows(rows, 10)
+    assert len(packed) == 5  # 9, 8 + 2, 7 + 3, 6, 5
+    documents = []
+    for row in (packed[index] for index in range(len(packed))):
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["position_ids"]) <= 10
+        starts = [place for place, position in enumerate(row["position_ids"]) if position == 0] + [None]
+        documents += [row["input_ids"][start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    assert sorted(documents) == sorted(row["input_ids"] for row in rows)
+
+
+def test_a_packed_stream_joins_documents_in_their_order():
+    packed = list(PackedStream(rows_of(5, 4, 3, 8), 10))
+    assert [row["position_ids"] for row in packed] == [[0, 1, 2, 3, 4, 0, 1, 2, 3], [0, 1, 2], list(range(8))]
+    assert packed[0]["input_ids"][5:] == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("pack", [PackedRows, PackedStream])
+def test_packing_refuses_documents_longer_than_a_row(pack):
+    with pytest.raises(ValueError, match="a row of 12 tokens does not fit into packed rows of 10"):
+        list(pack(rows_of(3, 12), 10))
+
+
+def test_padding_after_a_packed_row_is_a_document_of_its_own():
+    batch = BlockCollator(0)([join_documents(rows_of(3, 2)), join_documents(rows_of(7))])
+    assert batch["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert not anchor_candidates(batch["loss_mask"], batch["position_ids"])[0, 4:].any()
