@@ -14,14 +14,14 @@ import hf_dspark
 PACKAGE = Path(hf_dspark.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-# The house. A folder may import itself and the folders named beside it, and nothing else. "" is the root of the package.
+# The house. A folder may import itself and the folders named beside it, nothing else. "" is the root of the package.
 FLOORS = {
     "": set(),
     "maths": set(),
     "cpu": set(),
     "formats": set(),
     "data": set(),
-    "models": {"", "maths", "formats", "cpu", "data"},
+    "models": {"", "maths", "formats", "data"},
     "targets": {"", "maths", "cpu", "models"},
     "training": {"", "maths", "formats", "data", "models", "targets"},
     "decoding": {"", "maths", "cpu", "data", "models", "targets"},

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from transformers import (
     AutoConfig,
     CohereConfig,
@@ -17,7 +16,7 @@ from transformers import (
 )
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.models.configuration_draft import default_target_layer_ids, select_features
+from hf_dspark.models.configuration_draft import default_target_layer_ids
 
 SIZES = {
     "vocab_size": 96,
@@ -136,18 +135,6 @@ def test_default_target_layer_ids_are_valid_for_every_depth(num_target_layers):
     assert small(num_target_layers=num_target_layers, target_layer_ids=ids).target_layer_ids == ids
     if num_target_layers >= 8:
         assert len(ids) == 5
-
-
-def test_select_features_takes_the_embedding_for_minus_one_and_outputs_otherwise():
-    hidden_states = tuple(torch.full((1, 2, 3), float(index)) for index in range(5))
-    features = select_features(hidden_states, [-1, 0, 3])
-    assert features.shape == (1, 2, 9)
-    assert features[0, 0].tolist() == [0.0] * 3 + [1.0] * 3 + [4.0] * 3
-
-
-def test_select_features_keeps_the_order_of_the_ids():
-    hidden_states = tuple(torch.full((1, 1, 1), float(index)) for index in range(5))
-    assert select_features(hidden_states, [2, -1]).flatten().tolist() == [3.0, 0.0]
 
 
 # ---- from a target

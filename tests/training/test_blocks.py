@@ -5,7 +5,6 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from hf_dspark.models.block_attention import BlockLayout
-from hf_dspark.models.configuration_draft import select_features
 from hf_dspark.training.blocks import (
     BlockCollator,
     PackedRows,
@@ -18,6 +17,7 @@ from hf_dspark.training.blocks import (
     sample_anchors,
     target_states,
 )
+from tests.features import select_features
 
 GOLDEN = ("draft_vanilla", "gemma4/draft_vanilla")
 

@@ -176,6 +176,7 @@ _DSPARK_ROWS = (
     TensorRow("layers.{i}.self_attn.o_proj.bias", ("d",), lambda c: c.attention_output_bias),
     TensorRow("layers.{i}.self_attn.q_norm.weight", ("h",), lambda c: c.qk_norm),
     TensorRow("layers.{i}.self_attn.k_norm.weight", ("h",), lambda c: c.qk_norm),
+    TensorRow("layers.{i}.self_attn.attention_sink_bias", ("heads",), lambda c: c.attention_sinks),
     TensorRow("layers.{i}.mlp.gate_proj.weight", ("f", "d")),
     TensorRow("layers.{i}.mlp.up_proj.weight", ("f", "d")),
     TensorRow("layers.{i}.mlp.down_proj.weight", ("d", "f")),
@@ -224,13 +225,14 @@ _EXTRA_SHAPES = {"embed_tokens.weight": ("V", "d"), "lm_head.weight": ("V", "d")
 def tensor_sizes(config: PreTrainedConfig) -> dict[str, int]:
     """Return the sizes that the letters of the shape table stand for.
 
-    d: hidden, md: tapped layers, q and kv: all heads, h: one head, f: MLP, V and Vd: vocabularies, r: Markov rank,
-    c: what the confidence head reads.
+    d: hidden, md: tapped layers, q and kv: all heads, h: one head, heads: their number, f: MLP, V and Vd:
+    vocabularies, r: Markov rank, c: what the confidence head reads.
     """
     d, r = config.hidden_size, getattr(config, "markov_rank", 0)
     with_markov = bool(getattr(config, "confidence_head_with_markov", False))
     return {
         "1": 1, "d": d, "2d": 2 * d, "md": len(config.target_layer_ids) * d, "h": config.head_dim,
+        "heads": config.num_attention_heads,
         "q": config.num_attention_heads * config.head_dim, "kv": config.num_key_value_heads * config.head_dim,
         "f": config.intermediate_size, "V": config.vocab_size,
         "Vd": getattr(config, "draft_vocab_size", None) or config.vocab_size,

@@ -25,6 +25,7 @@ QWEN3_LAYERS = {
     "logit_scale": 1.0,
     "final_logit_softcapping": None,
     "mlp_bias": False,
+    "attention_sinks": False,
 }
 
 
@@ -287,6 +288,10 @@ NO_FILL_IN = Refusal(
 NO_PRUNING = Refusal(
     lambda c: getattr(c, "draft_vocab_size", None) is not None,
     "it has no pruned vocabulary: use the format 'speculators'",
+)
+NO_SINKS = Refusal(
+    lambda c: getattr(c, "attention_sinks", False),
+    "its attention has no sinks: use the format 'sglang'",
 )
 NO_WINDOW_FROM_ANCHOR = Refusal(
     lambda c: slides(c) and getattr(c, "sliding_from_anchor", False),

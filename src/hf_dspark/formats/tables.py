@@ -16,6 +16,7 @@ from .rows import (
     NO_FILL_IN,
     NO_PRUNING,
     NO_RUN_SETTINGS,
+    NO_SINKS,
     NO_WINDOW_FROM_ANCHOR,
     OMIT,
     ONLY_QWEN3_LAYERS,
@@ -104,7 +105,7 @@ DEEPSPEC_QWEN3 = Format(
         ),
     ),
     refusals=(
-        *ONLY_QWEN3_LAYERS, *NO_RUN_SETTINGS, NO_FILL_IN, NO_PRUNING,
+        *ONLY_QWEN3_LAYERS, *NO_RUN_SETTINGS, NO_FILL_IN, NO_PRUNING, NO_SINKS,
         Refusal(slides, "DeepSpec's attention masks have no sliding windows: every layer would see everything"),
     ),
     copies=("embed_tokens.weight", "lm_head.weight"),
@@ -164,7 +165,7 @@ DEEPSPEC_GEMMA4 = Format(
     constants={
         "qk_norm": True, "value_norm": True, "sandwich_norms": True, "layer_scalar": True, "attention_scaling": 1.0,
         "sliding_window": None, "logit_scale": 1.0, "mlp_bias": False, "sample_from_anchor": True,
-        "draft_vocab_size": None,
+        "draft_vocab_size": None, "attention_sinks": False,
     },
     base=_gemma4_base,
     unreadable=(
@@ -175,7 +176,7 @@ DEEPSPEC_GEMMA4 = Format(
         ),
     ),
     refusals=(
-        *NO_RUN_SETTINGS, NO_FILL_IN, NO_PRUNING,
+        *NO_RUN_SETTINGS, NO_FILL_IN, NO_PRUNING, NO_SINKS,
         Refusal(
             lambda c: not (c.qk_norm and c.value_norm and c.layer_scalar and c.attention_scaling == 1.0)
             or abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6,
@@ -348,7 +349,7 @@ SPECULATORS = Format(
         ),
     ),
     refusals=(
-        *ONLY_QWEN3_LAYERS, *NO_RUN_SETTINGS,
+        *ONLY_QWEN3_LAYERS, *NO_RUN_SETTINGS, NO_SINKS,
         Refusal(
             lambda c: slides(c) and not c.sliding_from_anchor,
             "its sliding windows count from the anchor for all slots of a block, this draft's from each slot",
@@ -390,6 +391,7 @@ def _flat_nested(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[st
     return {
         "projector_type": "dspark", "mask_token_id": config.mask_token_id,
         "target_layer_ids": config.target_layer_ids, **heads,
+        **({"attention_sink_bias": True} if config.attention_sinks else {}),
     }  # fmt: skip
 
 
@@ -410,6 +412,7 @@ SGLANG = Format(
         "layer_types": lambda c: c.get("layer_types"),
         "sliding_window": lambda c: c.get("sliding_window") if has_sliding(c.get("layer_types")) else None,
         "causal_sliding": _flat_causal,
+        "attention_sinks": _flat("attention_sink_bias", False),
         "rope_parameters": rope(),
         "attention_output_bias": lambda c: c.get("attention_bias", False),
         "sample_from_anchor": lambda c: not _is_dflash(c),
@@ -432,7 +435,8 @@ SGLANG = Format(
         "target_model_type": _target_model_type,
         **_ANCHOR_WRITES,
     },
-    constants=QWEN3_LAYERS | {"draft_vocab_size": None, "sliding_from_anchor": False},
+    constants={name: value for name, value in QWEN3_LAYERS.items() if name != "attention_sinks"}
+    | {"draft_vocab_size": None, "sliding_from_anchor": False},
     base=lambda facts: {
         "architectures": ["DSparkDraftModel"], "model_type": "qwen3", "tie_word_embeddings": False,
         "max_window_layers": 28, "use_cache": True,
@@ -451,10 +455,6 @@ SGLANG = Format(
             lambda c: _flat("is_causal", None)(c) is True
             and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"},
             "is_causal is set for full-attention layers, whose slots see the whole block here",
-        ),
-        Refusal(
-            lambda c: _flat("attention_sink_bias", False)(c) is True,
-            "attention_sink_bias is set: attention sinks are not implemented",
         ),
     ),
     refusals=(
@@ -523,7 +523,7 @@ TRANSFORMERS = Format(
         ),
     ),
     refusals=(
-        *ONLY_QWEN3_LAYERS, *NO_RUN_SETTINGS, NO_PRUNING, NO_WINDOW_FROM_ANCHOR,
+        *ONLY_QWEN3_LAYERS, *NO_RUN_SETTINGS, NO_PRUNING, NO_WINDOW_FROM_ANCHOR, NO_SINKS,
         Refusal(
             lambda c: getattr(c, "sample_from_anchor", True),
             "DFlash drops the anchor's slot, from which this draft predicts its first token: every token would be "

@@ -1,6 +1,6 @@
-"""What the configurations of all drafts have in common, and the one place that knows how target layers are numbered.
+"""What the configurations of all drafts have in common: facts about the model, and nothing else.
 
-Model facts only. Knows nothing of how a draft computes its hidden states, of losses, machines or policies.
+A `config.json` may come from a stranger: every value is checked before anything is built from it.
 """
 
 import dataclasses
@@ -71,8 +71,7 @@ class DraftConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
         draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated law is then the draft
-            law, so the output stays exact. On CPUs where that is faster, a rough int8 copy of a large LM head names
-            the candidates, which then get the head's own logits.
+            law, so the output stays exact. Saves the Markov head's products with large vocabularies.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:
@@ -85,7 +84,7 @@ class DraftConfig(PreTrainedConfig):
     confidence_head_with_markov: ClassVar[bool] = False
     sts_temperatures: ClassVar[dict[str, list[float]] | None] = None
     embedding_norm: ClassVar[bool] = True
-    # Whether a block takes one pass per token; if so, each context slot reads the committed token behind it, too.
+    # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
 
     vocab_size: int = 151936
@@ -381,24 +380,6 @@ def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int
     if count == 1:
         return [first]
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-
-
-def select_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
-    """Concatenate the tapped layers of a full `hidden_states` tuple.
-
-    The only place that knows the offset: `hidden_states[0]` is the embedding output (id -1), `hidden_states[i + 1]`
-    the raw output of layer i.
-
-    Args:
-        hidden_states (`tuple` of `torch.Tensor` of shape `[B, S, d]`): As transformers returns it.
-        target_layer_ids (`list[int]`): The m tapped layers.
-
-    Returns:
-        `torch.Tensor` of shape `[B, S, m*d]`.
-
-    DSpark Eq. 2, inside the brackets.
-    """
-    return torch.cat([hidden_states[i + 1] for i in target_layer_ids], dim=-1)
 
 
 def _first_int(value: int | list[int] | None) -> int | None:

@@ -1,7 +1,4 @@
-"""The configuration of a DSpark draft: model facts only.
-
-Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
-"""
+"""The configuration of a DSpark draft: facts about the model, and nothing else."""
 
 from typing import Any
 
@@ -30,7 +27,7 @@ class DSparkConfig(DraftConfig):
         attention_k_eq_v (`bool`): Values are the key projection; there is no v_proj (Gemma 4).
         sandwich_norms (`bool`): Norms after attention and around the MLP (Gemma).
         layer_scalar (`bool`): A learnt factor on each layer's output (Gemma 4).
-        mask_token_id (`int`): Token that fills the block behind the anchor.
+        mask_token_id (`int`): Token that fills the block after the anchor.
         markov_rank (`int`): r of the Markov head, whose bias is added after the soft-capping; 0 for none, which is
             DFlash.
         markov_head_type (`str`): `vanilla`, `gated` or `rnn`.
@@ -38,7 +35,7 @@ class DSparkConfig(DraftConfig):
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
             per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
-        sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token behind its
+        sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
             other one the token in its own place. Always written, because serving engines guess when it is missing.
         sliding_from_anchor (`bool`): The window of sliding layers ends at the anchor: all slots see the same last
@@ -46,11 +43,13 @@ class DSparkConfig(DraftConfig):
         causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
         draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
             and never proposes any other token; `None` for the target's whole vocabulary.
+        attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing, in all layers
+            (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
         kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
             three quarters are those with the best base logits, one quarter those that the Markov head favours most
-            behind the previous token.
+            after the previous token.
 
     Raises:
         ValueError: For each inconsistent value, naming it.
@@ -79,6 +78,7 @@ class DSparkConfig(DraftConfig):
     sliding_from_anchor: bool = False
     causal_sliding: bool = False
     draft_vocab_size: int | None = None
+    attention_sinks: bool = False
     embedding_norm: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -133,11 +133,7 @@ class DSparkConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":
-        """Return the configuration of an untrained draft, as [`DraftConfig.from_target`] does.
-
-        Args:
-            target_config, overrides: As there. The layer count goes by the target's depth, and is at most 5.
-        """
+        """As [`DraftConfig.from_target`]; the layer count goes by the target's depth, and is at most 5."""
         require_decoder_only(target_config)
         depth = target_config.get_text_config(decoder=True).num_hidden_layers
         return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))

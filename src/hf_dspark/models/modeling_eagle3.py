@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..cpu.few_rows import FewRowsLinear
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
-from .block_attention import BlockLayout
+from .block_attention import BlockLayout, KeyRanges, append_own
 from .configuration_eagle3 import Eagle3Config
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
-from .range_attention import KeyRanges, append_own
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -75,10 +73,10 @@ class Eagle3Attention(nn.Module):
         self.scaling = config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = FewRowsLinear(2 * config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = FewRowsLinear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
         self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -157,7 +155,7 @@ class Eagle3DraftModel(DraftModel):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.fc = FewRowsLinear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = DSparkRotaryEmbedding(config)
@@ -204,13 +202,8 @@ class Eagle3DraftModel(DraftModel):
 
     def _scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits of all tokens and `None`, or those of candidates, `[B, n]`, and their ids."""
-        count, rough_logits = self.config.draft_top_k, self.rough_logits(hidden)
-        if count is None:
-            return self.base_logits(hidden), None
-        if rough_logits is None:
-            return largest(self.base_logits(hidden), count)
-        candidate_ids = largest(rough_logits, count)[1]
-        return self.candidate_logits(hidden, candidate_ids), candidate_ids
+        logits, count = self.base_logits(hidden), self.config.draft_top_k
+        return (logits, None) if count is None else largest(logits, count)
 
     @torch.no_grad()
     def read_block(
