@@ -600,32 +600,6 @@ def test_draft_top_k_of_the_whole_vocabulary_changes_nothing(make_draft, target)
     close(laws[1], laws[0])
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [{}, {"logit_scale": 0.5}, {"final_logit_softcapping": 2.0}, {"draft_vocab_size": 24}],
-    ids=["plain", "scaled", "capped", "pruned"],
-)
-@torch.no_grad()
-def test_candidates_have_the_logits_that_the_whole_head_gives_them(make_draft, target, overrides):
-    draft, hidden = make_draft(target, **overrides), torch.randn(2, 3, 32)
-    candidates = torch.randint(0, 24, (2, 3, 5))
-    expected = draft.base_logits(hidden).gather(-1, candidates)
-    close(draft.candidate_logits(hidden, candidates), expected)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("overrides", [{}, {"draft_vocab_size": 24}], ids=["whole", "pruned"])
-def test_rough_logits_name_the_candidates_and_say_nothing_of_their_law(
-    make_draft, target, monkeypatch, head, overrides
-):
-    tokens, features, anchors = torch.randint(0, 24, (2, 4)) * 2, torch.randn(2, 3, 64), torch.tensor([5, 6])
-    draft, blocks = make_draft(target, draft_top_k=6, **HEADS[head], **overrides), []
-    for rough in (lambda hidden: None, lambda hidden: 7.0 * draft.base_logits(hidden) - 3.0):
-        monkeypatch.setattr(draft, "rough_logits", rough)
-        blocks.append(draft.draft_block(anchors, features, SlotCache(2), ForcedSampler(tokens)))
-    close(blocks[1].law.dense(VOCAB).probs, blocks[0].law.dense(VOCAB).probs, atol=1e-6)
-
-
 @pytest.mark.parametrize("offsets", [[0, 0, -2], [0, 0, 46], [0, 5, 5]], ids=["twice", "outside", "right"])
 def test_pruned_vocabularies_name_distinct_tokens_of_the_target(make_draft, target, offsets):
     draft = make_draft(target, draft_vocab_size=3, draft_top_k=None)

@@ -18,7 +18,7 @@ from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_
 from .attention import attend_with_extras
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
-from .heads import MARKOV_HEADS, ConfidenceHead, Successors, VanillaMarkovHead, with_successors
+from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
@@ -312,13 +312,14 @@ class DSparkDraftModel(DraftModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
+        if self.markov_head is not None and module is self.markov_head.markov_w2:
+            nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
+            return
         super()._init_weights(module)
         if isinstance(module, DSparkRMSNorm) and module.weight is not None:
             nn.init.ones_(module.weight)
         elif isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
-        elif isinstance(module, VanillaMarkovHead):  # an untrained head leaves the base logits alone
-            nn.init.zeros_(module.markov_w2.weight)
 
     @functools.cached_property
     def _pruned_ids(self) -> dict[tuple[torch.device, int], torch.Tensor]:
