@@ -47,7 +47,12 @@ LAYOUTS = {
     "causal_sliding": SLIDING | {"causal_sliding": True},
     "fill_in": SLIDING | {"sample_from_anchor": False},
     "pruned": {"draft_vocab_size": 20},
+    "sinks": SLIDING | {"attention_sinks": True},
 }
+# Flex attention has no sinks.
+ATTENDING = [
+    (way, name) for way in ("sdpa", "flex_attention") for name in LAYOUTS if (way, name) != ("flex_attention", "sinks")
+]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5, rtol: float = 1e-4) -> None:
@@ -308,6 +313,9 @@ def naive_backbone(draft, block_ids, features, position, window_of):
                 at = position + slot
                 query = turn(norm(normed[slot] @ attention.q_proj.weight[query_slice].T, attention.q_norm), at)
                 scores, values = [], []
+                if config.attention_sinks:
+                    scores.append(attention.attention_sink_bias[head])
+                    values.append(torch.zeros(size))
                 for key_at, row in enumerate(rows):
                     if at - key_at < window:
                         key = turn(norm(row @ attention.k_proj.weight[key_slice].T, attention.k_norm), key_at)
@@ -322,10 +330,11 @@ def naive_backbone(draft, block_ids, features, position, window_of):
 
 
 @pytest.mark.parametrize("context_rows", [1, 3, 13])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("overrides", [{}, SLIDING], ids=["full", "sliding"])
 @torch.no_grad()
-def test_backbone_matches_a_naive_reference(make_draft, target, overrides, context_rows):
-    draft = make_draft(target, **overrides)
+def test_backbone_matches_a_naive_reference(make_draft, target, overrides, sinks, context_rows):
+    draft = make_draft(target, attention_sinks=sinks, **overrides)
     features = torch.randn(context_rows, 64)
     block_ids = torch.tensor([7, 47, 47, 47])
     window = {0: 6, 1: 10**6} if overrides else {0: 10**6, 1: 10**6}
@@ -351,12 +360,11 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("attention", "layout"), ATTENDING)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
-    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **overrides)
+def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, layout, attention):
+    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **LAYOUTS[layout])
     assert draft.config._attn_implementation == attention
     input_ids, features = torch.randint(0, 47, (1, 24)), torch.randn(1, 24, 64)
     anchors = torch.tensor([[1, 7, 8, 19]])
@@ -372,13 +380,12 @@ def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, targ
             close(confidence[:, index], block.confidence_logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
-@pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("attention", "layout"), ATTENDING)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, target, head, overrides, attention):
+def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, target, head, layout, attention):
     """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
-    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **overrides)
+    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **LAYOUTS[layout])
     lengths = (70, 9, 61)
     documents = [torch.randint(0, 47, (length,)) for length in lengths]
     input_ids, features = torch.cat(documents)[None], torch.randn(1, sum(lengths), 64)
@@ -414,6 +421,18 @@ def test_training_pass_keeps_blocks_and_the_future_apart(draft):
     after = draft.block_hidden(input_ids, changed, layout, labels)
     close(after[:, 0], before[:, 0], atol=1e-6)
     assert (after[:, 1] - before[:, 1]).abs().max() > 1e-2
+
+
+def test_sinks_learn_and_flex_attention_refuses_them(make_draft, target):
+    draft = make_draft(target, attention_sinks=True).train()
+    anchors = torch.tensor([[4, 9]])
+    batch = torch.randint(0, 47, (1, 20)), torch.randn(1, 20, 64), layout_of(anchors, anchors > 0, 20, 4)
+    labels = torch.randint(0, 47, (1, 2, 4))
+    draft.block_hidden(*batch, labels).square().sum().backward()
+    assert all((layer.self_attn.attention_sink_bias.grad != 0).all() for layer in draft.layers)
+    draft.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="flex attention has no sinks"):
+        draft.block_hidden(*batch, labels)
 
 
 def test_gradient_checkpointing_changes_no_gradient(make_draft, target):

@@ -372,6 +372,18 @@ def test_specforges_sliding_layers_are_causal_unless_it_says_otherwise(target):
     assert not read_flat(specforge(target, **sliding, is_causal=False)).causal_sliding
 
 
+def test_specforges_attention_sinks_are_read_written_and_refused_elsewhere(make_draft, target, tmp_path):
+    nested = specforge(target)["dflash_config"] | {"attention_sink_bias": True}
+    assert read_flat(specforge(target, dflash_config=nested)).attention_sinks
+    draft = make_draft(target, attention_sinks=True)
+    export_checkpoint(draft, tmp_path / "there", "sglang", target=target)
+    back = DSparkDraftModel.from_pretrained(tmp_path / "there")
+    assert all(torch.equal(back.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
+    for format in ("deepspec", "speculators", "transformers"):
+        with pytest.raises(ValueError, match="no sinks"):
+            export_checkpoint(draft, tmp_path / format, format, target=target)
+
+
 # ---- transformers' own DFlash
 
 
@@ -548,7 +560,6 @@ def test_speculators_drafts_with_unknown_features_are_refused(fixtures, tmp_path
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
         ({"sample_from_anchor": False}, "contradicts the layout"),
         ({"is_causal": True}, "is_causal is set for full-attention"),
-        ({"attention_sink_bias": True}, "attention sinks"),
         ({"rope_theta": None}, "lacks 'rope_parameters'"),
     ],
 )
@@ -568,7 +579,11 @@ def test_targets_that_scale_their_embedding_inside_are_refused_for_formats_that_
 
 def test_shape_table_says_what_the_models_have(make_draft, target):
     cases = [*HEADS.values(), {"draft_vocab_size": 20}, {"attention_bias": True}, {"attention_output_bias": True}]
-    cases += [{"sandwich_norms": True, "layer_scalar": True, "attention_k_eq_v": True}, {"qk_norm": False}]
+    cases += [
+        {"attention_sinks": True},
+        {"sandwich_norms": True, "layer_scalar": True, "attention_k_eq_v": True},
+        {"qk_norm": False},
+    ]
     for overrides in cases:
         draft = make_draft(target, **overrides)
         assert draft_tensors(draft.config) == {name: tuple(t.shape) for name, t in draft.state_dict().items()}, (
