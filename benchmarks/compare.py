@@ -51,7 +51,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM
 from hf_dspark.evaluation.results import describe_draft, describe_policy, describe_target
 from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
 from hf_dspark.files import Journal, digest
@@ -251,7 +250,7 @@ def compare(
         missing = [call for call in range(num_calls(num_prompts, cell.batch_size)) if (cell.key, call) not in done]
         if missing:
             warm_up = prompts_of(models, cell, missing[0], room)
-            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, PACKING_PAYS_FROM))
+            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, 16))
         for call in tqdm(missing, desc=cell.key, leave=False):
             prompts = prompts_of(models, cell, call, room)
             runs = compared_call(models.target, taking_part, prompts, call, **options_for(cell, max_new_tokens))

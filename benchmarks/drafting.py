@@ -10,9 +10,8 @@ python benchmarks/drafting.py compiled --output benchmarks/results/compiled.json
 and what looking up a token that is new costs. Aim: at most half the time. Three minutes on two quiet cores, 6 GiB in
 float32, 3 in bfloat16.
 
-`candidates` measures on the shipped pair, whose vocabulary has 2048 tokens, what tau `draft_top_k` costs, with the
-head's own choice of candidates and with an int8 copy's, which serves large heads, and how many of the drafted tokens
-had to be looked up. Aim: at most 2 % of tau. Seven minutes.
+`candidates` measures on the shipped pair, whose vocabulary has 2048 tokens, what tau `draft_top_k` costs. Aim: at most
+2 % of tau. Five minutes.
 
 `block_sizes` times whole rounds of `generate()` at the same geometry with blocks of several sizes, and splits what the
 longest adds to a round into drafting and verifying. Aim: at most 5 % from 4 to 16. On a CPU verifying is bound by
@@ -29,7 +28,6 @@ No part resumes.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import time
@@ -45,10 +43,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
-from hf_dspark.cpu.copies import packed_weights_of
-from hf_dspark.cpu.few_rows import using_copies
-from hf_dspark.cpu.int8_copy import Int8Copy
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM
+from hf_dspark.cpu import fast_linears
 from hf_dspark.decoding.step_costs import _plain_sampler, _synchronize
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
@@ -167,55 +162,34 @@ def tau_losses(
             known than to some per cent.
 
     Returns:
-        `dict`: By regime, `full` and, by number of candidates, `tau`, `loss`, the share of it that is lost, both
-        again for candidates that an int8 copy of the head names, and `looked_up`, the share of the drafted tokens of
-        the first answers that were new.
+        `dict`: By regime, `full` and, by number of candidates, `tau` and `loss`, the share of it that is lost.
     """
     before, losses = draft.config.draft_top_k, {}
-    int8_copy = Int8Copy(target.get_output_embeddings().weight)
-    choices = {"": lambda hidden: None, "int8_": int8_copy.rough_product}
     try:
         for regime, sampling in REGIMES.items():
-            taus, looked_up = {}, {}
-            draft._successor_tables.clear()  # of the other regime's answers
+            taus = {}
             options = {"max_new_tokens": max_new_tokens, "batch_size": 32, "progress": False, **sampling}
-            for k, choice in ((None, ""), *itertools.product(candidates, choices)):
-                draft.config.draft_top_k, draft.rough_logits = k, choices[choice]
-                reports = []
+            for k in (None, *candidates):
+                draft.config.draft_top_k, reports = k, []
                 for seed in range(num_seeds if sampling["do_sample"] else 1):
                     torch.manual_seed(seed)
                     reports.append(measure_acceptance(target, draft, prompts, tokenizer, **options))
-                    if k is not None and not choice and seed == 0:
-                        looked_up[k] = share_looked_up(draft)
                 rounds = [report.rounds for report in reports]
-                taus[k, choice] = sum(r.tau * n for r, n in zip(reports, rounds, strict=True)) / sum(rounds)
+                taus[k] = sum(r.tau * n for r, n in zip(reports, rounds, strict=True)) / sum(rounds)
             losses[regime] = {
-                "full": taus[None, ""],
-                "candidates": {
-                    str(k): {f"{choice}tau": taus[k, choice] for choice in choices}
-                    | {f"{choice}loss": 1 - taus[k, choice] / taus[None, ""] for choice in choices}
-                    | {"looked_up": looked_up[k]}
-                    for k in candidates
-                },
+                "full": taus[None],
+                "candidates": {str(k): {"tau": taus[k], "loss": 1 - taus[k] / taus[None]} for k in candidates},
             }
     finally:
         draft.config.draft_top_k = before
-        del draft.rough_logits
     return losses
-
-
-def share_looked_up(draft: DSparkDraftModel) -> float:
-    """Return how many of the tokens drafted so far were new, and had their successors computed."""
-    successors = draft._successors()
-    drafted = draft.last_stats.rounds * draft.config.block_size
-    return 0.0 if successors is None else successors.num_known / drafted
 
 
 def top_k(options: argparse.Namespace) -> dict[str, Any]:
     """What candidates save at a large vocabulary."""
     target, draft = random_pair(GEOMETRY, getattr(torch, options.dtype))
     target.to(options.device), draft.to(options.device)
-    with using_copies(packed_weights_of(target, draft)):  # as in decoding
+    with fast_linears(target, draft):  # as in decoding
         costs = drafting_costs(draft.bind(target), options.candidates, repetitions=options.repetitions)
     return {"geometry": GEOMETRY, "dtype": options.dtype, "vocab_size": draft.config.vocab_size, "drafting": costs}
 
@@ -290,7 +264,7 @@ def compiled(options: argparse.Namespace) -> dict[str, Any]:
     target.to(options.device), draft.to(options.device)
     draft.config.draft_top_k = options.draft_top_k
     know_any_successors(draft.bind(target), options.draft_top_k)
-    with using_copies(packed_weights_of(target, draft)):
+    with fast_linears(target, draft):
         costs = compiled_costs(draft, options.modes, repetitions=options.repetitions)
     return {"geometry": GEOMETRY, "dtype": options.dtype, "draft_top_k": options.draft_top_k, "modes": costs}
 
@@ -315,7 +289,7 @@ class StopsAt(StoppingCriteria):
 def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Tensor, num_rounds: int) -> list:
     """Return the times of the rounds that verified a whole block, but the first, which also reads the prompt."""
     draft.policy = FullBlock()
-    room = max(draft.config.block_size + 1, PACKING_PAYS_FROM)  # whole blocks, and packed weights with all sizes
+    room = draft.config.block_size + 1  # whole blocks
     target.generate(
         ids, assistant_model=draft, max_new_tokens=2 + num_rounds + room, do_sample=False, pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([StopsAt(ids.shape[1] + 2 + num_rounds)]),

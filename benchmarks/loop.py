@@ -32,10 +32,9 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_dspark import FullBlock, RoundStatistics
-from hf_dspark.cpu.copies import packed_weights_of
-from hf_dspark.cpu.few_rows import using_copies
+from hf_dspark.cpu import fast_linears
 from hf_dspark.decoding.hook import default_policy
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM, DecodingLoop
+from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.step_costs import _passes_by_columns, _passes_by_slots
 from hf_dspark.maths.sampling import VerifiedBlock, greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
@@ -95,7 +94,7 @@ class Forwards:
             self._draft(4)
             self.cache.lengths[0] = self.prompt.shape[1]
 
-        with using_copies(packed_weights_of(self.target, self.draft)):
+        with fast_linears(self.target, self.draft):
             with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
                 self._time("verify", lambda: by_slots(block), repetitions)
             self._time("draft", draft_one, repetitions)
@@ -188,7 +187,7 @@ def replay(options: argparse.Namespace) -> dict:
     for name, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
         forwards, taus = Forwards(target, draft, options.context + 16), []
-        decode(target, draft, ids, "own", 0, max_new_tokens=PACKING_PAYS_FROM, pad_token_id=0, **sampling)
+        decode(target, draft, ids, "own", 0, max_new_tokens=16, pad_token_id=0, **sampling)
         for index in tqdm(range(options.repetitions), desc=name):
             DecodingLoop._verify = replayed(representative(accepted, num_rounds, index))
             for loop in runs:

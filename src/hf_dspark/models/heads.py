@@ -104,9 +104,9 @@ class Successors:
         if self._is_complete:
             self._fill()
 
-    def serves(self, head: VanillaMarkovHead, count: int) -> bool:
-        """Tell whether this is the table of so many successors by the weights of a head as they are now."""
-        return self._table.shape[1] == count and self._weights == _versions(head)
+    def is_current(self) -> bool:
+        """Tell whether the head's weights are what they were."""
+        return self._weights == _versions(self._head)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the successors `[B, count]` of tokens `[B]`, as ids of the draft's logits."""

@@ -307,7 +307,7 @@ class DSparkDraftModel(DraftModel):
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
-        self._successor_table: Successors | None = None
+        self._successor_tables: dict[int, Successors] = {}
         self.post_init()
 
     @torch.no_grad()
@@ -353,9 +353,10 @@ class DSparkDraftModel(DraftModel):
         count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1)  # a single one is the best one
         if self.markov_head is None or count == 0:
             return None
-        if self._successor_table is None or not self._successor_table.serves(self.markov_head, count):
-            self._successor_table = Successors(self.markov_head, self.config.hidden_size, count)
-        return self._successor_table
+        table = self._successor_tables.get(count)
+        if table is None or not table.is_current():
+            table = self._successor_tables[count] = Successors(self.markov_head, self.config.hidden_size, count)
+        return table
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""
