@@ -1,12 +1,10 @@
-"""Lets the 8-bit layers of bitsandbytes answer each token of a verification pass as they would answer it alone.
+"""Lets the 8-bit layers of bitsandbytes treat each token of a verification pass as if it were alone.
 
-LLM.int8 keeps columns of large activations in full precision, and looks for them in all tokens of a pass together:
-what it says about a token depends on the tokens beside it, far beyond rounding, and plain decoding shows it one token
-at a time. Knows nothing of drafts, caches or models.
+LLM.int8 keeps columns of large activations in full precision, and looks for them in all tokens of a pass together. So
+a token's result depends on the tokens beside it, far beyond rounding, while plain decoding passes one token at a time.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +17,7 @@ _counts: ContextVar[tuple[int, ...] | None] = ContextVar("hf_dspark_int8_counts"
 
 
 def has_outliers(target: nn.Module) -> bool:
-    """Tell whether a model has layers whose answers depend on the tokens beside: LLM.int8 with a threshold."""
+    """Tell whether a model has layers that mix the tokens of a pass: LLM.int8 with a threshold."""
     return any(
         type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0.0
         for module in target.modules()
@@ -42,20 +40,11 @@ def outliers_of_each(counts: Sequence[int]) -> Iterator[None]:
         _counts.reset(token)
 
 
-def _bitsandbytes() -> Any:
-    """Return the package, which whoever gets here has.
-
-    Without an import statement: transformers refuses a draft's remote code, of which this file is a part, wherever a
-    package that it imports is missing.
-    """
-    return importlib.import_module("bitsandbytes")
-
-
 def _wrap_matmul() -> None:
-    """Wrap the product that 8-bit layers call; it stays what it was outside of [`outliers_of_each`]."""
-    bitsandbytes = _bitsandbytes()
-    # Once for each copy of this module: drafts may bring their own code.
-    if __name__ not in getattr(bitsandbytes.matmul, "_hf_dspark_wrapped", ()):
+    """Wrap the product that 8-bit layers call, once; it stays what it was outside of [`outliers_of_each`]."""
+    import bitsandbytes
+
+    if not hasattr(bitsandbytes.matmul, "_hf_dspark_wrapped"):
         bitsandbytes.matmul = _grouped(bitsandbytes.matmul)
 
 
@@ -68,12 +57,12 @@ def _grouped(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         product = _product(A.reshape(-1, A.shape[-1]), state, kwargs.get("bias"), groups)
         return product.reshape(*A.shape[:-1], -1)
 
-    matmul._hf_dspark_wrapped = (*getattr(original, "_hf_dspark_wrapped", ()), __name__)
+    matmul._hf_dspark_wrapped = True
     return matmul
 
 
 def _groups(num_tokens: int) -> Sequence[int] | None:
-    """Return the tokens of each group of a pass; `None` for one group, which the layers take it for themselves."""
+    """Return the tokens of each group of a pass; `None` for a single group, which needs no help."""
     counts = _counts.get()
     if counts is None or num_tokens <= 1:
         return None
@@ -82,8 +71,9 @@ def _groups(num_tokens: int) -> Sequence[int] | None:
 
 
 def _product(activations: torch.Tensor, state: Any, bias: torch.Tensor | None, groups: Sequence[int]) -> torch.Tensor:
-    """Return what the layer says to `[T, in]`, `[T, out]`, with the outlier columns of each group of tokens."""
-    functional = _bitsandbytes().functional
+    """Return the layer's output `[T, out]` for `[T, in]`, with the outlier columns of each group of tokens."""
+    from bitsandbytes import functional
+
     ops = torch.ops.bitsandbytes
     half = activations.to(torch.float16)
     outliers = half.abs() >= state.threshold
