@@ -149,22 +149,12 @@ class Chunk:
 
     def _visible(self, window: SlidingWindow | None) -> torch.Tensor:
         layout, device = self.layout, self.layout.anchor_positions.device
-        anchors = layout.anchor_positions[:, self.blocks, None, None]
-        tokens = torch.arange(self.context.start, self.context.stop, device=device)
-        slots = torch.arange(layout.num_slots, device=device)[:, None]
-        context = (tokens < anchors) & (tokens >= layout.starts[:, self.blocks, None, None])
-        context = context & layout.anchor_mask[:, self.blocks, None, None]
-        context = context.expand(-1, -1, layout.num_slots, -1)
-        if window is not None:
-            context = context & window.sees_context(slots, anchors - tokens)
-        batch, count = context.shape[:2]
-        # A dummy sees itself as well: rows that see nothing would be NaN.
-        own = torch.eye(count, dtype=torch.bool, device=device)[:, None, :, None]
-        own = own.expand(-1, layout.num_slots, -1, layout.num_slots).clone()
-        if window is not None:
-            own &= window.sees_slot(slots, slots.T)[None, :, None, :]
-        own = own.reshape(1, count, layout.num_slots, -1).expand(batch, -1, -1, -1)
-        return torch.cat([context, own], dim=-1).flatten(1, 2)[:, None]
+        batch, length = layout.position_ids.shape
+        stop = min(self.rows.stop, layout.anchor_positions.shape[1] * layout.num_slots)
+        rows = torch.arange(self.rows.start, stop, device=device)
+        keys = torch.cat([torch.arange(self.context.start, self.context.stop, device=device), length + rows])
+        batches = torch.arange(batch, device=device)[:, None, None]
+        return visible_to_blocks(layout, window)(batches, 0, rows[:, None], keys)[:, None]
 
 
 def attend_blocks(
@@ -211,11 +201,9 @@ def attend_blocks(
 
 
 def visible_to_blocks(layout: BlockLayout, window: SlidingWindow | None) -> Callable[..., torch.Tensor]:
-    """Return the same rule as a function of indices, as flex attention wants it: `(b, h, query row, key row) -> bool`.
+    """Return the rule by which block rows see keys, as flex attention wants it: `(b, h, query row, key row) -> bool`.
 
-    Args:
-        layout ([`BlockLayout`]): Where the blocks stand.
-        window ([`SlidingWindow`], *optional*): Of a sliding layer.
+    A dummy sees its own block as well: rows that see nothing would be NaN.
     """
     anchors, starts, real = layout.anchor_positions, layout.starts, layout.anchor_mask
     length, size = layout.position_ids.shape[1], layout.num_slots
@@ -241,11 +229,7 @@ def flex_attend_blocks(
     window: SlidingWindow | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Do the same in one call of flex attention, which leaves out tiles that are hidden; CUDA only when training.
-
-    Args:
-        query, key, value, layout, window, scaling: As in [`attend_blocks`].
-    """
+    """As [`attend_blocks`], in one call of flex attention, which skips hidden tiles; CUDA only when training."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     on_gpu = query.device.type == "cuda"

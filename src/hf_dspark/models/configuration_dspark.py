@@ -90,24 +90,21 @@ class DSparkConfig(DraftConfig):
 
     def _check_values(self) -> None:
         super()._check_values()
+        layers, window = self.num_hidden_layers, self.sliding_window
+        each_layer = f"name one of {LAYER_TYPES} for each of the {layers} layers"
+        whole_block = f"be at least the {self.num_slots} slots of a block when a layer is sliding"
+        no_markov = "be False when markov_rank is 0: there is no Markov embedding to read"
         self._require(
-            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-            "layer_types", f"name one of {LAYER_TYPES} for each of the {self.num_hidden_layers} layers",
-        )  # fmt: skip
+            len(self.layer_types) == layers and set(self.layer_types) <= set(LAYER_TYPES), "layer_types", each_layer
+        )
         if "sliding_attention" in self.layer_types:
-            self._require(
-                self.sliding_window is not None
-                and (self.sliding_window >= self.num_slots or self.sliding_from_anchor and self.sliding_window >= 1),
-                "sliding_window", f"be at least the {self.num_slots} slots of a block when a layer is sliding",
-            )  # fmt: skip
+            least = 1 if self.sliding_from_anchor else self.num_slots
+            self._require(window is not None and window >= least, "sliding_window", whole_block)
         self._require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
         self._require(self.markov_rank >= 0, "markov_rank", "be 0 (no Markov head) or positive")
         self._require(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}")
         if self.markov_rank == 0 and self.enable_confidence_head:
-            self._require(
-                not self.confidence_head_with_markov,
-                "confidence_head_with_markov", "be False when markov_rank is 0: there is no Markov embedding to read",
-            )  # fmt: skip
+            self._require(not self.confidence_head_with_markov, "confidence_head_with_markov", no_markov)
         if self.sts_temperatures is not None:
             self._require(self.enable_confidence_head, "sts_temperatures", "be None without a confidence head")
             self._require("default" in self.sts_temperatures, "sts_temperatures", "have a 'default' entry")
@@ -116,15 +113,11 @@ class DSparkConfig(DraftConfig):
                     check_temperatures(temperatures, self.block_size)
                 except ValueError as error:
                     raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
-        if self.draft_vocab_size is not None:
-            self._require(
-                1 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
-            )
+        pruned = self.draft_vocab_size
+        if pruned is not None:
+            self._require(1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]")
             if self.draft_top_k is not None:
-                self._require(
-                    self.draft_top_k <= self.draft_vocab_size,
-                    "draft_top_k", f"be at most draft_vocab_size={self.draft_vocab_size}",
-                )  # fmt: skip
+                self._require(self.draft_top_k <= pruned, "draft_top_k", f"be at most draft_vocab_size={pruned}")
 
     @property
     def num_slots(self) -> int:

@@ -31,7 +31,7 @@ class DraftPass:
     """One cached pass of the draft: context tokens that are not in the cache yet, then a block, of each request.
 
     Args:
-        cache ([`SlotCache`]): The requests' context. Blocks are written behind it and never counted.
+        cache ([`SlotCache`]): The requests' context. Blocks are written after it and never counted.
         num_features (`Sequence[int]`): New context tokens of each request.
         num_slots (`int`): Rows of a block.
         device (`torch.device`): The draft's.
@@ -367,11 +367,6 @@ class DSparkDraftModel(DraftModel):
     def block_layout(
         self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> BlockLayout:
-        """Return where this draft's training blocks stand.
-
-        Args:
-            anchor_positions, anchor_mask, position_ids: As in [`BlockLayout`].
-        """
         config = self.config
         return BlockLayout(anchor_positions, anchor_mask, position_ids, config.block_size, config.sample_from_anchor)
 
@@ -502,10 +497,7 @@ class DSparkDraftModel(DraftModel):
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Run the parallel stage for N anchored blocks per row: only their anchors are read, the rest is masked.
-
-        Args:
-            input_ids, features, layout, labels: As in [`DraftModel.block_hidden`].
+        """As in [`DraftModel.block_hidden`], by one parallel pass that reads the anchors and masks the rest.
 
         DSpark Eq. 3, Section 3.3.
         """

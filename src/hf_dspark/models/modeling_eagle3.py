@@ -1,8 +1,7 @@
 """The Eagle3 draft model, the autoregressive baseline: one light pass per draft token, fed with its own last output.
 
-Slot i reads what is known of position i and the token behind it, and predicts the token after that. In context slots
-what is known are the target's features; in a block it is the draft's own output of the slot before. Knows nothing of
-`generate()`, policies or losses.
+Slot i reads what is known of position i, and token i+1, and predicts token i+2. In context slots, what is known are
+the target's features; in a block, it is the draft's own output of the slot before.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,7 +119,7 @@ class Eagle3Layer(GradientCheckpointingLayer):
 
         Args:
             hidden, embeds (`torch.Tensor` of shape `[B, T, d]`): What is known of each position, and the embedded
-                token behind it.
+                next token.
             rotary (`tuple`): Cosines and sines of the slots' positions.
             attend (`Callable`): Attends from queries to whatever they see.
             rows (`torch.LongTensor` of shape `[B, Q]`, *optional*): The slots whose output is needed.
@@ -141,11 +140,11 @@ def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 class Eagle3DraftModel(DraftModel):
-    """An Eagle3 draft: γ passes of one layer, each behind the token drawn from the last one.
+    """An Eagle3 draft: γ passes of one layer, each after the token drawn from the last one.
 
-    Train it with soft cross-entropy, as the reference does. There, a slot goes by the masks of the two tokens before
-    its label, which leaves out the first two tokens of each supervised stretch and takes in the one behind it; here it
-    goes by the mask of its label.
+    Train it with soft cross-entropy, as the reference does. There, a slot is masked by the two tokens before its
+    label, which leaves out the first two tokens of each supervised stretch and takes in the one after it; here it is
+    masked by its label.
     """
 
     config_class = Eagle3Config
@@ -177,17 +176,6 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> DraftBlock:
-        """Draft one block per request: a pass over the new context, then γ-1 passes of one token each.
-
-        Args:
-            anchor_ids, features, cache, sampler, num_features, committed_ids: As in [`DraftModel.draft_block`].
-
-        Returns:
-            [`DraftBlock`]
-
-        Raises:
-            ValueError: If `committed_ids` are missing.
-        """
         hidden, ends = self._read_context(anchor_ids, features, cache, num_features, committed_ids)
         tokens = anchor_ids.new_empty(len(anchor_ids), self.config.block_size, device=self.device)
         laws = []
@@ -214,17 +202,6 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read the new context, and return the output of each request's last slot, which predicts x_1.
-
-        Args:
-            anchor_ids, features, cache, num_features, committed_ids: As in [`~Eagle3DraftModel.draft_block`].
-
-        Returns:
-            `torch.Tensor` of shape `[B, d]`: Before the final norm.
-
-        Raises:
-            ValueError: If `committed_ids` are missing.
-        """
         return self._read_context(anchor_ids, features, cache, num_features, committed_ids)[0]
 
     def _read_context(
@@ -235,11 +212,11 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None,
         committed_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, list[int]]:
-        """Return the output of each request's last slot, `[B, d]`, and the slots behind them."""
+        """Return the output of each request's last slot before the final norm, `[B, d]`, and the slots after them."""
         if committed_ids is None:
             raise ValueError(
-                "an Eagle3 draft reads each context token together with the one behind it: pass committed_ids, the "
-                "committed token behind each token of features"
+                "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
+                "committed token after each token of features"
             )
         if num_features is None:
             num_features = (features.shape[1],) * len(anchor_ids)
@@ -261,7 +238,7 @@ class Eagle3DraftModel(DraftModel):
     def _read_slots(
         self, hidden: torch.Tensor, token_ids: torch.Tensor, cache: SlotCache, layout: SlotLayout
     ) -> torch.Tensor:
-        """Run packed slots `[1, T, d]` and the tokens behind them `[T]`; return each request's last one, `[B, d]`."""
+        """Run packed slots `[1, T, d]` with their next tokens `[T]`; return each request's last one, `[B, d]`."""
         embeds = self.embed(token_ids)[None]
         rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
         ends = [first + count for first, count in zip(layout.first_tokens, layout.counts, strict=True)]
@@ -278,17 +255,11 @@ class Eagle3DraftModel(DraftModel):
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the normed outputs of γ steps at the slot before each anchor, along the labels.
+        """As in [`DraftModel.block_hidden`], from γ steps at the slot before each anchor.
 
-        The first step runs over all positions; each later one runs at those slots alone, and sees the first step's
-        keys up to there and its own slot's keys of the steps between.
-
-        Args:
-            input_ids, features, layout, labels: As in [`DraftModel.block_hidden`].
-
-        Returns:
-            `torch.Tensor` of shape `[B, N, γ, d]`: Finite, but void, for dummies and for anchors that no token of
-            their document precedes.
+        The first step runs over all positions. Each later one runs at those slots only, and sees the first step's keys
+        up to there and its own slot's keys of the steps between. Dummies, and anchors that begin their document, get
+        values that are finite but mean nothing.
         """
         served = layout.anchor_mask & (layout.anchor_positions > layout.starts)
         slots = (layout.anchor_positions - 1).clamp_min(0)
