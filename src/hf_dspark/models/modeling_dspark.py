@@ -76,16 +76,6 @@ class DraftPass:
         """Return the first slot that some block row sees."""
         return 0 if window is None else window.first_seen(min(self.blocks.starts))
 
-    @functools.cached_property
-    def _masks(self) -> dict[SlidingWindow | None, torch.Tensor | None]:
-        return {}
-
-    def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the same folded as [`grouped_attention`] wants it."""
-        if window not in self._masks:
-            self._masks[window] = fold_mask(self.visible(window), group, dtype)
-        return self._masks[window]
-
     def visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
         """Return which slots from `keys_from(window)` on each block row sees, `[R, 1, slots, keys]`; `None`: all."""
         keys = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
@@ -96,6 +86,16 @@ class DraftPass:
             near = torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
             visible = near if visible is None else near & visible
         return None if visible is None else visible.expand(-1, -1, self.num_slots, -1)
+
+    @functools.cached_property
+    def _masks(self) -> dict[SlidingWindow | None, torch.Tensor | None]:
+        return {}
+
+    def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what is visible, folded as [`grouped_attention`] wants it: made once for all layers."""
+        if window not in self._masks:
+            self._masks[window] = fold_mask(self.visible(window), group, dtype)
+        return self._masks[window]
 
 
 class DSparkRMSNorm(nn.Module):
