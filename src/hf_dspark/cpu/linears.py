@@ -42,35 +42,41 @@ class fast_linears:
 
     def __init__(self, *models: nn.Module, packed: bool = False) -> None:
         modules = dict.fromkeys(module for model in models for module in model.modules())
-        self._linears = [
-            module
+        # Each layer's attributes, and the forward that takes the place of its own. Made once: rounds enter often.
+        self._routes = [
+            (vars(module), types.MethodType(_forward, module))
             for module in modules
             if type(module) is nn.Linear and may_gain(getattr(module, "weight", None), packed)
         ]
         self._packed = packed
-        self._entries: list[list[tuple[nn.Linear, types.MethodType]]] = []
+        self._entries: list[list[tuple[dict[str, Any], types.MethodType]]] = []
 
     def __enter__(self) -> None:
-        linears = [linear for linear in self._linears if "forward" not in vars(linear)]
-        weights = {linear.weight: None for linear in linears if self._packed and packable(linear.weight)}
-        copies = {weight: PackedCopy(weight) for weight in weights}
-        routed = []
-        for linear in linears:
-            copy = copies.get(linear.weight)
-            forward = _forward if copy is None else partial(_forward, copy=copy)
-            routed.append((linear, types.MethodType(forward, linear)))
-        self._entries.append(routed)
+        routes = [route for route in self._routes if "forward" not in route[0]]
+        self._entries.append(_by_copies(routes) if self._packed else routes)
         try:
-            for linear, forward in routed:
-                vars(linear)["forward"] = forward
-        except BaseException:  # an interrupt: then nobody calls __exit__
+            for attributes, forward in self._entries[-1]:
+                attributes["forward"] = forward
+        except BaseException:  # an interrupt: then __exit__ is not called
             self.__exit__()
             raise
 
     def __exit__(self, *exception: Any) -> None:
-        for linear, forward in self._entries.pop():
-            if vars(linear).get("forward") is forward:
-                del vars(linear)["forward"]
+        for attributes, forward in self._entries.pop():
+            if attributes.get("forward") is forward:
+                del attributes["forward"]
+
+
+def _by_copies(
+    routes: list[tuple[dict[str, Any], types.MethodType]],
+) -> list[tuple[dict[str, Any], types.MethodType]]:
+    """Pack the weights that gain by it, each once, and return routes that multiply by the copies."""
+    weights = {forward.__self__.weight for _, forward in routes}
+    copies = {weight: PackedCopy(weight) for weight in weights if packable(weight)}
+    return [
+        (attributes, types.MethodType(partial(_forward, copy=copies.get(forward.__self__.weight)), forward.__self__))
+        for attributes, forward in routes
+    ]
 
 
 # A function of the module: compiled graphs take its bound methods for the same one in every round.
