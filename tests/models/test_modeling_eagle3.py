@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForCausalLM,
     Gemma2Config,
     LogitsProcessorList,
     PreTrainedModel,
@@ -508,7 +507,7 @@ def test_checkpoint_survives_saving_and_loading(draft, target, tmp_path):
     draft.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert not [name for name in saved if "embed_tokens" in name or "lm_head" in name]
-    for auto in (Eagle3DraftModel, AutoModel, AutoModelForCausalLM):
+    for auto in (Eagle3DraftModel, AutoModel):
         loaded = auto.from_pretrained(tmp_path)
         assert type(loaded) is Eagle3DraftModel
         assert loaded.config.to_diff_dict() == draft.config.to_diff_dict()

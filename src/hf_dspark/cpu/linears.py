@@ -24,9 +24,10 @@ class fast_linears:
         model.generate(**inputs, assistant_model=draft)
     ```
 
-    Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose `forward`
-    was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of the outer one as
-    they are, so an outer `packed=True` stays in force.
+    Nothing changes, and nothing is copied, on kinds of CPU that were not measured (`hf_dspark/cpu/few_rows.py` lists
+    them). Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose
+    `forward` was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of the
+    outer one as they are, so an outer `packed=True` stays in force.
 
     Packed copies belong to the weights as they were on entry. Whoever changes weights enters again: a copy is not used
     when PyTorch knows that its weight has changed, but merging adapters by `weight.data += ...` leaves no trace.
