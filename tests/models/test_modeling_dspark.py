@@ -277,7 +277,7 @@ def test_borrowed_ends_compute_what_the_target_computes(family):
 
 
 def naive_backbone(draft, block_ids, features, position, window_of):
-    """One block behind all context rows, with explicit loops over layers, heads and rows."""
+    """One block after all context rows, with explicit loops over layers, heads and rows."""
     config = draft.config
     size, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
 
@@ -409,7 +409,7 @@ def test_training_pass_keeps_blocks_and_the_future_apart(draft):
     layout, labels = layout_of(anchors, anchors > 0, 20, 4), torch.randint(0, 47, (1, 2, 4))
     before = draft.block_hidden(input_ids, features, layout, labels)
     changed = features.clone()
-    changed[:, 4:] += 1.0  # the anchor's own features and all behind it
+    changed[:, 4:] += 1.0  # the anchor's own features and all after it
     after = draft.block_hidden(input_ids, changed, layout, labels)
     close(after[:, 0], before[:, 0], atol=1e-6)
     assert (after[:, 1] - before[:, 1]).abs().max() > 1e-2

@@ -121,8 +121,8 @@ def all_anchors(train):
     ids = train["input_ids"]
     anchors = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
     layout = layout_of(anchors, torch.ones_like(anchors).bool(), ids.shape[1], 4)
-    behind = torch.cat([ids, torch.zeros_like(ids)], dim=1)
-    labels = torch.stack([behind[:, 2 + k : 2 + k + anchors.shape[1]] for k in range(4)], dim=-1)
+    following = torch.cat([ids, torch.zeros_like(ids)], dim=1)
+    labels = torch.stack([following[:, 2 + k : 2 + k + anchors.shape[1]] for k in range(4)], dim=-1)
     return ids, layout, labels
 
 
@@ -145,7 +145,7 @@ def test_losses_match_deepspec_with_its_masks_which_are_not_those_of_the_labels(
     count = layout.anchor_positions.shape[1]
 
     def masked(shift):
-        """The mask at `shift` tokens behind slot + step, `[B, N, γ]`."""
+        """The mask at `shift` tokens after slot + step, `[B, N, γ]`."""
         return torch.stack([padded[:, k + shift : k + shift + count] for k in range(4)], dim=-1)
 
     following = torch.cat([last_hidden, torch.zeros_like(last_hidden)], dim=1)
@@ -195,8 +195,8 @@ def packed_documents(draft, lengths=((6, 5, 9), (13, 7)), seed=0):
 def blocks_of(ids, positions, anchors, real=None):
     anchors = torch.tensor(anchors)
     layout = BlockLayout(anchors, torch.ones_like(anchors).bool() if real is None else real, positions, 4)
-    behind = torch.cat([ids, ids], dim=1)
-    labels = torch.stack([behind.gather(1, anchors + k) for k in range(1, 5)], dim=-1)
+    following = torch.cat([ids, ids], dim=1)
+    labels = torch.stack([following.gather(1, anchors + k) for k in range(1, 5)], dim=-1)
     return layout, labels
 
 
@@ -397,7 +397,7 @@ def test_generate_many_yields_the_plain_answers(target, draft, watch):
     watch.check(target, draft)
 
 
-def test_a_round_that_fails_behind_the_draft_leaves_the_others_right(target, draft, watch, monkeypatch):
+def test_a_round_that_fails_after_the_draft_leaves_the_others_right(target, draft, watch, monkeypatch):
     """Then the draft has read the features, and there are no new ones."""
     watch.answers = plain_answers(target, PROMPTS)
     calls, honest = [], DSparkCandidateGenerator._planned_lengths
@@ -457,7 +457,7 @@ def test_rounds_without_drafts_lose_no_context(monkeypatch, target, draft, watch
 
 @pytest.mark.parametrize("turn", ["longer", "only_new", "edited", "shorter"])
 def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, turn):
-    """Of the last token that stays, the draft had read the one behind, which an edit takes away."""
+    """Of the last token that stays, the draft had read the next one, which an edit takes away."""
     watch.answers = plain_answers(target, PROMPTS[:1])
     first = target.generate(
         **padded(PROMPTS[:1]), assistant_model=draft, return_dict_in_generate=True, **GREEDY

@@ -312,14 +312,13 @@ class DSparkDraftModel(DraftModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if self.markov_head is not None and module is self.markov_head.markov_w2:
-            nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
-            return
         super()._init_weights(module)
         if isinstance(module, DSparkRMSNorm) and module.weight is not None:
             nn.init.ones_(module.weight)
         elif isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
+        elif self.markov_head is not None and module is self.markov_head.markov_w2:
+            nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
     @functools.cached_property
     def _pruned_ids(self) -> dict[tuple[torch.device, int], torch.Tensor]:
