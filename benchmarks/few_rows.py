@@ -1,13 +1,11 @@
-"""What a product of few rows costs on this CPU: by PyTorch, by oneDNN, and in the ways that hf_dspark has besides.
+"""What a product of few rows costs on this CPU: by PyTorch, and in each way that `fast_linears` knows.
 
 python benchmarks/few_rows.py --output benchmarks/results/few_rows.json
 
 PyTorch multiplies float32 by MKL, and bfloat16 by oneDNN with weights as they are. Interleaved; shapes that the
-shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. hf_dspark asks oneDNN for `few_rows.MAX_ROWS` rows at most,
-and by kind of CPU from the sizes on that `few_rows.GAINS` say, with the factors exchanged from those of
-`few_rows.TRANSPOSED_GAINS`, and with packed weights from those of `few_rows.PACKED_GAINS`; `few_rows.INT8_GAINS` is
-for the rough products that name candidates. What copies take to be made, and seeing whether a matrix has changed
-since, is measured as well. Three to eight minutes.
+shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. The tables in `hf_dspark/cpu/few_rows.py` (`ONEDNN_GAINS`,
+`TRANSPOSED_GAINS`, `PACKED_GAINS`) say from which sizes on each way is taken, by kind of CPU, and come from here. How
+long packing takes is measured as well. Three to six minutes.
 """
 
 import argparse
@@ -24,9 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.cpu.copies import packed_weight, row_sums
-from hf_dspark.cpu.few_rows import MAX_ROWS, onednn_linear, transposed_linear
-from hf_dspark.cpu.int8_copy import Int8Copy
+from hf_dspark.cpu.few_rows import MAX_ROWS, onednn_linear, packed_weight, transposed_linear
 from hf_dspark.provenance import provenance
 
 SHAPES = [
@@ -35,10 +31,8 @@ SHAPES = [
 ]  # fmt: skip
 NUM_ROWS = [1, 2, 3, 4, 8, 16, 32, MAX_ROWS, 2 * MAX_ROWS]
 DTYPES = [torch.float32, torch.bfloat16]
-WAYS = ["torch", "onednn", "transposed", "packed", "int8"]
-RATIOS = {
-    "onednn": "ratio", "transposed": "transposed_ratio", "packed": "packed_ratio", "int8": "int8_ratio",
-}  # fmt: skip
+WAYS = ["torch", "onednn", "transposed", "packed"]
+RATIOS = {"onednn": "ratio", "transposed": "transposed_ratio", "packed": "packed_ratio"}
 CACHE_BYTES = 2**29  # more than any holds
 WARM_UP, IN_A_ROW = 1, 3
 
@@ -50,7 +44,6 @@ class Matrices:
         count = max(1, CACHE_BYTES // (dtype.itemsize * shape[0] * shape[1]))
         self.plain = [torch.randn(shape).to(dtype) for _ in range(count)]
         self.packed = [packed_weight(weight) for weight in self.plain]
-        self.int8 = [Int8Copy(weight) for weight in self.plain]
         self._turns = itertools.cycle(range(count))
 
     def product(self, way: str, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -58,16 +51,13 @@ class Matrices:
         turn = next(self._turns)
         if way == "torch":
             return partial(F.linear, rows, self.plain[turn])
-        if way == "int8":
-            return partial(self.int8[turn].rough_product, rows)
         if way == "transposed":
             return partial(transposed_linear, rows, self.plain[turn])
         return partial(onednn_linear, rows, (self.packed if way == "packed" else self.plain)[turn])
 
-    def work(self, name: str) -> Callable[[], torch.Tensor]:
-        """Return what packs the next matrix, or sees whether it has changed."""
-        ways = {"pack": packed_weight, "to_int8": Int8Copy, "look": row_sums}
-        return partial(ways[name], self.plain[next(self._turns)])
+    def packing(self) -> Callable[[], torch.Tensor]:
+        """Return what packs the next matrix."""
+        return partial(packed_weight, self.plain[next(self._turns)])
 
 
 @torch.no_grad()
@@ -93,10 +83,9 @@ def medians(measured: dict[str, Callable[[], Callable[[], Any]]], repetitions: i
 
 
 def measure(matrices: Matrices, rows: torch.Tensor, repetitions: int) -> dict[str, float]:
-    """Return what the product takes in each way, oneDNN's as parts of PyTorch's, and the rough one's of the packed."""
+    """Return what the product takes in each way, and as parts of what PyTorch takes."""
     times = medians({way: partial(matrices.product, way, rows) for way in WAYS}, repetitions)
-    compared = {way: "packed" if way == "int8" else "torch" for way in RATIOS}
-    return times | {key: times[f"{way}_ms"] / times[f"{compared[way]}_ms"] for way, key in RATIOS.items()}
+    return times | {key: times[f"{way}_ms"] / times["torch_ms"] for way, key in RATIOS.items()}
 
 
 def main() -> None:
@@ -114,11 +103,11 @@ def main() -> None:
         for num_rows in NUM_ROWS:
             times = measure(matrices, torch.randn(num_rows, inputs).to(dtype), options.repetitions)
             cells.append(of | {"rows": num_rows} | times)
-        packing.append(of | medians({name: partial(matrices.work, name) for name in ("pack", "to_int8", "look")}, 1))
+        packing.append(of | medians({"pack": matrices.packing}, 1))
     if options.output:
         result = {"provenance": origin, "cells": cells, "packing": packing}
         Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
-    print("milliseconds, and parts of torch's; of int8, parts of packed's")
+    print("milliseconds, and parts of torch's")
     print(f"dtype    outputs x inputs  rows {''.join(f'{way:>11}' for way in WAYS)}   ", *RATIOS, sep="  ")
     for cell in cells:
         name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6} {cell['rows']:>5}"
@@ -127,8 +116,7 @@ def main() -> None:
         print(f"{name} {milliseconds}    {ratios}")
     for cell in packing:
         name = f"{cell['dtype']:<8} {cell['outputs']:>7} x {cell['inputs']:<6}"
-        work = f"packed in {cell['pack_ms']:.2f} ms, rounded to int8 in {cell['to_int8_ms']:.2f} ms"
-        print(f"{name} {work}, looked at in {cell['look_ms']:.2f} ms")
+        print(f"{name} packed in {cell['pack_ms']:.2f} ms")
 
 
 if __name__ == "__main__":

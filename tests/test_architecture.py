@@ -21,7 +21,7 @@ FLOORS = {
     "cpu": set(),
     "formats": {""},
     "data": {""},
-    "models": {"", "maths", "formats", "cpu", "data"},
+    "models": {"", "maths", "formats", "data"},
     "targets": {"", "maths", "cpu", "models"},
     "training": {"", "maths", "formats", "data", "models", "targets"},
     "decoding": {"", "maths", "cpu", "data", "models", "targets"},

@@ -243,7 +243,8 @@ def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
 
 def naming_the_worst(draft, monkeypatch):
     """Let the worst of guesses name the candidates: the law that they are drawn from must be known all the same."""
-    monkeypatch.setattr(draft, "rough_logits", lambda hidden: -draft.base_logits(hidden))
+    candidates = draft._candidates
+    monkeypatch.setattr(draft, "_candidates", lambda base_logits: candidates(-base_logits))
 
 
 def law_of_drafts(target, draft, path=(0, 0)):

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from transformers import (
     AutoConfig,
     CohereConfig,
@@ -17,7 +16,7 @@ from transformers import (
 )
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.models.configuration_draft import default_target_layer_ids, select_features
+from hf_dspark.models.configuration_draft import default_target_layer_ids
 
 SIZES = {
     "vocab_size": 96,
@@ -138,18 +137,6 @@ def test_default_target_layer_ids_are_valid_for_every_depth(num_target_layers):
         assert len(ids) == 5
 
 
-def test_select_features_takes_the_embedding_for_minus_one_and_outputs_otherwise():
-    hidden_states = tuple(torch.full((1, 2, 3), float(index)) for index in range(5))
-    features = select_features(hidden_states, [-1, 0, 3])
-    assert features.shape == (1, 2, 9)
-    assert features[0, 0].tolist() == [0.0] * 3 + [1.0] * 3 + [4.0] * 3
-
-
-def test_select_features_keeps_the_order_of_the_ids():
-    hidden_states = tuple(torch.full((1, 1, 1), float(index)) for index in range(5))
-    assert select_features(hidden_states, [2, -1]).flatten().tolist() == [3.0, 0.0]
-
-
 # ---- from a target
 
 
@@ -189,32 +176,34 @@ def test_from_target_drops_length_dependent_rope_scaling():
     assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == ("default", 5e5)
 
 
-def test_from_target_reads_scale_and_capping_of_gemma2():
-    config = DSparkConfig.from_target(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=30.0))
-    assert config.embedding_scale == pytest.approx(32**0.5)
-    assert config.final_logit_softcapping == 30.0
-    assert config.hidden_act == "gelu_pytorch_tanh"
-    assert config.layer_types == ["full_attention"] * config.num_hidden_layers
-
-
 def test_from_target_takes_the_full_attention_rope_of_gemma3():
     target = Gemma3TextConfig(**SIZES, head_dim=8)
     assert target.rope_parameters["sliding_attention"]["rope_theta"] == 1e4
     config = DSparkConfig.from_target(target)
     assert config.rope_parameters["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"] == 1e6
     assert "full_attention" not in config.rope_parameters
-    assert config.embedding_scale == pytest.approx(32**0.5)
-    assert config.target_model_type == "gemma3_text"
 
 
-def test_from_target_reads_the_multipliers_of_granite():
-    config = DSparkConfig.from_target(GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0))
-    assert (config.embedding_scale, config.logit_scale) == (12.0, 0.125)
-
-
-def test_from_target_reads_the_logit_scale_of_cohere():
-    config = DSparkConfig.from_target(CohereConfig(**SIZES, logit_scale=0.0625))
-    assert (config.embedding_scale, config.logit_scale) == (1.0, 0.0625)
+@pytest.mark.parametrize(
+    ("target", "facts"),
+    [
+        (
+            Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=30.0),
+            {"embedding_scale": 32**0.5, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"},
+        ),
+        (Gemma3TextConfig(**SIZES, head_dim=8), {"embedding_scale": 32**0.5, "target_model_type": "gemma3_text"}),
+        (
+            GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0),
+            {"embedding_scale": 12.0, "logit_scale": 0.125},
+        ),
+        (CohereConfig(**SIZES, logit_scale=0.0625), {"embedding_scale": 1.0, "logit_scale": 0.0625}),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_from_target_reads_scales_and_capping(target, facts):
+    config = DSparkConfig.from_target(target)
+    assert {name: getattr(config, name) for name in facts} == pytest.approx(facts)
+    assert config.layer_types == ["full_attention"] * config.num_hidden_layers
 
 
 def test_from_target_manages_without_rope_and_head_dim():

@@ -11,8 +11,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_dspark.models.configuration_draft import select_features
 from hf_dspark.targets.feature_capture import FeatureCapture, decoder_layers
+from tests.features import select_features
 
 SIZES = {
     "vocab_size": 48,

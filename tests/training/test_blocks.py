@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from hf_dspark.models.block_attention import BlockLayout
-from hf_dspark.training.blocks import anchor_candidates, count_covered, cut_blocks, label_hidden, sample_anchors
+from hf_dspark.training.blocks import (
+    anchor_candidates,
+    count_covered,
+    cut_blocks,
+    label_hidden,
+    sample_anchors,
+)
 
 GOLDEN = ("draft_vanilla", "gemma4/draft_vanilla")
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from ..cpu.copies import JoinedCopies, packed_weights_of
-from ..cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from ..cpu import fast_linears
 from ..maths.noise import BlockNoise
 from ..maths.sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from ..models.modeling_draft import input_device
@@ -23,12 +22,6 @@ from ..targets.slot_attention import attending_by_slots, packed_pass
 from .drafter import DSparkCandidateGenerator, Proposal
 from .processing import Prefix, Scores
 from .request import Request
-
-# Tokens that a request may still write. Packing the weights, once until they change, takes as long as forty tokens or
-# so gain by it; an int8 copy of a bfloat16 head, for `draft_top_k`, as long as some hundreds gain by that. Seeing
-# whether they have changed takes as long as one or two plain tokens; where that copy is the only one, of the head
-# alone, as on CPUs with AMX, some fifty tokens pay for it.
-PACKING_PAYS_FROM = 16
 
 
 @dataclass
@@ -106,14 +99,12 @@ class DecodingLoop:
         self._device = generator.draft.device
         self._input_device = input_device(target.get_input_embeddings())
         self._has_outliers = has_outliers(target)
-        self._large_linears = large_linears(target)
-        self._packed: JoinedCopies | None = None
+        self._fast_linears = fast_linears(target, generator.draft)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
         """Switch and hook the target for one step: between two, it is the caller's."""
-        few_rows, copies = multiplying_few_rows(self._large_linears), using_copies(self._packed)
-        with torch.no_grad(), attending_by_slots(self._target), few_rows, copies, self.generator:
+        with torch.no_grad(), attending_by_slots(self._target), self._fast_linears, self.generator:
             yield
 
     def run_round(self) -> None:
@@ -302,11 +293,6 @@ class DecodingLoop:
                 `[n, d]`, at least one position.
             chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
         """
-        room = max((request.max_length - request.length for request in requests), default=0)
-        if not self.requests:  # weights that change under requests make their caches worthless, too
-            self._packed = None
-        if self._packed is None and room >= PACKING_PAYS_FROM:
-            self._packed = packed_weights_of(self._target, self.generator.draft)
         with self._at_work():
             self._admit(requests, prompts, chunk_size)
 

@@ -1,7 +1,4 @@
-"""Which kinds of drafts there are, loading one of whatever kind, and telling drafts from other things.
-
-Knows nothing of who loads it, or what for.
-"""
+"""Which kinds of drafts there are, loading one of any kind, and telling drafts from other things."""
 
 import os
 from typing import Any

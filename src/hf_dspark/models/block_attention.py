@@ -1,8 +1,7 @@
-"""Attention of training blocks over the context before their anchors and over themselves.
+"""Attention in training: of block rows to the context before their anchors, and of single rows to ranges of keys.
 
-Who sees what is kept as token indices: of each block its anchor and the first token of its document. Rows may hold
-several documents one behind the other; positions that start again at 0 tell them apart. No mask over the whole
-sequence is ever made. Knows nothing of models or losses.
+Who sees what is kept as token indices, and no mask over the whole sequence is ever made. Rows may hold several
+documents one after the other; positions that start again at 0 tell them apart.
 """
 
 import functools
@@ -12,11 +11,31 @@ from typing import Any
 
 import torch
 
+from .attention import attend_with_extras
 from .slot_cache import grouped_attention
 
-# Block rows attended to at a time. Each sees its own block only: a larger chunk wastes more work on the blocks beside
-# it, a smaller one makes more calls.
+# Rows attended to at a time, which share the stretch of keys that any of them sees. A larger chunk wastes more work on
+# keys that are hidden from most of its rows, a smaller one makes more calls.
 CHUNK_ROWS = 128
+
+
+def key_stretches(starts: torch.Tensor, ends: torch.Tensor, size: int) -> list[tuple[slice, slice]]:
+    """Cut a sequence of rows or blocks into groups of neighbours.
+
+    Args:
+        starts, ends (`torch.LongTensor` of shape `[B, R]`): The first key that each sees, and the one after the last.
+        size (`int`): Members of a group.
+
+    Returns:
+        The members and the keys that any of them sees, of each group.
+    """
+    bounds = torch.stack([starts.amin(dim=0), ends.amax(dim=0)]).tolist()  # one synchronisation on an accelerator
+    groups = []
+    for first in range(0, starts.shape[1], size):
+        members = slice(first, first + size)
+        end = max(bounds[1][members])
+        groups.append((members, slice(min(*bounds[0][members], end), end)))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -92,20 +111,10 @@ class BlockLayout:
     @functools.cached_property
     def chunks(self) -> list["Chunk"]:
         """The blocks in groups of neighbours, each with the stretch of context that any of them sees."""
-        per_chunk = max(1, CHUNK_ROWS // self.num_slots)
-        # One synchronisation on an accelerator, for all layers of a pass.
-        bounds = torch.stack(
-            [
-                torch.where(self.anchor_mask, self.starts, self.position_ids.shape[1]).amin(dim=0),
-                torch.where(self.anchor_mask, self.anchor_positions, 0).amax(dim=0),
-            ]
-        ).tolist()
-        chunks = []
-        for first in range(0, self.anchor_positions.shape[1], per_chunk):
-            blocks = slice(first, first + per_chunk)
-            end = max(bounds[1][blocks])
-            chunks.append(Chunk(self, blocks, slice(min(*bounds[0][blocks], end), end)))
-        return chunks
+        starts = torch.where(self.anchor_mask, self.starts, self.position_ids.shape[1])
+        ends = torch.where(self.anchor_mask, self.anchor_positions, 0)
+        stretches = key_stretches(starts, ends, max(1, CHUNK_ROWS // self.num_slots))
+        return [Chunk(self, blocks, context) for blocks, context in stretches]
 
 
 @dataclass(frozen=True)
@@ -133,29 +142,19 @@ class Chunk:
         return {}
 
     def mask(self, window: SlidingWindow | None, group: int) -> torch.Tensor:
-        """Return who sees whom, `[B, 1, group*c*slots, context + c*slots]`: made once, and used by all layers."""
+        """Return which keys each row sees, `[B, 1, group*c*slots, context + c*slots]`: made once for all layers."""
         if (window, group) not in self._masks:
             self._masks[window, group] = self._visible(window).repeat(1, 1, group, 1)
         return self._masks[window, group]
 
     def _visible(self, window: SlidingWindow | None) -> torch.Tensor:
         layout, device = self.layout, self.layout.anchor_positions.device
-        anchors = layout.anchor_positions[:, self.blocks, None, None]
-        tokens = torch.arange(self.context.start, self.context.stop, device=device)
-        slots = torch.arange(layout.num_slots, device=device)[:, None]
-        context = (tokens < anchors) & (tokens >= layout.starts[:, self.blocks, None, None])
-        context = context & layout.anchor_mask[:, self.blocks, None, None]
-        context = context.expand(-1, -1, layout.num_slots, -1)
-        if window is not None:
-            context = context & window.sees_context(slots, anchors - tokens)
-        batch, count = context.shape[:2]
-        # A dummy sees itself as well: rows that see nothing would be NaN.
-        own = torch.eye(count, dtype=torch.bool, device=device)[:, None, :, None]
-        own = own.expand(-1, layout.num_slots, -1, layout.num_slots).clone()
-        if window is not None:
-            own &= window.sees_slot(slots, slots.T)[None, :, None, :]
-        own = own.reshape(1, count, layout.num_slots, -1).expand(batch, -1, -1, -1)
-        return torch.cat([context, own], dim=-1).flatten(1, 2)[:, None]
+        batch, length = layout.position_ids.shape
+        stop = min(self.rows.stop, layout.anchor_positions.shape[1] * layout.num_slots)
+        rows = torch.arange(self.rows.start, stop, device=device)
+        keys = torch.cat([torch.arange(self.context.start, self.context.stop, device=device), length + rows])
+        batches = torch.arange(batch, device=device)[:, None, None]
+        return visible_to_blocks(layout, window)(batches, 0, rows[:, None], keys)[:, None]
 
 
 def attend_blocks(
@@ -166,6 +165,7 @@ def attend_blocks(
     window: SlidingWindow | None,
     scaling: float,
     dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from block rows to context and own block, chunk by chunk.
 
@@ -177,6 +177,7 @@ def attend_blocks(
         window ([`SlidingWindow`], *optional*): Of a sliding layer.
         scaling (`float`): Factor on the scores.
         dropout (`float`): Of the attention weights.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): Attention sinks.
 
     Returns:
         `torch.Tensor` of shape `[B, heads, N*slots, size]`.
@@ -189,17 +190,20 @@ def attend_blocks(
     for chunk in layout.chunks:
         rows = slice(length + chunk.rows.start, length + chunk.rows.stop)
         keys, values = (torch.cat([part[:, :, chunk.context], part[:, :, rows]], dim=2) for part in (key, value))
-        mask = chunk.mask(window, group)
-        outputs.append(grouped_attention(query[:, :, chunk.rows], keys, values, mask, scaling, dropout=dropout))
+        queries = query[:, :, chunk.rows]
+        if sinks is None:
+            mask = chunk.mask(window, group)
+            outputs.append(grouped_attention(queries, keys, values, mask, scaling, dropout=dropout))
+        else:
+            mask = chunk.mask(window, 1)
+            outputs.append(attend_with_extras(queries, keys, values, mask, scaling, sinks=sinks, dropout=dropout))
     return torch.cat(outputs, dim=2)
 
 
 def visible_to_blocks(layout: BlockLayout, window: SlidingWindow | None) -> Callable[..., torch.Tensor]:
-    """Return the same rule as a function of indices, as flex attention wants it: `(b, h, query row, key row) -> bool`.
+    """Return the rule by which block rows see keys, as flex attention wants it: `(b, h, query row, key row) -> bool`.
 
-    Args:
-        layout ([`BlockLayout`]): Where the blocks stand.
-        window ([`SlidingWindow`], *optional*): Of a sliding layer.
+    A dummy sees its own block as well: rows that see nothing would be NaN.
     """
     anchors, starts, real = layout.anchor_positions, layout.starts, layout.anchor_mask
     length, size = layout.position_ids.shape[1], layout.num_slots
@@ -225,11 +229,7 @@ def flex_attend_blocks(
     window: SlidingWindow | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Do the same in one call of flex attention, which leaves out tiles that nobody sees; CUDA only when training.
-
-    Args:
-        query, key, value, layout, window, scaling: As in [`attend_blocks`].
-    """
+    """As [`attend_blocks`], in one call of flex attention, which skips hidden tiles; CUDA only when training."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     on_gpu = query.device.type == "cuda"
@@ -246,3 +246,76 @@ def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=True)  # lengths change from batch to batch
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """Which keys each of R rows sees; rows may have a few keys of their own besides.
+
+    Args:
+        starts, ends (`torch.LongTensor` of shape `[B, R]`): First key, and the one after the last; never empty.
+    """
+
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+    @functools.cached_property
+    def _chunks(self) -> list[tuple[slice, slice, torch.Tensor]]:
+        """Rows, keys that any of them sees, and who sees what of them, of each group; for all layers and steps."""
+        chunks = []
+        for rows, keys in key_stretches(self.starts, self.ends, CHUNK_ROWS):
+            index = torch.arange(keys.start, keys.stop, device=self.starts.device)
+            visible = (index >= self.starts[:, None, rows, None]) & (index < self.ends[:, None, rows, None])
+            chunks.append((rows, keys, visible))
+        return chunks
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        context: tuple[torch.Tensor, ...],
+        scaling: float,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """Attend from each row to its range and its own keys, chunk by chunk.
+
+        Args:
+            query (`torch.Tensor` of shape `[B, heads, R, size]`): Of the rows.
+            key, value (`torch.Tensor` of shape `[B, kv_heads, S, size]`): Of the sequence; of the rows if there is a
+                `context`, `[B, kv_heads, R, size]`.
+            context (`tuple`): Keys and values of the sequence, then those that rows have of their own already, as
+                [`append_own`] makes them.
+            scaling (`float`): Factor on the scores.
+            dropout (`float`): Of the attention weights.
+
+        Returns:
+            `torch.Tensor` of shape `[B, heads, R, size]`.
+        """
+        group = query.shape[1] // key.shape[1]
+        own = append_own(context[2:], key, value) if context else ()
+        outputs = []
+        for rows, stretch, visible in self._chunks:
+            keys, values = (part[:, :, stretch] for part in context[:2] or (key, value))
+            if own:
+                keys, values = (
+                    torch.cat([seen, part[:, :, rows].flatten(2, 3)], dim=2)
+                    for seen, part in zip((keys, values), own, strict=True)
+                )
+                count, num_own = visible.shape[2], own[0].shape[3]
+                mine = torch.eye(count, dtype=torch.bool, device=visible.device).repeat_interleave(num_own, dim=1)
+                visible = torch.cat([visible, mine.expand(len(visible), 1, -1, -1)], dim=-1)
+            mask = visible.repeat(1, 1, group, 1)
+            outputs.append(grouped_attention(query[:, :, rows], keys, values, mask, scaling, dropout=dropout))
+        return torch.cat(outputs, dim=2)
+
+
+def append_own(own: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the keys and values `[B, kv_heads, R, s+1, size]` that rows have of their own after one more step.
+
+    Args:
+        own (`tuple`): Those before it, `[B, kv_heads, R, s, size]` each; empty before the first.
+        key, value (`torch.Tensor` of shape `[B, kv_heads, R, size]`): Of the step.
+    """
+    new = (key[:, :, :, None], value[:, :, :, None])
+    return tuple(torch.cat(pair, dim=3) for pair in zip(own, new, strict=True)) if own else new

@@ -1,6 +1,6 @@
-"""What the configurations of all drafts have in common, and the one place that knows how target layers are numbered.
+"""What the configurations of all drafts have in common: facts about the model, and nothing else.
 
-Model facts only. Knows nothing of how a draft computes its hidden states, of losses, machines or policies.
+A `config.json` may come from a stranger: every value is checked before anything is built from it.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ MAX_SIZES = {
     "num_target_layers": 2**12, "max_position_embeddings": 2**31, "markov_rank": 2**16,
 }  # fmt: skip
 MAX_TARGET_LAYER_IDS = 256
+LARGEST = torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Keys of a config.json that say how weights are found, patched or quantised; for a draft, the loader alone decides.
 REFUSED_KEYS = (
@@ -72,8 +73,7 @@ class DraftConfig(PreTrainedConfig):
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
         draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated law is then the draft
-            law, so the output stays exact. On CPUs where that is faster, a rough int8 copy of a large LM head names
-            the candidates, which then get the head's own logits.
+            law, so the output stays exact. Saves the Markov head's products with large vocabularies.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:
@@ -86,7 +86,7 @@ class DraftConfig(PreTrainedConfig):
     confidence_head_with_markov: ClassVar[bool] = False
     sts_temperatures: ClassVar[dict[str, list[float]] | None] = None
     embedding_norm: ClassVar[bool] = True
-    # Whether a block takes one pass per token; if so, each context slot reads the committed token behind it, too.
+    # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
 
     vocab_size: int = 151936
@@ -139,20 +139,14 @@ class DraftConfig(PreTrainedConfig):
             if getattr(self, name) is not None or name != "num_target_layers":
                 self._require(smallest <= getattr(self, name) <= largest, name, f"lie in [{smallest}, {largest}]")
         self._check_numbers()
-        self._require(self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)")
-        self._require(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_key_value_heads", f"divide num_attention_heads={self.num_attention_heads}",
-        )  # fmt: skip
-        ids = self.target_layer_ids
+        heads, ids = self.num_attention_heads, self.target_layer_ids
         last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
+        the_last = f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final norm"
+        self._require(self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)")
+        self._require(heads % self.num_key_value_heads == 0, "num_key_value_heads", f"divide {heads} attention heads")
         self._require(len(ids) >= 1 and len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty")
         self._require(len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}")
-        self._require(
-            all(-1 <= i < last for i in ids),
-            "target_layer_ids", f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final "
-            f"norm",
-        )  # fmt: skip
+        self._require(all(-1 <= i < last for i in ids), "target_layer_ids", the_last)
         if self.draft_top_k is not None:
             self._require(1 <= self.draft_top_k <= self.vocab_size, "draft_top_k", f"lie in [1, {self.vocab_size}]")
         self._require(self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows")
@@ -161,11 +155,10 @@ class DraftConfig(PreTrainedConfig):
 
     def _check_numbers(self) -> None:
         """Require that what enters the computation is finite in float32, and of a sign that makes sense."""
-        largest = torch.finfo(torch.float32).max
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if type(value) is float:
-                self._require(abs(value) <= largest, field.name, "be finite in float32")  # NaN compares false
+                self._require(abs(value) <= LARGEST, field.name, "be finite in float32")  # NaN compares false
         for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
             self._require(getattr(self, name) is None or getattr(self, name) > 0, name, "be positive")
         self._require(self.initializer_range >= 0, "initializer_range", "not be negative")
@@ -179,23 +172,21 @@ class DraftConfig(PreTrainedConfig):
                 f"{shortened(rope_type)}. Types whose frequencies change with the length would invalidate the draft's "
                 "cached keys."
             )
+        values = self.rope_parameters.values()
         numbers = {name: value for name, value in self.rope_parameters.items() if _is_number(value)}
         for name in ("rope_theta", *ROPE_NUMBERS.get(rope_type, ())):
             self._require(name in numbers, "rope_parameters", f"have a number {name} for the type {rope_type}")
-        self._require(
-            all(0 < value <= torch.finfo(torch.float32).max for value in numbers.values()),
-            "rope_parameters", "have positive numbers, finite in float32",
-        )  # fmt: skip
-        self._require(
-            len(numbers) == sum(not isinstance(value, (str, bool)) for value in self.rope_parameters.values()),
-            "rope_parameters", "have numbers, names and flags for values",
-        )  # fmt: skip
-        self._require(numbers["rope_theta"] > 1, "rope_parameters", "have a rope_theta above 1")
-        factor = numbers.get("partial_rotary_factor", 1.0)
-        self._require(
-            2 <= self.head_dim * factor <= self.head_dim,
-            "rope_parameters", f"turn between 2 and all of the {self.head_dim} entries of a head",
-        )  # fmt: skip
+        turned = self.head_dim * numbers.get("partial_rotary_factor", 1.0)
+        for condition, need in (
+            (all(0 < value <= LARGEST for value in numbers.values()), "have positive numbers, finite in float32"),
+            (
+                len(numbers) == sum(not isinstance(value, (str, bool)) for value in values),
+                "have numbers, names and flags for values",
+            ),
+            (numbers["rope_theta"] > 1, "have a rope_theta above 1"),
+            (2 <= turned <= self.head_dim, f"turn between 2 and all of the {self.head_dim} entries of a head"),
+        ):
+            self._require(condition, "rope_parameters", need)
 
     @property
     def num_slots(self) -> int:
@@ -382,24 +373,6 @@ def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int
     if count == 1:
         return [first]
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-
-
-def select_features(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
-    """Concatenate the tapped layers of a full `hidden_states` tuple.
-
-    The only place that knows the offset: `hidden_states[0]` is the embedding output (id -1), `hidden_states[i + 1]`
-    the raw output of layer i.
-
-    Args:
-        hidden_states (`tuple` of `torch.Tensor` of shape `[B, S, d]`): As transformers returns it.
-        target_layer_ids (`list[int]`): The m tapped layers.
-
-    Returns:
-        `torch.Tensor` of shape `[B, S, m*d]`.
-
-    DSpark Eq. 2, inside the brackets.
-    """
-    return torch.cat([hidden_states[i + 1] for i in target_layer_ids], dim=-1)
 
 
 def _first_int(value: int | list[int] | None) -> int | None:

@@ -1,7 +1,4 @@
-"""The configuration of a DSpark draft: model facts only.
-
-Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
-"""
+"""The configuration of a DSpark draft: facts about the model, and nothing else."""
 
 from typing import Any
 
@@ -30,7 +27,7 @@ class DSparkConfig(DraftConfig):
         attention_k_eq_v (`bool`): Values are the key projection; there is no v_proj (Gemma 4).
         sandwich_norms (`bool`): Norms after attention and around the MLP (Gemma).
         layer_scalar (`bool`): A learnt factor on each layer's output (Gemma 4).
-        mask_token_id (`int`): Token that fills the block behind the anchor.
+        mask_token_id (`int`): Token that fills the block after the anchor.
         markov_rank (`int`): r of the Markov head, whose bias is added after the soft-capping; 0 for none, which is
             DFlash.
         markov_head_type (`str`): `vanilla`, `gated` or `rnn`.
@@ -38,7 +35,7 @@ class DSparkConfig(DraftConfig):
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
             per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
-        sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token behind its
+        sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
             other one the token in its own place. Always written, because serving engines guess when it is missing.
         sliding_from_anchor (`bool`): The window of sliding layers ends at the anchor: all slots see the same last
@@ -52,7 +49,7 @@ class DSparkConfig(DraftConfig):
             (Muse Glimmer); drafts of other projects read the bare table.
         kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
             three quarters are those with the best base logits, one quarter those that the Markov head favours most
-            behind the previous token.
+            after the previous token.
 
     Raises:
         ValueError: For each inconsistent value, naming it.
@@ -93,24 +90,21 @@ class DSparkConfig(DraftConfig):
 
     def _check_values(self) -> None:
         super()._check_values()
+        layers, window = self.num_hidden_layers, self.sliding_window
+        each_layer = f"name one of {LAYER_TYPES} for each of the {layers} layers"
+        whole_block = f"be at least the {self.num_slots} slots of a block when a layer is sliding"
+        no_markov = "be False when markov_rank is 0: there is no Markov embedding to read"
         self._require(
-            len(self.layer_types) == self.num_hidden_layers and set(self.layer_types) <= set(LAYER_TYPES),
-            "layer_types", f"name one of {LAYER_TYPES} for each of the {self.num_hidden_layers} layers",
-        )  # fmt: skip
+            len(self.layer_types) == layers and set(self.layer_types) <= set(LAYER_TYPES), "layer_types", each_layer
+        )
         if "sliding_attention" in self.layer_types:
-            self._require(
-                self.sliding_window is not None
-                and (self.sliding_window >= self.num_slots or self.sliding_from_anchor and self.sliding_window >= 1),
-                "sliding_window", f"be at least the {self.num_slots} slots of a block when a layer is sliding",
-            )  # fmt: skip
+            least = 1 if self.sliding_from_anchor else self.num_slots
+            self._require(window is not None and window >= least, "sliding_window", whole_block)
         self._require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
         self._require(self.markov_rank >= 0, "markov_rank", "be 0 (no Markov head) or positive")
         self._require(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}")
         if self.markov_rank == 0 and self.enable_confidence_head:
-            self._require(
-                not self.confidence_head_with_markov,
-                "confidence_head_with_markov", "be False when markov_rank is 0: there is no Markov embedding to read",
-            )  # fmt: skip
+            self._require(not self.confidence_head_with_markov, "confidence_head_with_markov", no_markov)
         if self.sts_temperatures is not None:
             self._require(self.enable_confidence_head, "sts_temperatures", "be None without a confidence head")
             self._require("default" in self.sts_temperatures, "sts_temperatures", "have a 'default' entry")
@@ -119,15 +113,11 @@ class DSparkConfig(DraftConfig):
                     check_temperatures(temperatures, self.block_size)
                 except ValueError as error:
                     raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
-        if self.draft_vocab_size is not None:
-            self._require(
-                1 <= self.draft_vocab_size <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
-            )
+        pruned = self.draft_vocab_size
+        if pruned is not None:
+            self._require(1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]")
             if self.draft_top_k is not None:
-                self._require(
-                    self.draft_top_k <= self.draft_vocab_size,
-                    "draft_top_k", f"be at most draft_vocab_size={self.draft_vocab_size}",
-                )  # fmt: skip
+                self._require(self.draft_top_k <= pruned, "draft_top_k", f"be at most draft_vocab_size={pruned}")
 
     @property
     def num_slots(self) -> int:
@@ -136,11 +126,7 @@ class DSparkConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":
-        """Return the configuration of an untrained draft, as [`DraftConfig.from_target`] does.
-
-        Args:
-            target_config, overrides: As there. The layer count goes by the target's depth, and is at most 5.
-        """
+        """As [`DraftConfig.from_target`]; the layer count goes by the target's depth, and is at most 5."""
         require_decoder_only(target_config)
         depth = target_config.get_text_config(decoder=True).num_hidden_layers
         return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))

@@ -1,7 +1,4 @@
-"""The configuration of an Eagle3 draft: model facts only.
-
-Knows nothing of losses, machines or policies; those are training arguments, tables and generation options.
-"""
+"""The configuration of an Eagle3 draft: facts about the model, and nothing else."""
 
 from typing import ClassVar
 

@@ -1,17 +1,11 @@
-"""The sequential heads of a draft: what the previous tokens of a block add to its logits, and how likely each slot is.
-
-Knows nothing of the backbone that makes h_k, or of sampling.
-"""
+"""The sequential heads of a draft: what a block's previous tokens add to its logits, and how likely each slot is."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from ..cpu.few_rows import FewRowsLinear, products_with_rows
+from ..maths.sampling import largest
 from .configuration_dspark import DSparkConfig
-
-
-class MarkovProjection(FewRowsLinear):
-    """W_2; its own class because it starts at zero, so that an untrained head leaves the base logits alone."""
 
 
 class VanillaMarkovHead(nn.Module):
@@ -24,7 +18,7 @@ class VanillaMarkovHead(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = MarkovProjection(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -42,7 +36,7 @@ class VanillaMarkovHead(nn.Module):
         """Return the bias `[..., V]` of r-vectors `[..., r]`, or `[..., n]` for candidates `[..., n]`."""
         if candidate_ids is None:
             return self.markov_w2(transitions)
-        return products_with_rows(self.markov_w2.weight, candidate_ids, transitions)
+        return (F.embedding(candidate_ids, self.markov_w2.weight) * transitions[..., None, :]).sum(dim=-1)
 
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the r-vectors `[..., γ, r]` along W_1 of given previous tokens, `[..., γ, r]`."""
@@ -58,7 +52,7 @@ class GatedMarkovHead(VanillaMarkovHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.gate_proj = FewRowsLinear(config.hidden_size + config.markov_rank, config.markov_rank)
+        self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -71,7 +65,7 @@ class RNNHead(VanillaMarkovHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        self.joint_proj = FewRowsLinear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
+        self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
     def transition(
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -84,6 +78,71 @@ class RNNHead(VanillaMarkovHead):
 
 
 MARKOV_HEADS = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}
+
+
+class Successors:
+    """The tokens with the largest Markov bias after each token: for each row of W_1 W_2, where it is largest.
+
+    `draft_top_k` computes the bias of its candidates only, so it looks up here which tokens the bias would lift. A row
+    is computed when its token is first met, at the cost of one slot over the whole vocabulary.
+
+    Args:
+        head ([`VanillaMarkovHead`]): Of any kind. Heads that also read h_k or a state get zeros in their place.
+        hidden_size (`int`): d.
+        count (`int`): Tokens per row.
+    """
+
+    ROWS_AT_A_TIME = 256  # of W_1 W_2, while the whole table is filled
+
+    def __init__(self, head: VanillaMarkovHead, hidden_size: int, count: int) -> None:
+        self._head, self._hidden_size, self._weights = head, hidden_size, _versions(head)
+        with torch.inference_mode(False):  # rows are written later, in or out of inference mode
+            device, shape = head.markov_w1.weight.device, (head.markov_w1.num_embeddings, count)
+            self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
+        # On an accelerator, asking whether a row is there would wait for the device each time.
+        self._is_complete = device.type != "cpu"
+        if self._is_complete:
+            self._fill()
+
+    def is_current(self) -> bool:
+        """Tell whether the head's weights are what they were."""
+        return self._weights == _versions(self._head)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the successors `[B, count]` of tokens `[B]`, as ids of the draft's logits."""
+        rows = self._table[token_ids]
+        if not self._is_complete and bool((rows[:, 0] < 0).any()):
+            self._compute(token_ids[rows[:, 0] < 0].unique())
+            rows = self._table[token_ids]
+        return rows.long()
+
+    def _fill(self) -> None:
+        for token_ids in torch.arange(len(self._table), device=self._table.device).split(self.ROWS_AT_A_TIME):
+            self._compute(token_ids)
+
+    @torch.no_grad()
+    def _compute(self, token_ids: torch.Tensor) -> None:
+        embedding = self._head.markov_w1(token_ids)
+        transition, _ = self._head.transition(embedding, embedding.new_zeros(len(token_ids), self._hidden_size), None)
+        best = largest(self._head.bias(transition), self._table.shape[1])[1]
+        self._table[token_ids] = best.to(torch.int32)
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    return [(weight.data_ptr(), weight._version) for weight in module.parameters()]
+
+
+def with_successors(best_ids: torch.Tensor, successor_ids: torch.Tensor) -> torch.Tensor:
+    """Return distinct candidates `[B, k]`: the successors, and the first of the best that are not among them.
+
+    Args:
+        best_ids (`torch.LongTensor` of shape `[B, k]`): Distinct, the best first.
+        successor_ids (`torch.LongTensor` of shape `[B, n]`): Distinct, n <= k.
+    """
+    repeated = (best_ids[:, :, None] == successor_ids[:, None]).any(dim=-1)
+    num_others = best_ids.shape[1] - successor_ids.shape[1]
+    others = repeated.to(torch.uint8).argsort(dim=-1, stable=True)[:, :num_others]
+    return torch.cat([best_ids.gather(-1, others), successor_ids], dim=-1)
 
 
 class ConfidenceHead(nn.Module):

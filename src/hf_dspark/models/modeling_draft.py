@@ -1,8 +1,7 @@
-"""What all drafts have in common: the target's embedding and LM head on loan, and the training pass.
+"""What all drafts have in common: the target's embedding and LM head on loan, loading, and the training pass.
 
 The embedding and the LM head are the target's, borrowed by [`DraftModel.bind`] and held outside the module tree, so
-they are neither saved, nor trained, nor moved, nor kept twice. Knows nothing of how a draft computes its hidden
-states, of `generate()` or of policies.
+they are neither saved, nor trained, nor moved, nor kept twice.
 """
 
 import copy
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cpu.few_rows import apply_to_few_rows, products_with_rows, rough_product
 from ..formats.files import HUB_ARGUMENTS, TensorInfo, load_tensors, open_checkpoint, read_tensor_infos
 from ..formats.tensors import NOT_OURS, compare_tensors, kept_tokens_mask, misfit, require_finite
 from ..maths.losses import BlockLosses, LossWeights, SlotLogits, block_losses
@@ -31,9 +29,6 @@ from ..messages import shortened
 from .block_attention import BlockLayout
 from .configuration_draft import require_decoder_only
 from .slot_cache import SlotCache
-
-# With fewer, picking out the candidates' rows of the head takes the time that rough logits save.
-TOKENS_PER_CANDIDATE = 128
 
 
 @dataclass(frozen=True)
@@ -222,13 +217,7 @@ class DraftModel(PreTrainedModel):
         return self._borrowed[0].lm_head if self._borrowed else None
 
     def bind(self, target: PreTrainedModel) -> "DraftModel":
-        """Borrow the target's embedding and LM head; checks that draft and target fit. Costs no memory.
-
-        Args:
-            target (`PreTrainedModel`): A decoder-only causal LM.
-
-        Returns:
-            The draft itself.
+        """Borrow the target's embedding and LM head, which costs no memory, and return the draft itself.
 
         Raises:
             ValueError: If vocabulary, hidden size or layer count differ, or the target is an encoder-decoder.
@@ -237,16 +226,7 @@ class DraftModel(PreTrainedModel):
         return self.bind_parts(target.get_input_embeddings(), target.get_output_embeddings(), target.dtype)
 
     def bind_parts(self, embedding: nn.Module, lm_head: nn.Module, dtype: torch.dtype) -> "DraftModel":
-        """Borrow an embedding and an LM head of a target that is not there itself.
-
-        Args:
-            embedding (`nn.Module`): From token ids to rows `[..., d]`.
-            lm_head (`nn.Module`): From hidden states to logits `[..., V]`.
-            dtype (`torch.dtype`): In which the head computes.
-
-        Returns:
-            The draft itself.
-        """
+        """Borrow the embedding and the LM head of a target that is not loaded; the head computes in `dtype`."""
         self._borrowed = (_Borrowed(embedding, lm_head, dtype),)
         return self
 
@@ -270,54 +250,14 @@ class DraftModel(PreTrainedModel):
         return rows.to(device=self.device, dtype=self.dtype)
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the target's LM head says, scaled and soft-capped; `[..., V]` in the dtype of `hidden`.
-
-        Args:
-            hidden (`torch.Tensor` of shape `[..., d]`): Hidden states after the final norm, the target's or a draft's.
-        """
+        """Return the target's logits `[..., V]` of hidden states `[..., d]` after its own final norm or a draft's."""
         borrowed = self._require_target()
         hidden_there = hidden.to(device=input_device(borrowed.lm_head), dtype=borrowed.dtype)
-        logits = apply_to_few_rows(borrowed.lm_head, hidden_there)
-        return self.scaled_logits(logits.to(hidden))
+        return self.scaled_logits(borrowed.lm_head(hidden_there).to(hidden))
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
-        """Return U_k, the target's LM head on h_k; `[..., V]` in the draft's dtype."""
+        """Return U_k `[..., V]` of h_k `[..., d]`."""
         return self.target_logits(block_hidden)
-
-    def draft_head(self) -> nn.Module:
-        """Return the LM head behind U_k."""
-        return self._require_target().lm_head
-
-    def rough_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return what tells the `draft_top_k` tokens with the largest base logits, in less time than those take.
-
-        Whom they miss, the draft does not propose: that decides speed alone, as its law is what it draws from.
-
-        Args:
-            hidden (`torch.Tensor` of shape `[..., d]`): As for [`~DraftModel.base_logits`].
-
-        Returns:
-            `torch.Tensor` of shape `[..., V]`, *optional*: Comparable within a row. `None` where they save nothing,
-            and without `draft_top_k`.
-        """
-        head, count = self.draft_head(), self.config.draft_top_k
-        # Heads of other classes, which may have no such attribute, have no rough product.
-        if count is None or count * TOKENS_PER_CANDIDATE > getattr(head, "out_features", 0):
-            return None
-        return rough_product(head, hidden)
-
-    def candidate_logits(self, hidden: torch.Tensor, candidate_ids: torch.Tensor) -> torch.Tensor:
-        """Return the base logits of some candidates alone, where [`~DraftModel.rough_logits`] has chosen them.
-
-        Args:
-            hidden (`torch.Tensor` of shape `[..., d]`): As for [`~DraftModel.base_logits`].
-            candidate_ids (`torch.LongTensor` of shape `[..., n]`): Ids of the draft's logits.
-
-        Returns:
-            `torch.Tensor` of shape `[..., n]`, in the dtype of `hidden`.
-        """
-        weight = self.draft_head().weight
-        return self.scaled_logits(products_with_rows(weight, candidate_ids, hidden.to(weight.dtype)).to(hidden))
 
     def draft_token_ids(self) -> torch.Tensor | None:
         """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one."""
@@ -339,7 +279,7 @@ class DraftModel(PreTrainedModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> DraftBlock:
-        """Draft one block per request.
+        """Read the new context into `cache`, and draft one block per request.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
@@ -348,8 +288,8 @@ class DraftModel(PreTrainedModel):
             cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
             sampler ([`Sampler`]): Draws each token; supplied by the caller.
             num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
-            committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token behind each token of
-                `features`, the anchor behind the last one; read by autoregressive drafts only.
+            committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token after each token of
+                `features`, the anchor after the last one; autoregressive drafts need it.
 
         Returns:
             [`DraftBlock`]
@@ -364,14 +304,7 @@ class DraftModel(PreTrainedModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read the new context into `cache`, as [`~DraftModel.draft_block`] does, and draw nothing.
-
-        Args:
-            anchor_ids, features, cache, num_features, committed_ids: As there.
-
-        Returns:
-            `torch.Tensor`: The draft's own hidden states.
-        """
+        """Read the new context as [`~DraftModel.draft_block`] does, draw nothing, and return h. DSpark Eq. 2-3."""
         raise NotImplementedError
 
     def block_layout(

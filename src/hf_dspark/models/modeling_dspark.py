@@ -1,14 +1,12 @@
 """The DSpark draft model: a parallel backbone fed with target features, a sequential Markov head, a confidence head.
 
 DFlash is the special case `markov_rank=0`. One backbone serves every target family; what differs is in the config.
-Knows nothing of `generate()` or policies.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,16 +14,15 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..cpu.few_rows import FewRowsLinear
 from ..formats.tensors import kept_token_ids
 from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
+from .attention import attend_with_extras
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
-from .heads import MARKOV_HEADS, ConfidenceHead, MarkovProjection
+from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
-from .successors import Successors, with_successors
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
@@ -36,7 +33,7 @@ class DraftPass:
     """One cached pass of the draft: context tokens that are not in the cache yet, then a block, of each request.
 
     Args:
-        cache ([`SlotCache`]): The requests' context. Blocks are written behind it and never counted.
+        cache ([`SlotCache`]): The requests' context. Blocks are written after it and never counted.
         num_features (`Sequence[int]`): New context tokens of each request.
         num_slots (`int`): Rows of a block.
         device (`torch.device`): The draft's.
@@ -81,20 +78,8 @@ class DraftPass:
         """Return the first slot that some block row sees."""
         return 0 if window is None else window.first_seen(min(self.blocks.starts))
 
-    @functools.cached_property
-    def _masks(self) -> dict[SlidingWindow | None, torch.Tensor | None]:
-        return {}
-
-    def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return who sees which slot from `keys_from(window)` on, folded as [`grouped_attention`] wants it.
-
-        `None`: all see all.
-        """
-        if window not in self._masks:
-            self._masks[window] = fold_mask(self._visible(window), group, dtype)
-        return self._masks[window]
-
-    def _visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
+    def visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
+        """Return which slots from `keys_from(window)` on each block row sees, `[R, 1, slots, keys]`; `None`: all."""
         keys = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
         own = keys - torch.tensor(self.blocks.starts, device=self.device)[:, None, None, None]  # negative: context
         visible = None if len(set(self.blocks.starts)) == 1 else own < self.num_slots
@@ -103,6 +88,16 @@ class DraftPass:
             near = torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
             visible = near if visible is None else near & visible
         return None if visible is None else visible.expand(-1, -1, self.num_slots, -1)
+
+    @functools.cached_property
+    def _masks(self) -> dict[SlidingWindow | None, torch.Tensor | None]:
+        return {}
+
+    def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what is visible, folded as [`grouped_attention`] wants it: made once for all layers."""
+        if window not in self._masks:
+            self._masks[window] = fold_mask(self.visible(window), group, dtype)
+        return self._masks[window]
 
 
 class DSparkRMSNorm(nn.Module):
@@ -176,14 +171,17 @@ class DSparkAttention(nn.Module):
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
-        self.q_proj = FewRowsLinear(config.hidden_size, query_size, bias=bias)
-        self.k_proj = FewRowsLinear(config.hidden_size, key_size, bias=bias)
-        self.v_proj = None if config.attention_k_eq_v else FewRowsLinear(config.hidden_size, key_size, bias=bias)
-        self.o_proj = FewRowsLinear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.v_proj = None if config.attention_k_eq_v else nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
         norm = (lambda: DSparkRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_norm else nn.Identity
         self.q_norm, self.k_norm = norm(), norm()
         scale_free = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
         self.v_norm = scale_free if config.value_norm else nn.Identity()
+        self.attention_sink_bias = (
+            nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        )
 
     def forward(
         self,
@@ -212,12 +210,15 @@ class DSparkAttention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BlockLayout
     ) -> torch.Tensor:
         if self.config._attn_implementation == "flex_attention":
-            if self.training and self.config.attention_dropout > 0:
-                raise ValueError("flex attention knows no dropout: set attention_dropout=0, or use sdpa")
+            if self.attention_sink_bias is not None or (self.training and self.config.attention_dropout > 0):
+                raise ValueError(
+                    "flex attention has no sinks and no dropout: load the draft with attn_implementation='sdpa', or "
+                    "set attention_dropout=0"
+                )
             output = flex_attend_blocks(query, key, value, layout, self.window, self.scaling)
         else:
-            dropout = self.config.attention_dropout if self.training else 0.0
-            output = attend_blocks(query, key, value, layout, self.window, self.scaling, dropout)
+            dropout, sinks = self.config.attention_dropout if self.training else 0.0, self.attention_sink_bias
+            output = attend_blocks(query, key, value, layout, self.window, self.scaling, dropout, sinks)
         return output.transpose(1, 2)
 
     def _attend_to_slots(
@@ -227,18 +228,22 @@ class DSparkAttention(nn.Module):
             key, value = key[:, :, drafting.order], value[:, :, drafting.order]
         key, value = drafting.cache.update(key, value, self.layer_idx)
         start = drafting.keys_from(self.window)
-        mask = drafting.mask(self.window, self.num_key_value_groups, query.dtype)
-        rows = drafting.blocks.to_rows(query)
-        attended = grouped_attention(rows, key[:, :, start:], value[:, :, start:], mask, self.scaling)
+        key, value, rows = key[:, :, start:], value[:, :, start:], drafting.blocks.to_rows(query)
+        if self.attention_sink_bias is None:
+            mask = drafting.mask(self.window, self.num_key_value_groups, query.dtype)
+            attended = grouped_attention(rows, key, value, mask, self.scaling)
+        else:
+            mask, sinks = drafting.visible(self.window), self.attention_sink_bias
+            attended = attend_with_extras(rows, key, value, mask, self.scaling, sinks=sinks)
         return drafting.blocks.to_packed(attended)
 
 
 class DSparkMLP(nn.Module):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.gate_proj = FewRowsLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = FewRowsLinear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = FewRowsLinear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -292,18 +297,19 @@ class DSparkDraftModel(DraftModel):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.fc = FewRowsLinear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = DSparkRMSNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(hidden_size, eps)
         if config.draft_vocab_size is not None:
             # Rows of the target's head, and frozen as that is.
-            self.lm_head = FewRowsLinear(hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
             # As speculators keeps it: draft id i is the target's token i + d2t[i].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
+        self._successor_tables: dict[int, Successors] = {}
         self.post_init()
 
     @torch.no_grad()
@@ -313,8 +319,8 @@ class DSparkDraftModel(DraftModel):
             nn.init.ones_(module.weight)
         elif isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
-        elif isinstance(module, MarkovProjection):
-            nn.init.zeros_(module.weight)
+        elif self.markov_head is not None and module is self.markov_head.markov_w2:
+            nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
     @functools.cached_property
     def _pruned_ids(self) -> dict[tuple[torch.device, int], torch.Tensor]:
@@ -335,33 +341,22 @@ class DSparkDraftModel(DraftModel):
                 self._pruned_ids[state] = kept_token_ids(self.d2t, self.config.vocab_size)
         return self._pruned_ids[state]
 
-    @functools.cached_property
-    def _successor_tables(self) -> dict[int, tuple[Any, Successors]]:
-        return {}
-
     def _successors(self) -> Successors | None:
-        """Return whom the Markov head, as it is now, favours behind each token; `None` if nobody is asked for."""
+        """Return the tokens most likely to follow each token under the Markov bias, for `draft_top_k`."""
         candidates = self.config.draft_top_k
         count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1)  # a single one is the best one
         if self.markov_head is None or count == 0:
             return None
-        weights = [(weight.data_ptr(), weight._version) for weight in self.markov_head.parameters()]
-        if self._successor_tables.get(count, (None,))[0] != weights:
-            successors = Successors(self.markov_head, self.config.hidden_size, count)
-            if self.device.type != "cpu":
-                successors.fill()
-            self._successor_tables[count] = weights, successors
-        return self._successor_tables[count][1]
+        table = self._successor_tables.get(count)
+        if table is None or not table.is_current():
+            table = self._successor_tables[count] = Successors(self.markov_head, self.config.hidden_size, count)
+        return table
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
         """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""
         if self.config.draft_vocab_size is None:
             return super().base_logits(block_hidden)
         return self.scaled_logits(self.lm_head(block_hidden))
-
-    def draft_head(self) -> nn.Module:
-        """Return the LM head behind U_k, the draft's own if its vocabulary is pruned."""
-        return super().draft_head() if self.config.draft_vocab_size is None else self.lm_head
 
     def backbone(
         self,
@@ -402,22 +397,9 @@ class DSparkDraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> DraftBlock:
-        """Draft one block per request: one parallel pass, then γ Markov draws.
-
-        Args:
-            anchor_ids, features, cache, sampler, num_features, committed_ids: As in [`DraftModel.draft_block`].
-
-        Returns:
-            [`DraftBlock`]
-
-        DSpark Eq. 3-7.
-        """
         hidden = self.read_block(anchor_ids, features, cache, num_features)
-        predicting, anchor_ids = self.predicting(hidden), anchor_ids.to(self.device)
-        rough_logits = self.rough_logits(predicting)
-        if rough_logits is None:
-            return self.sample_block(hidden, self.base_logits(predicting), anchor_ids, sampler)
-        return self.sample_block(hidden, rough_logits, anchor_ids, sampler, self.candidate_logits)
+        base_logits = self.base_logits(self.predicting(hidden))
+        return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
 
     @torch.no_grad()
     def read_block(
@@ -428,16 +410,6 @@ class DSparkDraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the parallel pass of [`~DSparkDraftModel.draft_block`]: read the new context, and return h.
-
-        Args:
-            anchor_ids, features, cache, num_features, committed_ids: As there.
-
-        Returns:
-            `torch.Tensor` of shape `[B, slots, d]`.
-
-        DSpark Eq. 2-3.
-        """
         requests, num_slots = anchor_ids.shape[0], self.config.num_slots
         if num_features is None:
             num_features = (features.shape[1],) * requests
@@ -459,55 +431,32 @@ class DSparkDraftModel(DraftModel):
         base_logits: torch.Tensor,
         anchor_ids: torch.Tensor,
         sampler: Sampler,
-        candidate_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     ) -> DraftBlock:
         """Run the sequential stage: draw x_k from softmax(U_k + B_k), left to right.
 
         Args:
             hidden (`torch.Tensor` of shape `[B, slots, d]`): h.
-            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ, or, with
-                `candidate_logits`, what is like them enough to choose candidates by.
+            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ.
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
             sampler ([`Sampler`]): Draws each token.
-            candidate_logits (`Callable`, *optional*): What gives U_k of candidates `[B, n]` from h_k `[B, d]`; only
-                with `draft_top_k`.
-
-        Returns:
-            [`DraftBlock`]
 
         DSpark Eq. 4.
         """
-        assert candidate_logits is None or self.config.draft_top_k is not None, "rough logits are no law"
-        best, successors = None, None
-        if self.config.draft_top_k is not None:  # no full-vocabulary work behind these lines
-            best, successors = largest(base_logits, self.config.draft_top_k)[1], self._successors()
-        token_ids = self.draft_token_ids()
+        candidates_of = self._candidates(base_logits)
         previous, state = anchor_ids, None
         if self.markov_head is not None and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
         hidden = self.predicting(hidden)
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
-        slots = zip(base_logits.unbind(dim=1), hidden.unbind(dim=1), strict=True)
-        for slot, (slot_scores, slot_hidden) in enumerate(slots):
-            slot_candidates = None
-            if best is not None:
-                slot_candidates = best[:, slot]
-                if successors is not None:
-                    slot_candidates = with_successors(slot_candidates, successors(previous))
-                if candidate_logits is None:
-                    slot_scores = slot_scores.gather(-1, slot_candidates)
-                else:
-                    slot_scores = candidate_logits(slot_hidden, slot_candidates)
+        for slot in range(tokens.shape[1]):
+            candidates = candidates_of(slot, previous)
+            scores = base_logits[:, slot] if candidates is None else base_logits[:, slot].gather(-1, candidates)
             if self.markov_head is not None:
-                embedding = self.markov_head.markov_w1(previous)
-                transition, state = self.markov_head.transition(embedding, slot_hidden, state)
-                slot_scores = slot_scores.float() + self.markov_head.bias(transition, slot_candidates)
-                embeddings.append(embedding)
-            if token_ids is not None:  # from the draft's vocabulary to the target's
-                everything = token_ids.expand(len(tokens), -1)
-                slot_candidates = everything if slot_candidates is None else token_ids[slot_candidates]
-            previous, law = sampler(slot_scores.float(), slot_candidates, tokens[:, :slot])
+                embeddings.append(self.markov_head.markov_w1(previous))
+                transition, state = self.markov_head.transition(embeddings[-1], hidden[:, slot], state)
+                scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
+            previous, law = sampler(scores.float(), self._target_ids(candidates, len(tokens)), tokens[:, :slot])
             tokens[:, slot] = previous
             laws.append(law)
         law = None if laws[0] is None else TokenLaw.stack(laws)
@@ -521,10 +470,26 @@ class DSparkDraftModel(DraftModel):
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
         return per_slot[..., -self.config.block_size :, :]
 
+    def _candidates(self, base_logits: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor | None]:
+        """Return the function that names the candidates `[B, k]` of a slot after the previous tokens; `None`: all."""
+        if self.config.draft_top_k is None:
+            return lambda slot, previous: None
+        best, successors = largest(base_logits, self.config.draft_top_k)[1], self._successors()
+        if successors is None:
+            return lambda slot, previous: best[:, slot]
+        return lambda slot, previous: with_successors(best[:, slot], successors(previous))
+
+    def _target_ids(self, candidates: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
+        """Bring candidates from a pruned vocabulary to the target's; `None` where all of one vocabulary are meant."""
+        token_ids = self.draft_token_ids()
+        if token_ids is None:
+            return candidates
+        return token_ids.expand(num_rows, -1) if candidates is None else token_ids[candidates]
+
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Run the parallel stage for N anchored blocks per row: only their anchors are read, the rest is masked.
+        """Run the parallel stage for N anchored blocks per row: it reads the anchors and masks the rest.
 
         Args:
             input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].

@@ -1,8 +1,7 @@
 """The Eagle3 draft model, the autoregressive baseline: one light pass per draft token, fed with its own last output.
 
-Slot i reads what is known of position i and the token behind it, and predicts the token after that. In context slots
-what is known are the target's features; in a block it is the draft's own output of the slot before. Knows nothing of
-`generate()` or policies.
+Slot i reads what is known of position i, and token i+1, and predicts token i+2. In context slots, what is known are
+the target's features; in a block, it is the draft's own output of the slot before.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +12,12 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..cpu.few_rows import FewRowsLinear
 from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
-from .block_attention import BlockLayout
+from .block_attention import BlockLayout, KeyRanges, append_own
 from .configuration_eagle3 import Eagle3Config
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
-from .range_attention import KeyRanges, append_own
 from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -76,10 +73,10 @@ class Eagle3Attention(nn.Module):
         self.scaling = config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = FewRowsLinear(2 * config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = FewRowsLinear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = FewRowsLinear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
         self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -123,7 +120,7 @@ class Eagle3Layer(GradientCheckpointingLayer):
 
         Args:
             hidden, embeds (`torch.Tensor` of shape `[B, T, d]`): What is known of each position, and the embedded
-                token behind it.
+                next token.
             rotary (`tuple`): Cosines and sines of the slots' positions.
             attend (`Callable`): Attends from queries to whatever they see.
             rows (`torch.LongTensor` of shape `[B, Q]`, *optional*): The slots whose output is needed.
@@ -144,11 +141,11 @@ def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 class Eagle3DraftModel(DraftModel):
-    """An Eagle3 draft: γ passes of one layer, each behind the token drawn from the last one.
+    """An Eagle3 draft: γ passes of one layer, each after the token drawn from the last one.
 
-    Train it with soft cross-entropy, as the reference does. There, a slot goes by the masks of the two tokens before
-    its label, which leaves out the first two tokens of each supervised stretch and takes in the one behind it; here it
-    goes by the mask of its label.
+    Train it with soft cross-entropy, as the reference does. There, a slot is masked by the two tokens before its
+    label, which leaves out the first two tokens of each supervised stretch and takes in the one after it; here it is
+    masked by its label.
     """
 
     config_class = Eagle3Config
@@ -158,7 +155,7 @@ class Eagle3DraftModel(DraftModel):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        self.fc = FewRowsLinear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = DSparkRotaryEmbedding(config)
@@ -180,17 +177,6 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> DraftBlock:
-        """Draft one block per request: a pass over the new context, then γ-1 passes of one token each.
-
-        Args:
-            anchor_ids, features, cache, sampler, num_features, committed_ids: As in [`DraftModel.draft_block`].
-
-        Returns:
-            [`DraftBlock`]
-
-        Raises:
-            ValueError: If `committed_ids` are missing.
-        """
         hidden, ends = self._read_context(anchor_ids, features, cache, num_features, committed_ids)
         tokens = anchor_ids.new_empty(len(anchor_ids), self.config.block_size, device=self.device)
         laws = []
@@ -205,13 +191,8 @@ class Eagle3DraftModel(DraftModel):
 
     def _scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return logits of all tokens and `None`, or those of candidates, `[B, n]`, and their ids."""
-        count, rough_logits = self.config.draft_top_k, self.rough_logits(hidden)
-        if count is None:
-            return self.base_logits(hidden), None
-        if rough_logits is None:
-            return largest(self.base_logits(hidden), count)
-        candidate_ids = largest(rough_logits, count)[1]
-        return self.candidate_logits(hidden, candidate_ids), candidate_ids
+        logits, count = self.base_logits(hidden), self.config.draft_top_k
+        return (logits, None) if count is None else largest(logits, count)
 
     @torch.no_grad()
     def read_block(
@@ -222,17 +203,6 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read the new context, and return the output of each request's last slot, which predicts x_1.
-
-        Args:
-            anchor_ids, features, cache, num_features, committed_ids: As in [`~Eagle3DraftModel.draft_block`].
-
-        Returns:
-            `torch.Tensor` of shape `[B, d]`: Before the final norm.
-
-        Raises:
-            ValueError: If `committed_ids` are missing.
-        """
         return self._read_context(anchor_ids, features, cache, num_features, committed_ids)[0]
 
     def _read_context(
@@ -243,11 +213,11 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None,
         committed_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, list[int]]:
-        """Return the output of each request's last slot, `[B, d]`, and the slots behind them."""
+        """Return the output of each request's last slot before the final norm, `[B, d]`, and the slots after them."""
         if committed_ids is None:
             raise ValueError(
-                "an Eagle3 draft reads each context token together with the one behind it: pass committed_ids, the "
-                "committed token behind each token of features"
+                "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
+                "committed token after each token of features"
             )
         if num_features is None:
             num_features = (features.shape[1],) * len(anchor_ids)
@@ -269,7 +239,7 @@ class Eagle3DraftModel(DraftModel):
     def _read_slots(
         self, hidden: torch.Tensor, token_ids: torch.Tensor, cache: SlotCache, layout: SlotLayout
     ) -> torch.Tensor:
-        """Run packed slots `[1, T, d]` and the tokens behind them `[T]`; return each request's last one, `[B, d]`."""
+        """Run packed slots `[1, T, d]` with their next tokens `[T]`; return each request's last one, `[B, d]`."""
         embeds = self.embed(token_ids)[None]
         rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
         ends = [first + count for first, count in zip(layout.first_tokens, layout.counts, strict=True)]
@@ -286,17 +256,17 @@ class Eagle3DraftModel(DraftModel):
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the normed outputs of γ steps at the slot before each anchor, along the labels.
+        """As in [`DraftModel.block_hidden`], from γ steps at the slot before each anchor.
 
-        The first step runs over all positions; each later one runs at those slots alone, and sees the first step's
-        keys up to there and its own slot's keys of the steps between.
+        The first step runs over all positions. Each later one runs at those slots only, and sees the first step's keys
+        up to there and its own slot's keys of the steps between.
 
         Args:
             input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
 
         Returns:
-            `torch.Tensor` of shape `[B, N, γ, d]`: Finite, but void, for dummies and for anchors that no token of
-            their document precedes.
+            `torch.Tensor` of shape `[B, N, γ, d]`: Finite, but without meaning, for dummies and for anchors that begin
+            their document.
         """
         served = layout.anchor_mask & (layout.anchor_positions > layout.starts)
         slots = (layout.anchor_positions - 1).clamp_min(0)

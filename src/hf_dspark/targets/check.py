@@ -1,15 +1,11 @@
-"""A self-check for targets nobody has tried: packed rows in a slot cache against each row alone.
-
-Knows nothing of drafts or `generate()`.
-"""
+"""`check_target`: does a target decode packed rows in a slot cache as it decodes each row alone?"""
 
 from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
-from ..cpu.copies import packed_weights_of
-from ..cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from ..cpu import fast_linears
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from .int8_outliers import has_outliers, outliers_of_each
@@ -23,7 +19,7 @@ LONGEST_WINDOW = 1024
 
 @torch.no_grad()
 def check_target(target: PreTrainedModel, seed: int = 0) -> float:
-    """Compare what a target says to rows of different lengths decoded together with what it says to each alone.
+    """Compare the logits of rows decoded together with those of each row alone.
 
     Three passes, as in decoding: prompts, blocks of different lengths, and other blocks after a rollback. Windows up
     to 1024 tokens are crossed. Takes seconds; run it once for an architecture that is new to you.
@@ -69,8 +65,7 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
     cache, worst = SlotCache(len(rows)), 0.0
     prompts = [length - 7 for length in map(len, rows)]
     rolled_back = [prompts[0] + 1, *prompts[1:]]
-    few_rows, copies = multiplying_few_rows(large_linears(target)), using_copies(packed_weights_of(target))
-    with attending_by_slots(target), few_rows, copies:
+    with attending_by_slots(target), fast_linears(target):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
             layout = SlotLayout(tuple(starts), tuple(counts))
             spans = list(zip(rows, starts, counts, strict=True))

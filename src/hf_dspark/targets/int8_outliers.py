@@ -1,8 +1,7 @@
-"""Lets the 8-bit layers of bitsandbytes answer each token of a verification pass as they would answer it alone.
+"""Lets the 8-bit layers of bitsandbytes treat each token of a verification pass as if it were alone.
 
-LLM.int8 keeps columns of large activations in full precision, and looks for them in all tokens of a pass together:
-what it says about a token depends on the tokens beside it, far beyond rounding, and plain decoding shows it one token
-at a time. Knows nothing of drafts, caches or models.
+LLM.int8 keeps columns of large activations in full precision, and looks for them in all tokens of a pass together. So
+a token's result depends on the tokens beside it, far beyond rounding, while plain decoding passes one token at a time.
 """
 
 import functools
@@ -18,7 +17,7 @@ _counts: ContextVar[tuple[int, ...] | None] = ContextVar("hf_dspark_int8_counts"
 
 
 def has_outliers(target: nn.Module) -> bool:
-    """Tell whether a model has layers whose answers depend on the tokens beside: LLM.int8 with a threshold."""
+    """Tell whether a model has layers that mix the tokens of a pass: LLM.int8 with a threshold."""
     return any(
         type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0.0
         for module in target.modules()
@@ -42,7 +41,7 @@ def outliers_of_each(counts: Sequence[int]) -> Iterator[None]:
 
 
 def _wrap_matmul() -> None:
-    """Wrap the product that 8-bit layers call; it stays what it was outside of [`outliers_of_each`]."""
+    """Wrap the product that 8-bit layers call, once; it stays what it was outside of [`outliers_of_each`]."""
     import bitsandbytes
 
     if not hasattr(bitsandbytes.matmul, "_hf_dspark_wrapped"):
@@ -63,7 +62,7 @@ def _grouped(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _groups(num_tokens: int) -> Sequence[int] | None:
-    """Return the tokens of each group of a pass; `None` for one group, which the layers take it for themselves."""
+    """Return the tokens of each group of a pass; `None` for a single group, which needs no help."""
     counts = _counts.get()
     if counts is None or num_tokens <= 1:
         return None
@@ -72,7 +71,7 @@ def _groups(num_tokens: int) -> Sequence[int] | None:
 
 
 def _product(activations: torch.Tensor, state: Any, bias: torch.Tensor | None, groups: Sequence[int]) -> torch.Tensor:
-    """Return what the layer says to `[T, in]`, `[T, out]`, with the outlier columns of each group of tokens."""
+    """Return the layer's output `[T, out]` for `[T, in]`, with the outlier columns of each group of tokens."""
     from bitsandbytes import functional
 
     ops = torch.ops.bitsandbytes

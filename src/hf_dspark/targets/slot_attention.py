@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
+from ..models.attention import attend_with_extras
 from ..models.slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
 
 NAME = "hf_dspark_slots"
@@ -80,34 +81,8 @@ def slot_attention(
         if causal:
             attention_mask = torch.ones(layout.width, key.shape[2], dtype=torch.bool, device=key.device).tril()
             attention_mask = attention_mask[None, None]
-        attended = _attention_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
+        attended = attend_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
     return layout.to_packed(attended), None
-
-
-def _attention_with_extras(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """What no fused kernel offers: scores squashed, or one more column that takes weight and gives nothing."""
-    num_rows, heads, width, size = query.shape
-    grouped = query.unflatten(1, (key.shape[1], -1))  # [R, key_heads, group, width, size]
-    scores = grouped @ key[:, :, None].transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        column = sinks.view(1, key.shape[1], -1, 1, 1).expand(num_rows, -1, -1, width, 1)
-        scores = torch.cat([scores, column.to(scores)], dim=-1)
-    weights = scores.float().softmax(dim=-1).to(value.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return (weights @ value[:, :, None]).flatten(1, 2)
 
 
 def slot_mask(

@@ -1,4 +1,4 @@
-"""Whom a Markov head favours behind each token."""
+"""The successors of tokens under a Markov head, which `draft_top_k` adds to its candidates."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.maths.sampling import greedy_sampler
-from hf_dspark.models.successors import Successors, with_successors
+from hf_dspark.models.heads import Successors, with_successors
 
 COUNT = 3
 
@@ -43,13 +43,12 @@ def test_a_row_is_computed_once(draft, monkeypatch):
     for token_ids in ([3, 5, 3], [5, 3], [5, 6]):
         successors(torch.tensor(token_ids))
     assert asked == [2, 1]
-    assert successors.num_known == 3
 
 
 def test_rows_may_be_computed_all_at_once(draft, monkeypatch):
     successors = Successors(draft.markov_head, draft.config.hidden_size, COUNT)
-    monkeypatch.setattr("hf_dspark.models.successors.ROWS_AT_A_TIME", 5)
-    successors.fill()
+    monkeypatch.setattr(Successors, "ROWS_AT_A_TIME", 5)
+    successors._fill()
     monkeypatch.setattr(draft.markov_head, "bias", lambda rows: pytest.fail("a row was computed again"))
     every_token = torch.arange(draft.config.vocab_size)
     assert torch.equal(successors(every_token), largest(draft.markov_head, every_token))

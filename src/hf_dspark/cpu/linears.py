@@ -1,0 +1,85 @@
+"""The context manager that routes the linear layers of models to the fastest product this CPU has for few rows."""
+
+import types
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .few_rows import PackedCopy, few_rows_linear, may_gain, packable
+
+
+class fast_linears:
+    """While entered, linear layers multiply a few rows by the fastest kernel that was measured on this kind of CPU.
+
+    Decoding reads all weights for a few tokens at a time, and PyTorch's CPU products are made for many. This context
+    manager sends the products of plain `nn.Linear` layers to oneDNN instead, or exchanges their factors; results are
+    equal but for rounding. The decoding loop enters it by itself, so drafted calls need nothing. Enter it to give the
+    same kernels to plain `generate()`, or to keep packed copies of the weights, which are faster still:
+
+    ```python
+    with fast_linears(model, draft, packed=True):
+        model.generate(**inputs)  # the stronger baseline
+        model.generate(**inputs, assistant_model=draft)
+    ```
+
+    Nothing changes, and nothing is copied, on kinds of CPU that were not measured (`hf_dspark/cpu/few_rows.py` lists
+    them). Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose
+    `forward` was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of the
+    outer one as they are, so an outer `packed=True` stays in force.
+
+    Packed copies belong to the weights as they were on entry. Whoever changes weights enters again: a copy is not used
+    when PyTorch knows that its weight has changed, but merging adapters by `weight.data += ...` leaves no trace.
+
+    Args:
+        models (`nn.Module`): Such as a target and its draft. A draft borrows the target's LM head: pass both.
+        packed (`bool`): Whether to copy weights into the layout that this CPU multiplies fastest. The copies take as
+            much memory as the weights, are made on entry and freed on exit.
+
+    Raises:
+        RuntimeError: On entry, if there is no memory for the copies; nothing has changed then.
+    """
+
+    def __init__(self, *models: nn.Module, packed: bool = False) -> None:
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        # Each layer's attributes, and the forward that takes the place of its own. Made once: rounds enter often.
+        self._routes = [
+            (vars(module), types.MethodType(_forward, module))
+            for module in modules
+            if type(module) is nn.Linear and may_gain(getattr(module, "weight", None), packed)
+        ]
+        self._packed = packed
+        self._entries: list[list[tuple[dict[str, Any], types.MethodType]]] = []
+
+    def __enter__(self) -> None:
+        routes = [route for route in self._routes if "forward" not in route[0]]
+        self._entries.append(_by_copies(routes) if self._packed else routes)
+        try:
+            for attributes, forward in self._entries[-1]:
+                attributes["forward"] = forward
+        except BaseException:  # an interrupt: then __exit__ is not called
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        for attributes, forward in self._entries.pop():
+            if attributes.get("forward") is forward:
+                del attributes["forward"]
+
+
+def _by_copies(
+    routes: list[tuple[dict[str, Any], types.MethodType]],
+) -> list[tuple[dict[str, Any], types.MethodType]]:
+    """Pack the weights that gain by it, each once, and return routes that multiply by the copies."""
+    weights = {forward.__self__.weight for _, forward in routes}
+    copies = {weight: PackedCopy(weight) for weight in weights if packable(weight)}
+    return [
+        (attributes, types.MethodType(partial(_forward, copy=copies.get(forward.__self__.weight)), forward.__self__))
+        for attributes, forward in routes
+    ]
+
+
+# A function of the module: compiled graphs take its bound methods for the same one in every round.
+def _forward(linear: nn.Linear, input: torch.Tensor, copy: PackedCopy | None = None) -> torch.Tensor:
+    return few_rows_linear(input, linear.weight, linear.bias, copy)

@@ -1,0 +1,61 @@
+"""Gains that are the same on every machine, and what was multiplied how."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dspark.cpu import few_rows
+
+ways = {name: getattr(few_rows, f"{name}_gain") for name in ("onednn", "transposed", "packed")}
+
+
+def packs(dtype: torch.dtype) -> bool:
+    try:
+        return few_rows.packed_weight(torch.ones(64, 64, dtype=dtype)) is not None
+    except (RuntimeError, AttributeError):
+        return False
+
+
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=pytest.mark.skipif(not packs(dtype), reason="this CPU cannot pack it"))
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
+
+
+def linear(out: int = 256, inputs: int = 256, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, out, bias=bias)
+
+
+@pytest.fixture(autouse=True)
+def gains(monkeypatch):
+    """Set what gains, for float32 and bfloat16; nothing does unless it is set."""
+
+    def set_gains(**by_way):
+        for way in ways:
+            known = dict.fromkeys((torch.float32, torch.bfloat16), by_way.get(way))
+            monkeypatch.setattr(few_rows, f"{way}_gain", known.get)
+
+    set_gains()
+    return set_gains
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The way of every product that was not left to `F.linear`."""
+    taken, onednn, transposed = [], few_rows.onednn_linear, few_rows.transposed_linear
+
+    def recorded_onednn(rows, weight, bias=None):
+        taken.append("packed" if weight.is_mkldnn else "onednn")
+        return onednn(rows, weight, bias)
+
+    def recorded_transposed(rows, weight, bias=None):
+        taken.append("transposed")
+        return transposed(rows, weight, bias)
+
+    monkeypatch.setattr(few_rows, "onednn_linear", recorded_onednn)
+    monkeypatch.setattr(few_rows, "transposed_linear", recorded_transposed)
+    return taken
