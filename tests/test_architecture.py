@@ -14,7 +14,7 @@ import hf_dspark
 PACKAGE = Path(hf_dspark.__file__).parent
 ROOT = Path(__file__).parent.parent
 
-# The house. A folder may import itself and the folders named beside it, and nothing else. "" is the root of the package.
+# The house. A folder may import itself and the folders named beside it, and nothing else. "" is the package's root.
 FLOORS = {
     "": set(),
     "maths": set(),

@@ -168,9 +168,11 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     bce = torch.nn.functional.binary_cross_entropy_with_logits(
         confidence_logits, 1 - distance.detach() / 2, reduction="none"
     )
+    nll = -draft_log_probs.gather(-1, labels[..., None])[..., 0]
+    soft_nll = -(target_probs * draft_log_probs).sum(-1)
     terms = (
-        weights.cross_entropy_weight * -draft_log_probs.gather(-1, labels[..., None])[..., 0] + weights.l1_weight * distance
-        + weights.confidence_weight * bce + weights.soft_cross_entropy_weight * -(target_probs * draft_log_probs).sum(-1)
+        weights.cross_entropy_weight * nll + weights.l1_weight * distance
+        + weights.confidence_weight * bce + weights.soft_cross_entropy_weight * soft_nll
     )  # fmt: skip
     total = (terms * slot_weights).sum() / (slot_weights.sum() + 1e-6)
     torch.testing.assert_close(losses.loss, total, atol=1e-5, rtol=1e-5)
