@@ -3,15 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from ..cpu.copies import packed_weights_of
-from ..cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from ..cpu import fast_linears
 from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, known_profiles
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
 from ..maths.sampling import TokenLaw, draw
@@ -61,9 +60,9 @@ def profile_throughput(
         for requests in batch_sizes
     }
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
-    # transformers' own loop, which decodes the others, has no copies.
-    copies = packed_weights_of(target, draft) if why_not_by_slots(target) is None else None
-    with tqdm(total=total, desc="profiling", disable=None) as bar, using_copies(copies):
+    # transformers' own loop, which decodes the others, keeps PyTorch's products.
+    fast = fast_linears(target, draft) if why_not_by_slots(target) is None else nullcontext()
+    with fast, tqdm(total=total, desc="profiling", disable=None) as bar:
         for context_length in context_lengths:
             for requests in batch_sizes:
                 for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
@@ -126,7 +125,7 @@ def _passes_by_slots(
         with packed_pass(cache, layout):
             target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
 
-    with attending_by_slots(target), multiplying_few_rows(large_linears(target)):
+    with attending_by_slots(target):
         run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
         yield run
 
