@@ -168,19 +168,12 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     bce = torch.nn.functional.binary_cross_entropy_with_logits(
         confidence_logits, 1 - distance.detach() / 2, reduction="none"
     )
-<<<<<<< HEAD
-    cross_entropy = -draft_log_probs.gather(-1, labels[..., None])[..., 0]
-    soft_cross_entropy = -(target_probs * draft_log_probs).sum(-1)
-    terms = weights.cross_entropy_weight * cross_entropy + weights.l1_weight * distance
-    terms += weights.confidence_weight * bce + weights.soft_cross_entropy_weight * soft_cross_entropy
-=======
     nll = -draft_log_probs.gather(-1, labels[..., None])[..., 0]
     soft_nll = -(target_probs * draft_log_probs).sum(-1)
     terms = (
         weights.cross_entropy_weight * nll + weights.l1_weight * distance
         + weights.confidence_weight * bce + weights.soft_cross_entropy_weight * soft_nll
     )  # fmt: skip
->>>>>>> g-c
     total = (terms * slot_weights).sum() / (slot_weights.sum() + 1e-6)
     torch.testing.assert_close(losses.loss, total, atol=1e-5, rtol=1e-5)
     for ours, naive in zip(chunked, torch.autograd.grad(3.0 * total, leaves), strict=True):
