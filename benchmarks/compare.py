@@ -50,8 +50,15 @@ from compare_summary import markdown, summarise
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_dspark import ConfidenceThreshold, FullBlock, Policy, PrefixScheduler, ThroughputTable, profile_throughput
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM
+from hf_dspark import (
+    ConfidenceThreshold,
+    DecodingOptions,
+    FullBlock,
+    Policy,
+    PrefixScheduler,
+    ThroughputTable,
+    profile_throughput,
+)
 from hf_dspark.evaluation.results import describe_draft, describe_policy, describe_target
 from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
 from hf_dspark.files import Journal, digest
@@ -61,6 +68,7 @@ from hf_dspark.provenance import provenance
 from hf_dspark.targets.fingerprint import fingerprint
 
 LOOKUP_TOKENS = 10  # as transformers' documentation has it
+TOKENS_TO_WARM_UP = 16
 LEAST_CALLS = 5  # of a cell, however large the batch
 QUICK = {"num_prompts": 3, "max_new_tokens": 32, "batch_sizes": [1, 4], "contexts": [0], "tasks": ["math"]}
 
@@ -138,7 +146,7 @@ def decode(
     draft = method.assistant if is_draft(method.assistant) else None
     others = {"assistant_model": method.assistant} if draft is None and method.assistant is not None else {}
     if draft is not None:
-        draft.policy = method.policy
+        draft.decoding = DecodingOptions(method.policy)
     with counted_passes(target) as passes:
         call = timed_call(target, prompts, seed, draft, **options, **method.options, **others)
     return call, len(passes)
@@ -251,7 +259,7 @@ def compare(
         missing = [call for call in range(num_calls(num_prompts, cell.batch_size)) if (cell.key, call) not in done]
         if missing:
             warm_up = prompts_of(models, cell, missing[0], room)
-            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, PACKING_PAYS_FROM))
+            compared_call(models.target, taking_part, warm_up, 0, **options_for(cell, TOKENS_TO_WARM_UP))
         for call in tqdm(missing, desc=cell.key, leave=False):
             prompts = prompts_of(models, cell, call, room)
             runs = compared_call(models.target, taking_part, prompts, call, **options_for(cell, max_new_tokens))

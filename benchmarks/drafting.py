@@ -44,11 +44,10 @@ from profile_machine import random_pair
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
 from hf_dspark.cpu.copies import packed_weights_of
 from hf_dspark.cpu.few_rows import using_copies
 from hf_dspark.cpu.int8_copy import Int8Copy
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM
 from hf_dspark.decoding.step_costs import _plain_sampler, _synchronize
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
@@ -80,7 +79,7 @@ class Drafting:
     def _draft_block(self, num_features: int, sampler) -> None:
         features = torch.ones(1, num_features, self.width, dtype=self.draft.dtype, device=self.draft.device)
         self.draft.draft_block(self.anchor, features, self.cache, sampler)
-        self.cache.lengths[0] = self.context_length
+        self.cache.truncate(0, self.context_length)
 
     @torch.inference_mode()
     def seconds(self, sampler, num_new: int = NEW_CONTEXT) -> float:
@@ -314,8 +313,8 @@ class StopsAt(StoppingCriteria):
 
 def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Tensor, num_rounds: int) -> list:
     """Return the times of the rounds that verified a whole block, but the first, which also reads the prompt."""
-    draft.policy = FullBlock()
-    room = max(draft.config.block_size + 1, PACKING_PAYS_FROM)  # whole blocks, and packed weights with all sizes
+    draft.decoding = DecodingOptions(policy=FullBlock())
+    room = max(draft.config.block_size + 1, 16)  # whole blocks
     target.generate(
         ids, assistant_model=draft, max_new_tokens=2 + num_rounds + room, do_sample=False, pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([StopsAt(ids.shape[1] + 2 + num_rounds)]),

@@ -23,6 +23,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,11 +32,11 @@ from profile_machine import GEOMETRIES, random_pair
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from hf_dspark import FullBlock, RoundStatistics
+from hf_dspark import DecodingOptions, FullBlock, RoundStatistics
 from hf_dspark.cpu.copies import packed_weights_of
 from hf_dspark.cpu.few_rows import using_copies
 from hf_dspark.decoding.hook import default_policy
-from hf_dspark.decoding.loop import PACKING_PAYS_FROM, DecodingLoop
+from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.step_costs import _passes_by_columns, _passes_by_slots
 from hf_dspark.maths.sampling import VerifiedBlock, greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
@@ -49,6 +50,7 @@ WARM_UP = 5
 CANDIDATES = 256  # of `replay`: what `draft_top_k` takes from tau stays below the noise, see `drafting.py candidates`
 REPLAYED_TOKENS = 96
 LOOPS = {"plain": {}, "own": {"use_transformers_loop": False}, "transformers": {"use_transformers_loop": True}}
+TOKENS_TO_WARM_UP = 16
 
 
 def seconds_of(run: Callable[[], object]) -> float:
@@ -59,8 +61,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 def decode(target, draft, ids: torch.Tensor, loop: str, seed: int, **options) -> tuple[float, int]:
     """Return the seconds of decoding alone, and the tokens decoded in them: the first one comes from the prefill."""
-    for name, value in LOOPS[loop].items():
-        setattr(draft, name, value)
+    draft.decoding = replace(draft.decoding, **LOOPS[loop])
     assistant = {} if loop == "plain" else {"assistant_model": draft}
     torch.manual_seed(seed)
     first = seconds_of(lambda: target.generate(ids, **options | {"max_new_tokens": 1}, **assistant))
@@ -93,7 +94,7 @@ class Forwards:
 
         def draft_one() -> None:
             self._draft(4)
-            self.cache.lengths[0] = self.prompt.shape[1]
+            self.cache.truncate(0, self.prompt.shape[1])
 
         with using_copies(packed_weights_of(self.target, self.draft)):
             with _passes_by_slots(self.target, self.prompt, 1) as by_slots:
@@ -135,7 +136,7 @@ def efficiency_cell(runs: dict[str, list[tuple[float, int]]], forwards: Forwards
 def efficiency(options: argparse.Namespace) -> dict:
     """The shipped pair on held-out prompts, batch 1."""
     target, draft, tokenizer = load_pair()
-    draft.policy = FullBlock()
+    draft.decoding = DecodingOptions(policy=FullBlock())
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in held_out_prompts()]
     cells = {}
     for name, sampling in SAMPLINGS.items():
@@ -177,7 +178,7 @@ def replayed(rounds: list[int]) -> Callable:
 def replay(options: argparse.Namespace) -> dict:
     """Random weights of a Qwen3 geometry; what is accepted comes from recorded rounds."""
     target, draft = random_pair(options.geometry, getattr(torch, options.dtype))
-    draft.policy = FullBlock()
+    draft.decoding = DecodingOptions(policy=FullBlock())
     draft.config.draft_top_k = CANDIDATES
     target.generation_config.eos_token_id = None
     recording = json.loads(Path(options.rounds).read_text())
@@ -188,7 +189,7 @@ def replay(options: argparse.Namespace) -> dict:
     for name, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {"plain": [], "own": []}
         forwards, taus = Forwards(target, draft, options.context + 16), []
-        decode(target, draft, ids, "own", 0, max_new_tokens=PACKING_PAYS_FROM, pad_token_id=0, **sampling)
+        decode(target, draft, ids, "own", 0, max_new_tokens=TOKENS_TO_WARM_UP, pad_token_id=0, **sampling)
         for index in tqdm(range(options.repetitions), desc=name):
             DecodingLoop._verify = replayed(representative(accepted, num_rounds, index))
             for loop in runs:
@@ -228,7 +229,7 @@ def context(options: argparse.Namespace) -> dict:
     for _ in range(options.repetitions):
         for part in (short, forwards):
             part.times["draft"].append(seconds_of(lambda part=part: part._draft(4)))
-            part.cache.lengths[0] = part.prompt.shape[1]
+            part.cache.truncate(0, part.prompt.shape[1])
     medians = [statistics.median(part.times["draft"]) for part in (short, forwards)]
     cells["draft"] = {"ms_at_256": 1e3 * medians[0], "ms_at_8192": 1e3 * medians[1], "growth": medians[1] / medians[0]}
     return cells
@@ -251,7 +252,7 @@ def batch(options: argparse.Namespace) -> dict:
             for index in tqdm(range(options.repetitions), desc=f"{size} rows, {name}"):
                 outputs = {}
                 for way in rates:
-                    draft.policy = policies.get(way)
+                    draft.decoding = DecodingOptions(policies.get(way))
                     assistant = {"assistant_model": draft} if way in policies else {}
                     torch.manual_seed(index)
                     started = time.perf_counter()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from pair import held_out_prompts, load_pair
 
-from hf_dspark import FullBlock
+from hf_dspark import DecodingOptions, FullBlock
 from hf_dspark.provenance import provenance
 
 
@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 def measure(assisted: bool, rows: int, new_tokens: int) -> dict:
     """Decode one batch; return how much the peak exceeds what was held before, in bytes."""
     target, draft, tokenizer = load_pair()
-    tokenizer.padding_side, draft.policy = "left", FullBlock()
+    tokenizer.padding_side, draft.decoding = "left", DecodingOptions(policy=FullBlock())
     inputs = tokenizer(held_out_prompts()[:rows], return_tensors="pt", padding=True)
     options = {"do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     assistant = {"assistant_model": draft} if assisted else {}

@@ -16,7 +16,7 @@ import torch
 from pair import GREEDY, held_out_prompts, load_pair
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy, RoundStatistics
+from hf_dspark import DecodingOptions, FullBlock, Policy, RoundStatistics
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.provenance import provenance
 
@@ -72,7 +72,7 @@ def measure(
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         plain.append(timed(target, ids, index, **options))
         for name, policy in policies.items():
-            draft.policy = policy
+            draft.decoding = DecodingOptions(policy)
             assisted[name].append(timed(target, ids, index, assistant_model=draft, **options))
     return [summary(name, temperature, plain, runs, draft.config.block_size) for name, runs in assisted.items()]
 

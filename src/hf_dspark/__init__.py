@@ -5,10 +5,11 @@ from importlib import import_module
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .decoding.drafter import DSparkCandidateGenerator, RoundStatistics
+from .decoding.assisted import DSparkCandidateGenerator
 from .decoding.hook import decode_with
 from .decoding.hook import install as _install_generate_hook
 from .decoding.many import Completion, generate_many
+from .decoding.rounds import RoundStatistics
 from .decoding.step_costs import find_cost, profile_throughput
 from .evaluation.calibrate import calibrate, collect_rounds
 from .evaluation.evaluate import (
@@ -38,6 +39,7 @@ from .models.configuration_eagle3 import Eagle3Config
 from .models.modeling_draft import DraftModel as _DraftModel
 from .models.modeling_dspark import DSparkDraftModel
 from .models.modeling_eagle3 import Eagle3DraftModel
+from .models.options import DecodingOptions
 from .models.slot_cache import SlotCache
 from .sharing import hub as _hub
 from .sharing.hub import push_draft, save_repository, write_card, write_remote_code
@@ -63,6 +65,7 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkTrainer",
     "DSparkTrainingArguments",
+    "DecodingOptions",
     "Eagle3Config",
     "Eagle3DraftModel",
     "Evaluation",

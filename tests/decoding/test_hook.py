@@ -32,9 +32,10 @@ from transformers import (
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dspark import ConfidenceThreshold, DSparkConfig, DSparkDraftModel
-from hf_dspark.decoding import call as generation
+from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, DSparkDraftModel
+from hf_dspark.decoding import checks
 from hf_dspark.decoding import hook as generate_hook
+from hf_dspark.decoding.request import copy_of
 
 EOS = 62
 
@@ -82,9 +83,9 @@ OPTIONS = {
 @pytest.fixture(params=[False, True], ids=["own", "transformers"])
 def either_loop(request, pair):
     """Our loop, and transformers' own with the same drafting half: each is the other's oracle."""
-    pair[1].use_transformers_loop = request.param
+    pair[1].decoding = DecodingOptions(use_transformers_loop=request.param)
     yield
-    pair[1].use_transformers_loop = False
+    pair[1].decoding = DecodingOptions()
 
 
 @pytest.mark.usefixtures("either_loop")
@@ -174,7 +175,7 @@ def test_padding_on_the_left_changes_nothing(pair, prompts):
 def test_inputs_embeds_give_the_same_continuation_or_are_refused(pair, prompts):
     target, draft = pair
     embeds = target.get_input_embeddings()(prompts[0])
-    if draft.use_transformers_loop and parse(transformers.__version__) < generate_hook.INPUTS_EMBEDS_SINCE:
+    if draft.decoding.use_transformers_loop and parse(transformers.__version__) < checks.INPUTS_EMBEDS_SINCE:
         with pytest.raises(ValueError, match="inputs_embeds"):
             target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)
         return
@@ -338,7 +339,7 @@ def test_target_with_offloaded_embedding_gives_the_same_tokens_in_our_loop_alone
     plain = target.generate(prompt, **GREEDY)
     cpu_offload(target, execution_device=torch.device("cpu"))
     assert target.generate(prompt, assistant_model=draft, **GREEDY).tolist() == plain.tolist()
-    draft.use_transformers_loop = True
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
     with pytest.raises(ValueError, match="embedding is offloaded"):
         target.generate(prompt, assistant_model=draft, **GREEDY)
 
@@ -543,7 +544,7 @@ def test_foreign_default_device_changes_nothing(pair, prompts):
     target, draft = pair
     batch = torch.cat([prompts[0][:, :3], prompts[1][:, :3]])
     sampled = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "pad_token_id": 0}
-    draft.policy = ConfidenceThreshold(0.5)
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
     ways = [(prompts[0], GREEDY | {"eos_token_id": 63}), (batch, GREEDY), (batch, sampled)]
 
     def run():
@@ -556,7 +557,7 @@ def test_foreign_default_device_changes_nothing(pair, prompts):
         there = run()
     finally:
         torch.set_default_device(None)
-        draft.policy = None
+        draft.decoding = DecodingOptions()
     assert there == here
 
 
@@ -567,13 +568,6 @@ def test_limit_that_nobody_means_takes_no_memory(pair, prompts):
     options = {"do_sample": False, "max_new_tokens": 10**13, "eos_token_id": end, "pad_token_id": 0}
     expected = target.generate(prompts[0], **options)
     assert target.generate(prompts[0], assistant_model=draft, **options).tolist() == expected.tolist()
-
-
-def test_room_for_tokens_grows(pair, prompts, monkeypatch):
-    monkeypatch.setattr(generation, "ROOM_AT_FIRST", 2)
-    target, draft = pair
-    plain = target.generate(prompts[0], **GREEDY)
-    assert target.generate(prompts[0], assistant_model=draft, **GREEDY).tolist() == plain.tolist()
 
 
 class WithModel(LogitsProcessor):
@@ -588,7 +582,7 @@ class WithModel(LogitsProcessor):
 
 def test_copies_of_users_objects_share_models():
     held = torch.nn.Linear(2, 2)
-    copied = generation.copy_of(WithModel(held))
+    copied = copy_of(WithModel(held))
     assert copied.held is held and copied.calls is not copied.held
 
 

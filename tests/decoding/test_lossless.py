@@ -20,6 +20,7 @@ from transformers import (
 from hf_dspark import (
     AdaptiveDrafting,
     ConfidenceThreshold,
+    DecodingOptions,
     DSparkConfig,
     DSparkDraftModel,
     FullBlock,
@@ -49,8 +50,8 @@ class EnumeratingSampler:
         self.tokens, self.processors = tokens, processors
 
     def __call__(self, logits, candidate_ids, drafted_ids):
-        ids, rule = torch.cat([PROMPT[0], torch.zeros(4).long()]), StopRule(StoppingCriteriaList())
-        request = Request(0, ids, PROMPT.shape[1], 99, self.processors, rule)
+        ids, rule = PROMPT[0], StopRule(StoppingCriteriaList())
+        request = Request(0, ids, 99, self.processors, rule)
         uniform = torch.zeros(1, len(self.tokens))
         sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
         _, law = sampler(logits, candidate_ids, drafted_ids)
@@ -388,8 +389,9 @@ def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, pol
     target, draft = make_pair(make_target, gamma=3, seed=5)
     proposed = {}
     for name, choice in (("full", FullBlock()), ("tested", policy)):
-        draft.policy, proposed[name] = choice, []
-        draft.observer = lambda outcome, lengths=proposed[name]: lengths.append(int(outcome.lengths[0]))
+        proposed[name] = lengths = []
+        observer = lambda outcome, to=lengths: to.extend(outcome.lengths.tolist())  # noqa: E731
+        draft.decoding = DecodingOptions(choice, observer=observer)
         sampled_sequences(target, draft, num_draws=30)
     assert sum(proposed["tested"]) < 0.9 * sum(proposed["full"])  # the policy really decides
     counts = sampled_sequences(target, draft, num_draws=700)

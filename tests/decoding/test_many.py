@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from hf_dspark import DSparkDraftModel, FullBlock, generate_many
+from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock, generate_many
 from hf_dspark.decoding.loop import DecodingLoop
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "progress": False}
@@ -18,7 +18,7 @@ def pair(fixtures):
     folder = fixtures / "deepspec" / "trained"
     target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
     draft = DSparkDraftModel.from_pretrained(folder / "draft").eval()
-    draft.policy = FullBlock()
+    draft.decoding = DecodingOptions(policy=FullBlock())
     return target, draft
 
 

@@ -10,6 +10,7 @@ import torch
 from hf_dspark import (
     AdaptiveDrafting,
     ConfidenceThreshold,
+    DecodingOptions,
     DSparkConfig,
     DSparkDraftModel,
     FullBlock,
@@ -43,7 +44,7 @@ def prompts(fixtures):
 def untouched_draft(pair):
     yield
     draft = pair[1]
-    draft.policy, draft.load, draft.domain, draft.observer = None, 0, None, None
+    draft.decoding = DecodingOptions()
     draft.config.sts_temperatures = None
 
 
@@ -82,7 +83,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_greedy_tokens_are_the_same_under_every_policy(pair, prompts, policy):
     target, draft = pair
-    draft.policy = policy
+    draft.decoding = DecodingOptions(policy=policy)
     for prompt in prompts[:4]:
         plain = target.generate(prompt, **GREEDY)
         assert torch.equal(target.generate(prompt, assistant_model=draft, **GREEDY), plain)
@@ -92,7 +93,7 @@ def test_policies_really_differ_in_what_they_verify(pair, prompts):
     target, draft = pair
     proposed = {}
     for name, policy in POLICIES.items():
-        draft.policy = policy
+        draft.decoding = DecodingOptions(policy=policy)
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
         proposed[name] = tuple(draft.last_stats.proposed)
     assert len(set(proposed.values())) >= 7
@@ -111,7 +112,7 @@ def test_skipped_rounds_feed_the_drafts_context(pair, prompts):
         def observe(self, outcome):
             seen.append(outcome)
 
-    draft.policy = Spy()
+    draft.decoding = DecodingOptions(policy=Spy())
     output = target.generate(prompts[0], assistant_model=draft, **GREEDY)
     committed = prompts[0].shape[1] + 1
     drafted = 0
@@ -122,7 +123,8 @@ def test_skipped_rounds_feed_the_drafts_context(pair, prompts):
             with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
-            block = draft.draft_block(prefix[:, -1], features, SlotCache(), greedy_sampler)
+            num_tokens = outcome.block.token_ids.shape[1]
+            block = draft.draft_block(prefix[:, -1], features, SlotCache(), greedy_sampler, num_tokens=num_tokens)
             torch.testing.assert_close(outcome.block.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
             assert torch.equal(outcome.block.token_ids, block.token_ids)
         committed += int(outcome.num_accepted[0]) + 1
@@ -131,7 +133,7 @@ def test_skipped_rounds_feed_the_drafts_context(pair, prompts):
 
 def test_statistics_count_skipped_rounds(pair, prompts):
     target, draft = pair
-    draft.policy = EverySecond()
+    draft.decoding = DecodingOptions(policy=EverySecond())
     target.generate(prompts[0], assistant_model=draft, **GREEDY)
     stats = draft.last_stats
     assert stats.rounds == len(stats.proposed) == len(stats.confidence)
@@ -142,7 +144,7 @@ def test_statistics_count_skipped_rounds(pair, prompts):
 
 def test_threshold_of_the_call_comes_before_the_drafts_policy(pair, prompts):
     target, draft = pair
-    draft.policy = ConfidenceThreshold(1.0)
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(1.0))
     target.generate(prompts[0], assistant_model=draft, **GREEDY)
     assert sum(draft.last_stats.proposed) == 0
     target.generate(prompts[0], assistant_model=draft, assistant_confidence_threshold=0.0, **GREEDY)
@@ -151,19 +153,19 @@ def test_threshold_of_the_call_comes_before_the_drafts_policy(pair, prompts):
 
 def test_policy_is_limited_by_num_assistant_tokens(pair, prompts):
     target, draft = pair
-    draft.policy = PrefixScheduler(ThroughputTable((1, 100), (1.0, 1.0)))
+    draft.decoding = DecodingOptions(policy=PrefixScheduler(ThroughputTable((1, 100), (1.0, 1.0))))
     target.generate(prompts[0], assistant_model=draft, num_assistant_tokens=2, **GREEDY)
     assert set(draft.last_stats.proposed[:-1]) == {2}
 
 
 def test_calls_do_not_share_a_policys_memory(pair, prompts):
     target, draft = pair
-    draft.policy = LaggedScheduler(TABLE)
+    draft.decoding = DecodingOptions(policy=LaggedScheduler(TABLE))
     runs = []
     for _ in range(2):
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
         runs.append(draft.last_stats.proposed)
-    assert runs[0] == runs[1] and len(draft.policy._history) == 0
+    assert runs[0] == runs[1] and len(draft.decoding.policy._history) == 0
 
 
 # ---- load
@@ -171,7 +173,7 @@ def test_calls_do_not_share_a_policys_memory(pair, prompts):
 
 def test_drafts_get_shorter_as_the_engine_fills(pair, prompts):
     target, draft = pair
-    draft.policy = PrefixScheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)))
+    policy = PrefixScheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)))
     totals, asked = [], []
     for tokens in (0, 100, 200):
 
@@ -179,11 +181,11 @@ def test_drafts_get_shorter_as_the_engine_fills(pair, prompts):
             asked.append(tokens)
             return tokens
 
-        draft.load = load
+        draft.decoding = DecodingOptions(policy=policy, other_tokens=load)
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
         totals.append(sum(draft.last_stats.proposed) / draft.last_stats.rounds)
         assert asked.count(tokens) >= draft.last_stats.rounds - 1  # asked anew in every round
-    draft.load = 200
+    draft.decoding = DecodingOptions(policy=policy, other_tokens=200)
     target.generate(prompts[0], assistant_model=draft, **GREEDY)
     assert sum(draft.last_stats.proposed) / draft.last_stats.rounds == totals[2]
     assert totals[0] > totals[1] and totals[0] > totals[2]
@@ -192,8 +194,8 @@ def test_drafts_get_shorter_as_the_engine_fills(pair, prompts):
 @pytest.mark.parametrize("load", [-1, float("nan"), float("inf"), None, "5", lambda: -5])
 def test_impossible_loads_are_refused(pair, prompts, load):
     target, draft = pair
-    draft.policy, draft.load = PrefixScheduler(TABLE), load
-    with pytest.raises(ValueError, match="draft.load must be a number of tokens, 0 or more, got"):
+    with pytest.raises(ValueError, match="other_tokens must be a number of tokens, 0 or more, got"):
+        draft.decoding = DecodingOptions(policy=PrefixScheduler(TABLE), other_tokens=load)
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
 
 
@@ -237,16 +239,16 @@ def test_policies_that_look_ahead_are_refused_when_drafts_are_sampled(pair, prom
         SLOLimit(scheduler(TABLE), 5.0),
         AdaptiveDrafting(scheduler(TABLE)),
     ):
-        draft.policy = policy
+        draft.decoding = DecodingOptions(policy=policy)
         with pytest.raises(ValueError, match=r"not causal with this draft.*accept_bias=True"):
             target.generate(prompts[0], assistant_model=draft, **SAMPLED)
-    draft.policy = scheduler(TABLE, accept_bias=True)
+    draft.decoding = DecodingOptions(policy=scheduler(TABLE, accept_bias=True))
     target.generate(prompts[0], assistant_model=draft, **SAMPLED)
 
 
 def test_global_search_is_welcome_when_the_head_reads_no_token(target, make_draft):
     draft = make_draft(target, confidence_head_with_markov=False)
-    draft.policy = GlobalScheduler(TABLE)
+    draft.decoding = DecodingOptions(policy=GlobalScheduler(TABLE))
     ids = torch.tensor([[5, 6, 7]])
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **SAMPLED)
     assert draft.last_stats.rounds > 0
@@ -254,16 +256,14 @@ def test_global_search_is_welcome_when_the_head_reads_no_token(target, make_draf
 
 def test_what_is_no_policy_is_refused_by_name(pair, prompts):
     target, draft = pair
-    draft.policy = "full"
-    with pytest.raises(TypeError, match=r"must be a hf_dspark.Policy, got str without plan_draft"):
-        target.generate(prompts[0], assistant_model=draft, **GREEDY)
+    with pytest.raises(TypeError, match=r"must be a hf_dspark.Policy, got str"):
+        DecodingOptions(policy="full")
 
 
 def test_a_class_instead_of_a_policy_is_refused(pair, prompts):
     target, draft = pair
-    draft.policy = PrefixScheduler
     with pytest.raises(TypeError, match="got the class PrefixScheduler: call it"):
-        target.generate(prompts[0], assistant_model=draft, **GREEDY)
+        DecodingOptions(policy=PrefixScheduler)
 
 
 @pytest.mark.parametrize("length", [-1, 99])
@@ -273,7 +273,7 @@ def test_impossible_lengths_of_a_policy_are_refused(pair, prompts, length):
             return torch.full_like(max_lengths, length)
 
     target, draft = pair
-    draft.policy = Odd()
+    draft.decoding = DecodingOptions(policy=Odd())
     with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got \[{length}\]"):
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
 
@@ -281,7 +281,7 @@ def test_impossible_lengths_of_a_policy_are_refused(pair, prompts, length):
 def test_the_observer_sees_every_round(pair, prompts):
     target, draft = pair
     seen = []
-    draft.observer = seen.append
+    draft.decoding = DecodingOptions(observer=seen.append)
     target.generate(prompts[0], assistant_model=draft, **GREEDY)
     assert [int(outcome.lengths[0]) for outcome in seen] == draft.last_stats.proposed
     assert all(outcome.drafted == (outcome.block is not None) for outcome in seen)
@@ -295,7 +295,7 @@ def test_schedulers_need_a_confidence_head(pair, prompts):
         AdaptiveDrafting(FullBlock(), cost=TABLE),
         SLOLimit(PrefixScheduler(TABLE), 1.0),
     ):
-        draft.policy = policy
+        draft.decoding = DecodingOptions(policy=policy)
         with pytest.raises(ValueError, match="needs a draft with a confidence head"):
             target.generate(prompts[0], assistant_model=draft, **GREEDY)
 
@@ -315,7 +315,7 @@ def test_temperatures_set_by_hand_are_checked(pair, prompts):
 
 def test_unknown_domains_are_refused(pair, prompts):
     target, draft = pair
-    draft.domain = "poems"
+    draft.decoding = DecodingOptions(domain="poems")
     with pytest.raises(ValueError, match="no temperatures for the domain 'poems'"):
         target.generate(prompts[0], assistant_model=draft, **GREEDY)
 

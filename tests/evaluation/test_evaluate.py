@@ -18,6 +18,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConf
 from hf_dspark import (
     AcceptanceReport,
     ConfidenceThreshold,
+    DecodingOptions,
     RoundStatistics,
     compare_domains,
     evaluate,
@@ -50,11 +51,11 @@ def test_acceptance_is_that_of_all_rounds_of_all_prompts(pair):
 
 def test_measuring_leaves_the_policy_alone_even_when_a_prompt_fails(pair):
     target, draft = pair
-    before = draft.policy = object()
+    before = draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
     with pytest.raises(Exception, match="999"):
         measure_acceptance(target, draft, [[999]], max_new_tokens=4, progress=False)
-    assert draft.policy is before
-    draft.policy = None
+    assert draft.decoding is before
+    draft.decoding = DecodingOptions()
 
 
 def test_measuring_needs_a_prompt(pair):
@@ -87,9 +88,9 @@ def test_plain_decoding_takes_one_pass_per_token(target):
 def test_tokens_per_pass_sees_transformers_own_assistance(pair):
     target, draft = pair
     report = measure_acceptance(target, draft, PROMPTS, max_new_tokens=20, do_sample=False, progress=False)
-    draft.use_transformers_loop = True
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
     rate = tokens_per_pass(target, PROMPTS, max_new_tokens=20, do_sample=False, assistant_model=draft)
-    draft.use_transformers_loop = False
+    draft.decoding = DecodingOptions()
     assert rate == pytest.approx(report.tau, rel=0.1)  # the last round of a prompt may be cut
 
 
@@ -228,10 +229,10 @@ def test_each_turn_follows_the_targets_own_answer(pair, chat_tokenizer, template
 
 def test_a_policy_decides_and_is_noted_and_the_drafts_own_is_kept(pair, text_tokenizer):
     target, draft = pair
-    before = draft.policy = object()
+    before = draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
     found = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, policy=ConfidenceThreshold(0.9), **GREEDY)
-    assert draft.policy is before
-    draft.policy = None
+    assert draft.decoding is before
+    draft.decoding = DecodingOptions()
     assert found.facts["policy"] == repr(ConfidenceThreshold(0.9))
     full = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, **GREEDY)
     assert found.metrics["t"].proposed_per_round < full.metrics["t"].proposed_per_round

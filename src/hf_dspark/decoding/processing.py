@@ -1,11 +1,11 @@
 """From logits to laws: the processors of a `generate()` call, applied to many positions at once.
 
 Each sequence is processed as if it were alone: its ids without padding, its own lengths. Temperature, top-k, top-p and
-min-p are computed together on the few tokens that survive. Knows nothing of drafts or caches.
+min-p are computed together on the few tokens that survive.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,9 @@ class Scores:
     values: torch.Tensor
     candidate_ids: torch.Tensor | None = None
 
+    def __getitem__(self, positions: slice) -> "Scores":
+        return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
+
     def law(self) -> TokenLaw:
         """Return the law that the scores define."""
         return TokenLaw(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
@@ -93,7 +96,7 @@ class BlockProcessor:
         processors (`LogitsProcessorList`): Of the call; stateless. Their kinds decide what is done position by
             position and what at once.
         vocab_size (`int`): V.
-        tie_margin (`int`): Candidates that are looked at behind the k-th, in case they tie with it. The target's law
+        tie_margin (`int`): Candidates that are looked at after the k-th, in case they tie with it. The target's law
             needs them; drafts may come from any law, and save the work.
     """
 
@@ -113,15 +116,18 @@ class BlockProcessor:
             self._fused_from, self._truncation = self._fused_from - 1, truncation
 
     def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, prefix_of: Callable[[int], Prefix | None]
+        self,
+        logits: torch.Tensor,
+        candidate_ids: torch.Tensor | None = None,
+        prefixes: Sequence[Prefix | None] = (),
     ) -> Scores:
         """Process the logits of n positions.
 
         Args:
             logits (`torch.Tensor` of shape `[n, V]` or `[n, candidates]`): Raw; not changed.
             candidate_ids (`torch.LongTensor` of shape `[n, candidates]`, *optional*): Their tokens.
-            prefix_of (`Callable`): Returns the [`Prefix`] of a position, `0 <= index < n`; `None` where plain decoding
-                would never come to: what stands behind an end is not processed.
+            prefixes (`Sequence[Prefix | None]`): Of each position, if `reads_prefixes`. `None` where plain decoding
+                never comes to: what stands after an end is not processed.
         """
         if not self._processors:
             return Scores(logits, candidate_ids)
@@ -139,7 +145,7 @@ class BlockProcessor:
             if kind:
                 logits = self._at_once(logits, start, end)
             else:
-                logits = self._one_by_one(logits, start, end, prefix_of)
+                logits = self._one_by_one(logits, start, end, prefixes)
             start = end
         if self._truncation is None:
             return Scores(logits, candidate_ids)
@@ -147,10 +153,10 @@ class BlockProcessor:
         if truncated is None:  # more ties, or a flatter law, than the candidates have room for
             logits = logits.to(torch.float32, copy=True)
             return Scores(self._at_once(logits, self._fused_from, len(self._processors)), candidate_ids)
-        if truncated.candidate_ids is None or candidate_ids is None:
-            return Scores(
-                truncated.values, candidate_ids if truncated.candidate_ids is None else truncated.candidate_ids
-            )
+        if truncated.candidate_ids is None:
+            return Scores(truncated.values, candidate_ids)
+        if candidate_ids is None:
+            return truncated
         return Scores(truncated.values, candidate_ids.gather(-1, truncated.candidate_ids))
 
     def _at_once(self, scores: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -160,12 +166,12 @@ class BlockProcessor:
         return scores
 
     def _one_by_one(
-        self, scores: torch.Tensor, start: int, end: int, prefix_of: Callable[[int], Prefix]
+        self, scores: torch.Tensor, start: int, end: int, prefixes: Sequence[Prefix | None]
     ) -> torch.Tensor:
-        for index in range(scores.shape[0]):
-            prefix, row = prefix_of(index), scores[index : index + 1]
+        for index, prefix in enumerate(prefixes):
             if prefix is None:
                 continue
+            row = scores[index : index + 1]
             for processor in prefix.processors[start:end]:
                 row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
                 if row.shape[0] != 1:
@@ -190,7 +196,7 @@ class Truncation:
         top_k (`int`, *optional*): Keep the k best, and those tied with the last of them.
         top_p (`float`, *optional*): Keep the best tokens until their mass reaches p.
         min_p (`float`, *optional*): Keep tokens at least this fraction as likely as the best one.
-        tie_margin (`int`): Candidates looked at behind the k-th. Without any, ties are broken, and top-p is content
+        tie_margin (`int`): Candidates looked at after the k-th. Without any, ties are broken, and top-p is content
             with the best candidates: that is for drafts, whose law may be any.
     """
 

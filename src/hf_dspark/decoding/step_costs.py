@@ -34,7 +34,7 @@ from ..models.configuration_draft import DraftConfig
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import device_name
-from ..targets.slot_attention import attending_by_slots, packed_pass, why_not_by_slots
+from ..targets.slot_attention import attending_by_slots, packed_pass, slot_cache_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def profile_throughput(
     }
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
     # transformers' own loop, which decodes the others, has no copies.
-    copies = packed_weights_of(target, draft) if why_not_by_slots(target) is None else None
+    copies = packed_weights_of(target, draft) if slot_cache_obstacle(target) is None else None
     with tqdm(total=total, desc="profiling", disable=not progress) as bar, using_copies(copies):
         for context_length in context_lengths:
             for requests in batch_sizes:
@@ -244,7 +244,7 @@ def _time_verify(
 ) -> Iterator[tuple[int, float]]:
     """Yield each draft length with the median seconds of a pass over 1 + length tokens per request."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    start_pass = _passes_by_slots if why_not_by_slots(target) is None else _passes_by_columns
+    start_pass = _passes_by_slots if slot_cache_obstacle(target) is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
     with start_pass(target, prompt, requests) as run:
         for length in lengths:
@@ -301,7 +301,8 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
 
     def one_pass() -> None:
         draft_blocks(3)
-        cache.lengths = [context_length] * requests
+        for row in range(requests):
+            cache.truncate(row, context_length)
 
     draft_blocks(context_length)
     return _median_seconds(one_pass, repetitions, draft.device)
@@ -407,8 +408,9 @@ def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | N
     if not fitting:
         if first_time:
             logger.warning(
-                "no throughput table fits these models on this machine (%s): verifying full blocks. "
-                "hf_dspark.profile_throughput(target, draft) measures one.", here,
+                "no throughput table fits these models on this machine (%s): verifying full blocks. A table is "
+                "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... --draft "
+                "...` or hf_dspark.profile_throughput(target, draft) measures one.", here,
             )  # fmt: skip
         return None
     distance, name = fitting[0]

@@ -6,7 +6,7 @@ found. Knows nothing of how temperatures are fitted (`calibration`).
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,18 @@ DEFAULT_DOMAIN = "default"
 FEW_ROUNDS = 500
 
 
-def _record(rounds: list[CalibrationRounds], outcome: RoundOutcome) -> None:
+def _record(rounds: list[CalibrationRounds], block_size: int, outcome: RoundOutcome) -> None:
     """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
     if outcome.drafted:
-        rounds.append(recorded_round(outcome))
+        rounds.append(recorded_round(outcome, block_size))
 
 
-def recorded_round(outcome: RoundOutcome) -> CalibrationRounds:
+def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
     """Return what one drafted round of one request says about its confidences."""
     num_verified = int(outcome.lengths[0])
-    acceptance = torch.zeros(outcome.block.token_ids.shape)
+    acceptance, logits = torch.zeros(2, 1, block_size)  # blocks end early where the sequence does
     acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
-    logits = outcome.block.confidence_logits.float().cpu()
+    logits[:, : outcome.block.token_ids.shape[1]] = outcome.block.confidence_logits.float().cpu()
     return CalibrationRounds(logits, acceptance, outcome.num_accepted, outcome.lengths)
 
 
@@ -106,8 +106,7 @@ def collect_rounds(
     if output_file is not None:
         journal = Journal(output_file, _settings(target, draft, rows, seed, options))
         done = {entry["index"]: _rounds_of(entry) for entry in journal.entries}
-    before = draft.policy, draft.domain, draft.observer
-    draft.policy, draft.domain = FullBlock(), None
+    before = draft.decoding
     # Set on the call, so that a threshold in the target's generation config does not count.
     options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
     try:
@@ -115,7 +114,8 @@ def collect_rounds(
             if index in done:
                 continue
             rounds: list[CalibrationRounds] = []
-            draft.observer = partial(_record, rounds)
+            observer = partial(_record, rounds, draft.config.block_size)
+            draft.decoding = replace(before, policy=FullBlock(), domain=None, observer=observer)
             input_ids = torch.tensor([row], device=input_device(target.get_input_embeddings()))
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
@@ -124,7 +124,7 @@ def collect_rounds(
             if journal is not None:
                 journal.append(_entry(index, rounds))
     finally:
-        draft.policy, draft.domain, draft.observer = before
+        draft.decoding = before
     return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
 
 
@@ -184,7 +184,7 @@ def calibrate(
         prompts (`Iterable`): Held-out prompts of the domain; see [`collect_rounds`].
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for texts.
         domain (`str`): Name to keep the temperatures under. `greedy` and `sampled` are used by themselves when
-            `generate()` decodes that way; others when `draft.domain` names them, `math/greedy` before `math`. The
+            `generate()` decodes that way; others when `draft.decoding` names them, `math/greedy` before `math`. The
             first calibration also becomes the default.
         realised (`bool`): Fit on realised acceptance instead of the one with the last coin integrated out.
         output_file (`str`, *optional*): Where rounds are recorded, to resume.

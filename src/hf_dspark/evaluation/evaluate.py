@@ -24,8 +24,8 @@ from ..data.prompts import (
     read_prompt,
     read_prompt_file,
 )
-from ..decoding.drafter import RoundStatistics
 from ..decoding.many import generate_many
+from ..decoding.rounds import RoundStatistics
 from ..files import Journal, digest, plain_json
 from ..maths.policies import FullBlock, Policy
 from ..models.auto import require_pair
@@ -143,15 +143,15 @@ def evaluate(
         settings = _settings(target, draft, prompts, tokenizer, policy, batch_size, compare_plain, seed, options)
         settings["enable_thinking"] = enable_thinking
         journal = Journal(_beside(output_file), settings)
-    before = None if draft is None else draft.policy
+    before = None if draft is None else draft.decoding
     if draft is not None:
-        draft.policy = policy
+        draft.decoding = replace(before, policy=policy)
     run = EvaluationRun(target, draft, tokenizer, batch_size, compare_plain, seed, enable_thinking, options, journal)
     try:
         run.answer(prompts, progress)
     finally:
         if draft is not None:
-            draft.policy = before
+            draft.decoding = before
     evaluation = _summed_up(run, read, policy, seed)
     if output_file is not None:
         written = write_result(output_file, "evaluation", **evaluation.to_dict())
@@ -224,7 +224,7 @@ def _settings(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what an unfinished run must share to be gone on with; long values by their hash."""
-    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.domain}
+    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.decoding.domain}
     facts = provenance(target.device)
     generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
     return {
@@ -236,7 +236,7 @@ def _settings(
         "chat_template": digest(tokenizer.chat_template),
         "vocabulary": digest(tokenizer.get_vocab()),
         "policy": None if policy is None else describe_policy(policy),
-        "loop": None if draft is None else draft.use_transformers_loop,
+        "loop": None if draft is None else draft.decoding.use_transformers_loop,
         "batch_size": batch_size,
         "compare_plain": compare_plain,
         "seed": seed,
@@ -337,16 +337,14 @@ def measure_acceptance(
     texts = [row["prompt"] if isinstance(row, Mapping) else row for row in prompts]
     if not texts:
         raise ValueError("there is no prompt to measure on: pass at least one")
-    before, draft.policy = draft.policy, policy or FullBlock()
-    options = _with_length(generate_kwargs)
-    try:
-        tokens = 0
-        for done in generate_many(target, draft, texts, tokenizer, batch_size, progress, **options):
-            if done.error is not None:
-                raise done.error
-            tokens += len(done.token_ids)
-    finally:
-        draft.policy = before
+    decoding = replace(draft.decoding, policy=policy or FullBlock())
+    tokens = 0
+    for done in generate_many(
+        target, draft, texts, tokenizer, batch_size, progress, decoding, **_with_length(generate_kwargs)
+    ):
+        if done.error is not None:
+            raise done.error
+        tokens += len(done.token_ids)
     return AcceptanceReport.of(draft.last_stats, draft.config.block_size, len(texts), tokens)
 
 

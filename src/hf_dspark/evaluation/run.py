@@ -14,14 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, next_turn, token_ids
 from ..decoding.call import effective_config
-from ..decoding.drafter import RoundStatistics
-from ..decoding.loop import PACKING_PAYS_FROM
+from ..decoding.rounds import RoundStatistics
 from ..files import Journal, digest
 from ..models.modeling_draft import DraftModel
 from .metrics import PlainTurn, TurnRecord, TurnRounds
 from .timed_decoding import TimedCall, timed_call
 
-NEW_TOKENS_TO_WARM_UP = PACKING_PAYS_FROM  # so that weights are packed before anything is timed
+NEW_TOKENS_TO_WARM_UP = 16
 PROMPT_TOKENS_TO_WARM_UP = 16
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..decoding.call import effective_config
-from ..decoding.drafter import RoundStatistics
+from ..decoding.rounds import RoundStatistics
 from ..models.modeling_draft import DraftModel, input_device
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .slot_cache import grouped_attention
+from .grouped_attention import grouped_attention
 
 # Block rows attended to at a time. Each sees its own block only: a larger chunk wastes more work on the blocks beside
 # it, a smaller one makes more calls.

@@ -9,7 +9,7 @@ import copy
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -32,10 +32,10 @@ from ..formats.files import (
     shortened,
 )
 from ..maths.losses import LossWeights, SlotScores, block_losses
-from ..maths.policies import Policy, RoundOutcome
 from ..maths.sampling import DraftBlock, Sampler
 from .block_attention import BlockLayout
 from .configuration_draft import require_decoder_only
+from .options import DecodingOptions
 from .slot_cache import SlotCache
 
 # With fewer, picking out the candidates' rows of the head takes the time that rough logits save.
@@ -77,18 +77,8 @@ class _Borrowed:
 class DraftModel(PreTrainedModel):
     """Base of all drafts: pass one to `target.generate(..., assistant_model=draft)`, train it with [`DSparkTrainer`].
 
-    What `generate()` reads from it besides its weights, all settable at any time:
-
     Attributes:
-        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. `None`:
-            [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this machine's throughput is
-            known, else the full block.
-        load (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward pass, or
-            a function that returns them.
-        domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.
-        observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
-        use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
-            a time; for comparison.
+        decoding ([`DecodingOptions`]): How `generate()` decodes with it; may be replaced at any time.
         last_stats ([`RoundStatistics`], *optional*): Of the last call.
     """
 
@@ -102,11 +92,7 @@ class DraftModel(PreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.policy: Policy | None = None
-        self.load: int | Callable[[], int] = 0
-        self.domain: str | None = None
-        self.observer: Callable[[RoundOutcome], None] | None = None
-        self.use_transformers_loop = False
+        self.decoding = DecodingOptions()
         self.last_stats = None
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
         self._borrowed: tuple[_Borrowed, ...] = ()
@@ -338,6 +324,7 @@ class DraftModel(PreTrainedModel):
         sampler: Sampler,
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock:
         """Draft one block per request.
 
@@ -350,6 +337,7 @@ class DraftModel(PreTrainedModel):
             num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
             committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token behind each token of
                 `features`, the anchor behind the last one; read by autoregressive drafts only.
+            num_tokens (`int`, *optional*): Draw the first tokens of each block alone, 1 <= n <= γ. Default: all γ.
 
         Returns:
             [`DraftBlock`]

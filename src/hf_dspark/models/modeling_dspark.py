@@ -20,9 +20,10 @@ from ..cpu.few_rows import FewRowsLinear
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
+from .grouped_attention import fold_mask, grouped_attention
 from .heads import MARKOV_HEADS, ConfidenceHead, MarkovProjection
 from .modeling_draft import DraftModel
-from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from .slot_cache import SlotCache, SlotLayout
 from .successors import Successors, with_successors
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
@@ -48,7 +49,7 @@ class DraftPass:
     @functools.cached_property
     def layout(self) -> SlotLayout:
         """Context and block of each request, request by request."""
-        starts = tuple(self.cache.lengths[: len(self.num_features)])
+        starts = self.cache.lengths[: len(self.num_features)]
         return SlotLayout(starts, tuple(count + self.num_slots for count in self.num_features))
 
     @functools.cached_property
@@ -417,11 +418,13 @@ class DSparkDraftModel(DraftModel):
         sampler: Sampler,
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock:
         """Draft one block per request: one parallel pass, then γ Markov draws.
 
         Args:
-            anchor_ids, features, cache, sampler, num_features, committed_ids: As in [`DraftModel.draft_block`].
+            anchor_ids, features, cache, sampler, num_features, committed_ids, num_tokens: As in
+                [`DraftModel.draft_block`].
 
         Returns:
             [`DraftBlock`]
@@ -429,7 +432,7 @@ class DSparkDraftModel(DraftModel):
         DSpark Eq. 3-7.
         """
         hidden = self.read_block(anchor_ids, features, cache, num_features)
-        predicting, anchor_ids = self.predicting(hidden), anchor_ids.to(self.device)
+        predicting, anchor_ids = self.predicting(hidden)[:, :num_tokens], anchor_ids.to(self.device)
         rough_logits = self.rough_logits(predicting)
         if rough_logits is None:
             return self.sample_block(hidden, self.base_logits(predicting), anchor_ids, sampler)
@@ -466,7 +469,7 @@ class DSparkDraftModel(DraftModel):
                 block_embeds, features.reshape(1, -1, features.shape[-1]), drafting.position_ids, drafting
             ).view(requests, num_slots, -1)
         for row, count in enumerate(num_features):
-            cache.lengths[row] += count
+            cache.commit(row, count)
         return hidden
 
     def sample_block(
@@ -481,8 +484,8 @@ class DSparkDraftModel(DraftModel):
 
         Args:
             hidden (`torch.Tensor` of shape `[B, slots, d]`): h.
-            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ, or, with
-                `candidate_logits`, what is like them enough to choose candidates by.
+            base_logits (`torch.Tensor` of shape `[B, n, V]`, or `[B, n, V_d]`): U_1..U_n, n <= γ, or, with
+                `candidate_logits`, what is like them enough to choose candidates by. As many tokens are drawn.
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
             sampler ([`Sampler`]): Draws each token.
             candidate_logits (`Callable`, *optional*): What gives U_k of candidates `[B, n]` from h_k `[B, d]`; only
@@ -501,7 +504,7 @@ class DSparkDraftModel(DraftModel):
         previous, state = anchor_ids, None
         if self.markov_head is not None and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
-        hidden = self.predicting(hidden)
+        hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
         slots = zip(base_logits.unbind(dim=1), hidden.unbind(dim=1), strict=True)

@@ -17,10 +17,11 @@ from ..cpu.few_rows import FewRowsLinear
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
 from .block_attention import BlockLayout
 from .configuration_eagle3 import Eagle3Config
+from .grouped_attention import fold_mask, grouped_attention
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
 from .range_attention import KeyRanges, append_own
-from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from .slot_cache import SlotCache, SlotLayout
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -178,11 +179,13 @@ class Eagle3DraftModel(DraftModel):
         sampler: Sampler,
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock:
-        """Draft one block per request: a pass over the new context, then γ-1 passes of one token each.
+        """Draft one block per request: a pass over the new context, then a pass for each token but the first.
 
         Args:
-            anchor_ids, features, cache, sampler, num_features, committed_ids: As in [`DraftModel.draft_block`].
+            anchor_ids, features, cache, sampler, num_features, committed_ids, num_tokens: As in
+                [`DraftModel.draft_block`].
 
         Returns:
             [`DraftBlock`]
@@ -191,9 +194,10 @@ class Eagle3DraftModel(DraftModel):
             ValueError: If `committed_ids` are missing.
         """
         hidden, ends = self._read_context(anchor_ids, features, cache, num_features, committed_ids)
-        tokens = anchor_ids.new_empty(len(anchor_ids), self.config.block_size, device=self.device)
+        num_tokens = num_tokens or self.config.block_size
+        tokens = anchor_ids.new_empty(len(anchor_ids), num_tokens, device=self.device)
         laws = []
-        for slot in range(self.config.block_size):
+        for slot in range(num_tokens):
             if slot > 0:
                 layout = SlotLayout(tuple(end + slot - 1 for end in ends), (1,) * len(ends))
                 hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
@@ -259,10 +263,10 @@ class Eagle3DraftModel(DraftModel):
             filled = [(f, ids) if len(f) else (f.new_zeros(1, f.shape[1]), anchor) for anchor, f, ids in parts]
             features, committed_ids = (torch.cat(column) for column in zip(*filled, strict=True))
         counts = tuple(max(1, count) for count in num_features)
-        layout = SlotLayout(tuple(cache.lengths[: len(counts)]), counts)
+        layout = SlotLayout(cache.lengths[: len(counts)], counts)
         hidden = self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
         for row, count in enumerate(num_features):
-            cache.lengths[row] += count
+            cache.commit(row, count)
         return hidden, [start + count for start, count in zip(layout.starts, counts, strict=True)]
 
     def _read_slots(

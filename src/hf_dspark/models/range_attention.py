@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .slot_cache import grouped_attention
+from .grouped_attention import grouped_attention
 
 # Rows attended to at a time: those of a chunk share the stretch of keys that any of them sees.
 CHUNK_ROWS = 128

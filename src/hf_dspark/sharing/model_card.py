@@ -247,7 +247,7 @@ same. What only the package can do:
 - `generate(assistant_model=draft)` alone, and all that calls it so, such as `pipeline`: without the package, every
   call names `custom_generate`.
 - Scheduling by measured step times: neither the package's tables nor its profiler are here, so the full block is
-  verified unless `draft.policy` is set, or the package has measured this machine before.
+  verified unless `draft.decoding` has a policy, or the package has measured this machine before.
 - Targets whose attention cannot be packed (ALiBi, recurrent and hybrid layers, images): they are refused here.
 - Queues of prompts (`generate_many`), training, calibration, measuring, conversion to other engines, publishing."""
 

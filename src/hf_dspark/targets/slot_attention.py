@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ..models.slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from ..models.grouped_attention import fold_mask, grouped_attention
+from ..models.slot_cache import SlotCache, SlotLayout
 
 # transformers keeps one function per name, and there is a copy of this module for each draft that brings its own code.
 NAME = f"hf_dspark_slots_{hashlib.sha256(__name__.encode()).hexdigest()[:12]}"
@@ -191,7 +192,7 @@ def packed_pass(cache: SlotCache, layout: SlotLayout) -> Iterator[None]:
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 
 
-def why_not_by_slots(target: PreTrainedModel) -> str | None:
+def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
     """Return why a target cannot attend to a slot cache; `None` if it can."""
     text = target.config.get_text_config(decoder=True)
     name = type(target).__name__
