@@ -9,6 +9,7 @@ from .decoding.assisted import DSparkCandidateGenerator
 from .decoding.hook import decode_with
 from .decoding.hook import install as _install_generate_hook
 from .decoding.many import Completion, generate_many
+from .decoding.pipelines import install as _install_pipelines
 from .decoding.rounds import RoundStatistics
 from .decoding.step_costs import find_cost, profile_throughput
 from .evaluation.calibrate import calibrate, collect_rounds
@@ -52,6 +53,7 @@ for _type, _model in _DRAFTS.items():
     AutoModel.register(_model.config_class, _model)
     AutoModelForCausalLM.register(_model.config_class, _model)
 _install_generate_hook()
+_install_pipelines()
 _DraftModel.sharing = _hub
 
 __all__ = [

@@ -27,7 +27,7 @@ from hf_dspark.maths import sampling
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.models.slot_cache import SlotCache
-from tests.decoding.test_lossless import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
+from tests.laws import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
 
 PROMPTS = ([0, 1, 2, 1, 0], [2, 2, 1])
 GAMMA = 2

@@ -42,7 +42,7 @@ from hf_dspark.models import range_attention
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.configuration_draft import select_features
 from hf_dspark.models.slot_cache import SlotCache
-from tests.decoding.test_lossless import ROUNDING, TargetLaw, extend, law_of_drafts, output_law, total_variation
+from tests.laws import ROUNDING, TargetLaw, extend, law_of_drafts, output_law, total_variation
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]

@@ -234,7 +234,7 @@ class DecodingLoop:
         """
         with self._at_work():
             started = time.perf_counter()
-            logits = self._prefill(requests, prompts, chunk_size or max(map(len, prompts)))
+            logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
             self.drafter.statistics.prefill_seconds += time.perf_counter() - started
             scores = self._processor(logits, None, [request.prefix() for request in requests])
             tokens = _next_tokens(scores, self.drafter.noise(requests)).tolist()
@@ -250,7 +250,9 @@ class DecodingLoop:
                 self._stream([token])
             self.release_ended()
 
-    def _prefill(self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int) -> torch.Tensor:
+    def _read_prompts(
+        self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int
+    ) -> torch.Tensor:
         """Run prompts through the target, and return the logits at the last position of each, `[R, V]`."""
         first_row = len(self.requests)
         cached = self.cache.lengths[first_row : first_row + len(requests)]
