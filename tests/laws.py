@@ -26,6 +26,15 @@ PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
 ROUNDING = 2e-6  # total variation that float32 logits may leave
 # One bucket of two tokens, a cliff, then a slow rise.
 CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
+HEADS = {
+    "vanilla": {"markov_head_type": "vanilla"},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "hidden_only_confidence": {"confidence_head_with_markov": False},
+    "draft_top_k": {"draft_top_k": 2},
+    "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
+    "pruned": {"draft_vocab_size": 2},
+}
 
 
 class EnumeratingSampler:

@@ -57,6 +57,10 @@ REFUSED = {
     "threshold_above_one": ({"assistant_confidence_threshold": 1.5}, r"\[0, 1\]"),
     "threshold_negative": ({"assistant_confidence_threshold": -0.1}, r"\[0, 1\]"),
     "no_drafts": ({"num_assistant_tokens": 0}, "num_assistant_tokens"),
+    "schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule='heuristic'"),
+    "prompt_lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for other drafts"),
+    "mtp": ({"use_mtp": True}, "use_mtp"),
+    "early_exit": ({"assistant_early_exit": 2}, "assistant_early_exit asks for other drafts"),
 }
 
 

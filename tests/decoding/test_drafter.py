@@ -4,11 +4,14 @@ import time
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 from hf_dspark import (
     AdaptiveDrafting,
     ConfidenceThreshold,
     DecodingOptions,
+    Eagle3Config,
+    Eagle3DraftModel,
     FullBlock,
     LaggedScheduler,
     Policy,
@@ -21,6 +24,7 @@ from hf_dspark.maths.costs import ForwardCost, LinearCost
 from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.targets.feature_capture import FeatureCapture
+from tests.laws import HEADS, PROMPT, EnumeratingSampler, make_pair
 from tests.rows import GREEDY, alone
 
 STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
@@ -120,6 +124,44 @@ def test_policy_is_limited_by_num_assistant_tokens(pair, prompt_ids):
     draft.decoding = DecodingOptions(policy=PrefixScheduler(ThroughputTable((1, 100), (1.0, 1.0))))
     target.generate(prompt_ids[0], assistant_model=draft, num_assistant_tokens=2, **GREEDY)
     assert set(draft.last_stats.proposed[:-1]) == {2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "widths"),
+    [
+        (FullBlock(), {"num_assistant_tokens": 2}, {2}),
+        (SLOLimit(FullBlock(), 1.5, cost=TABLE), {}, {3}),  # seconds of a round of four tokens: 1.4, of five: 2.5
+        (FullBlock(), {}, {5}),
+    ],
+    ids=["num_assistant_tokens", "slo", "whole"],
+)
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_blocks_end_where_nothing_more_can_be_sent(pair, prompt_ids, kind, policy, options, widths):
+    target, draft = pair
+    if kind == "eagle3":
+        draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=5)).eval()
+    rounds, options = [], GREEDY | {"eos_token_id": None} | options
+    draft.decoding = DecodingOptions(policy=policy, observer=rounds.append)
+    output = target.generate(prompt_ids[0], assistant_model=draft, **options)
+    assert torch.equal(output, target.generate(prompt_ids[0], **(options | {"num_assistant_tokens": None})))
+    room = [GREEDY["max_new_tokens"] - 1 - sum(draft.last_stats.committed[:place]) - 1 for place in range(len(rounds))]
+    for outcome, left in zip(rounds, room, strict=True):
+        width = 0 if outcome.block is None else outcome.block.token_ids.shape[1]
+        assert width in {min(most, left) for most in widths} and width == int(outcome.lengths[0])
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
+    """The same tokens, by the same laws, with the same confidences: only what cannot be sent is left out."""
+    target, draft = make_pair(make_target, gamma=3, **head)
+    features = torch.randn(1, 4, len(draft.config.target_layer_ids) * draft.config.hidden_size)
+    sampler = EnumeratingSampler((0, 2, 1), LogitsProcessorList())
+    whole, short = (
+        draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count) for count in (None, 2)
+    )
+    assert torch.equal(short.token_ids, whole.token_ids[:, :2])
+    torch.testing.assert_close(short.law.probs, whole.law.probs[:, :2])
+    torch.testing.assert_close(short.confidence_logits, whole.confidence_logits[:, :2])
 
 
 def test_drafts_get_shorter_as_the_engine_fills(pair, prompt_ids):

@@ -21,6 +21,7 @@ from hf_dspark import (
     PrefixScheduler,
     ThroughputTable,
     decode_with,
+    generate_many,
 )
 from hf_dspark.decoding import hook as generate_hook
 from hf_dspark.maths.costs import ForwardCost, LinearCost
@@ -128,3 +129,24 @@ def test_default_scheduler_runs_in_generate(pair, prompt_ids, monkeypatch, caplo
         assert torch.equal(target.generate(prompt_ids[0], assistant_model=draft, **GREEDY), plain)
     assert min(draft.last_stats.proposed[:-1]) < draft.config.block_size
     assert not caplog.text
+
+
+def test_options_of_a_call_come_before_those_of_the_draft(pair, prompts):
+    target, draft = pair
+    seen, ids = [], torch.tensor(prompts[:1])
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(1.0), observer=lambda _: pytest.fail("not this one"))
+    options = DecodingOptions(policy=FullBlock(), observer=seen.append)
+    expected = target.generate(ids, **GREEDY)
+    assert torch.equal(target.generate(ids, custom_generate=decode_with(draft, options), **GREEDY), expected)
+    assert len(seen) == draft.last_stats.rounds and draft.last_stats.policy == FullBlock()
+    (answer,) = generate_many(target, draft, prompts[:1], progress=False, decoding=options, **GREEDY)
+    assert answer.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
+    assert draft.last_stats.policy == FullBlock() and draft.decoding.policy == ConfidenceThreshold(1.0)
+
+
+def test_the_default_policy_is_chosen_once_a_call(pair, prompt_ids, monkeypatch):
+    target, draft = pair
+    chosen, honest = [], generate_hook.default_policy
+    monkeypatch.setattr(generate_hook, "default_policy", lambda *models: chosen.append(models) or honest(*models))
+    target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+    assert len(chosen) == 1

@@ -31,7 +31,7 @@ OPTIONS = {
     "threshold": {"assistant_confidence_threshold": 0.6},
     "threshold_zero": {"assistant_confidence_threshold": 0.0},
     "one_draft": {"num_assistant_tokens": 1},
-    "three_drafts": {"num_assistant_tokens": 3},
+    "three_drafts": {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"},
     "threshold_and_three_drafts": {"assistant_confidence_threshold": 0.4, "num_assistant_tokens": 3},
     "repetition_penalty": {"repetition_penalty": 1.3},
     "no_repeat_ngram": {"no_repeat_ngram_size": 3},
@@ -92,7 +92,7 @@ def test_greedy_output_is_identical_with_draft_top_k(pair, prompt_ids, top_k):
 def test_rounds_reproduce_the_reference_decoder(pair, reference, threshold):
     target, draft = pair
     case = next(case for case in reference["cases"] if case["confidence_threshold"] == threshold)
-    for prompt, expected in zip(reference["prompt_ids"], case["outputs"], strict=True):
+    for prompt, expected in zip(reference["prompts"], case["outputs"], strict=True):
         # The reference counts its last block whole and cuts the text afterwards; so generate a block more, and
         # compare.
         ids = target.generate(

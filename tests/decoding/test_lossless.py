@@ -33,6 +33,7 @@ from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.laws import (
     CLIFF,
+    HEADS,
     PROMPT,
     ROUNDING,
     VOCAB,
@@ -51,15 +52,6 @@ PROCESSORS = {
     "none": [],
     "temperature_top_p": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)],
     "top_k": [TopKLogitsWarper(2)],
-}
-HEADS = {
-    "vanilla": {"markov_head_type": "vanilla"},
-    "gated": {"markov_head_type": "gated"},
-    "rnn": {"markov_head_type": "rnn"},
-    "hidden_only_confidence": {"confidence_head_with_markov": False},
-    "draft_top_k": {"draft_top_k": 2},
-    "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
-    "pruned": {"draft_vocab_size": 2},
 }
 
 
@@ -236,7 +228,9 @@ def sampled_sequences(target, draft, num_draws, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"assistant_confidence_threshold": 0.5}, {"temperature": 0.7}], ids=["full", "threshold", "cool"]
+    "options",
+    [{}, {"assistant_confidence_threshold": 0.5}, {"temperature": 0.7}, {"num_assistant_tokens": 2}],
+    ids=["full", "threshold", "cool", "short"],
 )
 def test_generate_samples_from_the_target_law(make_target, options):
     target, draft = make_pair(make_target, gamma=3, seed=5)

@@ -74,7 +74,9 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     paths, joint, lengths, laws = Paths(), {}, [], None
     options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())))
-    call = Call(ids, processors, criteria, config, {"attention_mask": mask, "logits_to_keep": 1}, policy, options)
+    call = Call(
+        ids, processors, criteria, config, {"attention_mask": mask, "logits_to_keep": 1}, policy, options=options
+    )
     honest_invert, honest_verify, honest_ratio = (
         sampling.invert,
         sampling.verify_block,

@@ -179,12 +179,23 @@ def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> Non
         )
 
 
-def check_rows(target: PreTrainedModel, call: Call) -> None:
-    """Refuse prompts that cannot be decoded as they are."""
+def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> None:
+    """Refuse prompts that cannot be decoded as they are.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        call ([`Call`]): The call.
+        obstacle (`str`, *optional*): Why transformers' own loop has to decode it, if so.
+    """
     input_ids, kwargs = call.input_ids, call.model_kwargs
     embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
-    columns = (input_ids if embeds is None else embeds).shape[1]
-    lengths = input_ids.new_full((len(input_ids),), columns) if mask is None else mask.sum(dim=-1)
+    num_rows, columns = (input_ids if embeds is None else embeds).shape[:2]
+    if obstacle is not None and num_rows != 1:
+        raise ValueError(
+            f"these {num_rows} sequences cannot be decoded together: {obstacle}. Call generate() per prompt, or drop "
+            "assistant_model"
+        )
+    lengths = input_ids.new_full((num_rows,), columns) if mask is None else mask.sum(dim=-1)
     empty = (lengths == 0).nonzero()[:, 0].tolist()
     if columns == 0 or empty:
         raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
@@ -202,21 +213,22 @@ def check_rows(target: PreTrainedModel, call: Call) -> None:
         raise ValueError(
             f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"
         )
-    if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
-        raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
     if cache is not None and "Static" in type(cache).__name__:
         raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
+    if obstacle is not None:
+        _check_for_transformers_loop(target, call, obstacle)
+        return
+    if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
+        raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
     if cache is not None and not isinstance(cache, SlotCache) and not _is_plain(cache):
         raise ValueError(
             f"the draft cannot continue a {type(cache).__name__} of {type(cache.layers[0]).__name__}s (quantised "
             "or offloaded): pass a plain DynamicCache, or what an earlier call with the draft returned"
         )
-    if len(input_ids) == 1:
-        return
-    if call.streamer is not None:
-        raise ValueError(f"a streamer takes one sequence, got {len(input_ids)} rows: stream one prompt at a time")
+    if num_rows > 1 and call.streamer is not None:
+        raise ValueError(f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time")
     ends_apart = any(not isinstance(criterion, MaxLengthCriteria) for criterion in call.stopping_criteria)
-    if call.pad_token_id is None and ends_apart:
+    if num_rows > 1 and call.pad_token_id is None and ends_apart:
         raise ValueError(
             "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
             "eos_token_id"
@@ -229,25 +241,16 @@ def _is_plain(cache: Cache) -> bool:
     return not getattr(cache, "offloading", False) and all(type(layer) in plain for layer in cache.layers)
 
 
-def check_single(target: PreTrainedModel, call: Call, obstacle: str) -> None:
+def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: str) -> None:
     """Refuse what transformers' own assisted loop gets wrong."""
-    input_ids, kwargs = call.input_ids, call.model_kwargs
-    embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
-    batch_size = (input_ids if embeds is None else embeds).shape[0]
-    if batch_size != 1:
-        raise ValueError(
-            f"these {batch_size} sequences cannot be decoded together: {obstacle}. Call generate() per prompt, or "
-            "drop assistant_model"
-        )
+    embeds, mask, cache = (
+        call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
+    )
     if target.device.type == "meta":
         raise ValueError(
             "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
             "token ids: keep the embedding on a real device in device_map; other layers may be offloaded"
         )
-    if embeds is None and input_ids.shape[1] == 0:
-        raise ValueError("the prompt is empty: pass at least one token")
-    if mask is not None and not bool(mask[0, -1]):
-        raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
     if embeds is not None and parse(transformers.__version__) < INPUTS_EMBEDS_SINCE:
         raise ValueError(
             f"inputs_embeds are decoded wrongly by the assisted loop of transformers {transformers.__version__}: pass "
@@ -264,10 +267,8 @@ def check_single(target: PreTrainedModel, call: Call, obstacle: str) -> None:
             "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
             f"conversation as input_ids without past_key_values, or drop assistant_model ({obstacle})"
         )
-    if cache is not None and ("Static" in type(cache).__name__ or isinstance(cache, SlotCache)):
-        raise ValueError(
-            f"the draft needs a dynamic cache here, got {type(cache).__name__}: pass a DynamicCache or none"
-        )
+    if isinstance(cache, SlotCache):
+        raise ValueError("the draft needs a dynamic cache here, got SlotCache: pass a DynamicCache or none")
     for criterion in call.stopping_criteria:
         if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
             raise ValueError(

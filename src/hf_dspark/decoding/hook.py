@@ -30,7 +30,6 @@ from .checks import (
     check_policy,
     check_processors,
     check_rows,
-    check_single,
     loop_obstacle,
 )
 from .request import Call
@@ -155,24 +154,11 @@ def _wrap_decoding(original):
 
         if not is_draft(assistant_model):
             return by_transformers()
-        draft, (policy, max_drafts) = assistant_model, generation_config._hf_dspark_plan
-        call = Call(
-            input_ids=input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            model_kwargs=kwargs,
-            policy=policy,
-            options=draft.decoding,
-            max_drafts=max_drafts,
-            streamer=kwargs.get("streamer"),
-        )
+        draft, plan = assistant_model, generation_config._hf_dspark_plan
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, draft.decoding)
         check_adapters(self, len(input_ids))
         obstacle = loop_obstacle(self, call, len(input_ids))
-        if obstacle is None:
-            check_rows(self, call)
-        else:
-            check_single(self, call, obstacle)
+        check_rows(self, call, obstacle)
         check_processors(logits_processor, input_ids, draft.config.vocab_size)
         if obstacle is None:
             return decode_call(self, draft, call)
@@ -231,22 +217,12 @@ def prepare_with(
         mode = generation_config.get_generation_mode()
         if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             mode = GenerationMode.ASSISTED_GENERATION
-        policy, max_drafts = _plan(target, draft, decoding, generation_config, mode, num_rows)
-        call = Call(
-            input_ids=input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            model_kwargs=kwargs,
-            policy=policy,
-            options=decoding,
-            max_drafts=max_drafts,
-            streamer=kwargs.get("streamer"),
-        )
+        plan = _plan(target, draft, decoding, generation_config, mode, num_rows)
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, decoding)
         obstacle = loop_obstacle(target, call, num_rows)
         if obstacle is not None:
             raise ValueError(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
-        check_rows(target, call)
+        check_rows(target, call, obstacle)
         check_processors(logits_processor, input_ids, draft.config.vocab_size)
         return call
 

@@ -68,7 +68,7 @@ def generate_many(
     target: PreTrainedModel,
     draft: DraftModel,
     prompts: Iterable[str | Sequence[int]],
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    processing_class: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
     progress: bool = True,
     decoding: DecodingOptions | None = None,
@@ -83,7 +83,7 @@ def generate_many(
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`]): Its draft.
         prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for strings and stop strings.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; needed for strings and stop strings.
         batch_size (`int`): Sequences decoded together at most.
         progress (`bool`): Whether to show a progress bar.
         decoding ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
@@ -105,7 +105,7 @@ def generate_many(
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
     prepare = prepare_with(draft, batch_size, decoding)
-    queue = _Queue(target, prompts, tokenizer, generate_kwargs | {"custom_generate": prepare})
+    queue = _Queue(target, prompts, processing_class, generate_kwargs | {"custom_generate": prepare})
     config = queue.prepare([0]).generation_config  # what is wrong with the options is wrong with every prompt
     if config.return_dict_in_generate or config.num_return_sequences != 1:
         raise ValueError(
@@ -133,7 +133,7 @@ class _Queue:
         stop_strings = self._options.pop("stop_strings", None)
         if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
             if tokenizer is None:
-                raise ValueError("stop_strings need a tokenizer")
+                raise ValueError("stop_strings need a tokenizer: pass it as processing_class")
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
@@ -174,7 +174,7 @@ class _Queue:
                 raise TypeError(f"a prompt must be a string or a list of token ids, got {prompt!r}")
             return prompt
         if self.tokenizer is None:
-            raise ValueError("a prompt is a string: pass a tokenizer, or token ids")
+            raise ValueError("a prompt is a string: pass its tokenizer as processing_class, or token ids")
         return self.tokenizer(prompt)["input_ids"]
 
 

@@ -34,11 +34,10 @@ class Call:
         logits_processor (`LogitsProcessorList`): Stateless.
         stopping_criteria (`StoppingCriteriaList`): All of them.
         generation_config (`GenerationConfig`): Prepared.
-        model_kwargs (`dict`): Attention mask, cache, embeddings.
+        model_kwargs (`dict`): Attention mask, cache, embeddings, streamer.
         policy ([`Policy`]): Decides how much is drafted and verified.
-        options ([`DecodingOptions`]): The others; their policy has been resolved to `policy`.
         max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
-        streamer (`BaseStreamer`, *optional*): Gets the tokens as they are committed; for one row.
+        options ([`DecodingOptions`]): The others; their policy has been resolved to `policy`.
     """
 
     input_ids: torch.Tensor
@@ -47,9 +46,13 @@ class Call:
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     policy: Policy
-    options: DecodingOptions = field(default_factory=DecodingOptions)
     max_drafts: int | None = None
-    streamer: BaseStreamer | None = None
+    options: DecodingOptions = field(default_factory=DecodingOptions)
+
+    @property
+    def streamer(self) -> BaseStreamer | None:
+        """Gets the tokens as they are committed; for one row."""
+        return self.model_kwargs.get("streamer")
 
     @property
     def max_length(self) -> int:
