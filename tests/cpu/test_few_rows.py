@@ -1,8 +1,9 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
-from types import SimpleNamespace
+from types import dataclasses
 
 import pytest
+import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -347,7 +348,8 @@ def test_generation_takes_the_other_way_and_writes_what_plain_decoding_writes(
     wide_pair, products, monkeypatch, transformers_loop
 ):
     target, draft = wide_pair
-    monkeypatch.setattr(draft, "use_transformers_loop", transformers_loop)
+    options = dataclasses.replace(draft.decoding, use_transformers_loop=transformers_loop)
+    monkeypatch.setattr(draft, "decoding", options)
     ids = torch.arange(10)[None] + 5
     plain = target.generate(ids, max_new_tokens=24, do_sample=False)
     assert products == []

@@ -29,9 +29,9 @@ def prompt_ids(reference):
 
 @pytest.fixture(autouse=True)
 def _options_as_before(request):
+    draft = request.getfixturevalue("pair")[1] if "pair" in request.fixturenames else None
     yield
-    if "pair" in request.fixturenames:
-        draft = request.getfixturevalue("pair")[1]
+    if draft is not None:
         draft.decoding, draft.config.sts_temperatures = DecodingOptions(), None
 
 

@@ -23,7 +23,7 @@ from hf_dspark import (
     decode_with,
     generate_many,
 )
-from hf_dspark.decoding import hook as generate_hook
+from hf_dspark.decoding import hook
 from hf_dspark.maths.costs import ForwardCost, LinearCost
 from tests.rows import GREEDY, padded
 
@@ -31,13 +31,13 @@ from tests.rows import GREEDY, padded
 def test_wrapped_methods_have_the_parameters_that_are_used():
     import inspect
 
-    for name, parameters in generate_hook.WRAPPED_PARAMETERS.items():
+    for name, parameters in hook.WRAPPED_PARAMETERS.items():
         assert set(parameters) <= set(inspect.signature(getattr(GenerationMixin, name)).parameters)
 
 
 def test_installing_twice_wraps_once():
     before = GenerationMixin._assisted_decoding
-    generate_hook.install()
+    hook.install()
     assert GenerationMixin._assisted_decoding is before
 
 
@@ -69,9 +69,9 @@ def test_decode_with_is_the_same_without_the_wraps(pair, prompts, monkeypatch):
     target, draft = pair
     batch = padded(prompts)
     expected = target.generate(**batch, assistant_model=draft, **GREEDY)
-    for name in generate_hook.WRAPPED_PARAMETERS:
-        method = getattr(generate_hook.GenerationMixin, name)
-        monkeypatch.setattr(generate_hook.GenerationMixin, name, getattr(method, "__wrapped__", method))
+    for name in hook.WRAPPED_PARAMETERS:
+        method = getattr(hook.GenerationMixin, name)
+        monkeypatch.setattr(hook.GenerationMixin, name, getattr(method, "__wrapped__", method))
     assert target.generate(**batch, custom_generate=decode_with(draft), **GREEDY).tolist() == expected.tolist()
 
 
@@ -107,23 +107,23 @@ STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
 
 def test_uncalibrated_drafts_verify_the_full_block(pair, prompt_ids, monkeypatch):
     target, draft = pair
-    monkeypatch.setattr(generate_hook, "find_cost", lambda *_: TABLE)
-    assert generate_hook.default_policy(draft, target) == FullBlock()
+    monkeypatch.setattr(hook, "find_cost", lambda *_: TABLE)
+    assert hook.default_policy(draft, target) == FullBlock()
 
 
 def test_calibrated_drafts_are_scheduled_when_the_machine_is_known(pair, prompt_ids, monkeypatch):
     target, draft = pair
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
-    monkeypatch.setattr(generate_hook, "find_cost", lambda *_: TABLE)
-    assert generate_hook.default_policy(draft, target) == AdaptiveDrafting(PrefixScheduler(TABLE))
-    monkeypatch.setattr(generate_hook, "find_cost", lambda *_: None)
-    assert generate_hook.default_policy(draft, target) == FullBlock()
+    monkeypatch.setattr(hook, "find_cost", lambda *_: TABLE)
+    assert hook.default_policy(draft, target) == AdaptiveDrafting(PrefixScheduler(TABLE))
+    monkeypatch.setattr(hook, "find_cost", lambda *_: None)
+    assert hook.default_policy(draft, target) == FullBlock()
 
 
 def test_default_scheduler_runs_in_generate(pair, prompt_ids, monkeypatch, caplog):
     target, draft = pair
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
-    monkeypatch.setattr(generate_hook, "find_cost", lambda *_: STEEP)
+    monkeypatch.setattr(hook, "find_cost", lambda *_: STEEP)
     plain = target.generate(prompt_ids[0], **GREEDY)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(target.generate(prompt_ids[0], assistant_model=draft, **GREEDY), plain)
@@ -146,7 +146,7 @@ def test_options_of_a_call_come_before_those_of_the_draft(pair, prompts):
 
 def test_the_default_policy_is_chosen_once_a_call(pair, prompt_ids, monkeypatch):
     target, draft = pair
-    chosen, honest = [], generate_hook.default_policy
-    monkeypatch.setattr(generate_hook, "default_policy", lambda *models: chosen.append(models) or honest(*models))
+    chosen, honest = [], hook.default_policy
+    monkeypatch.setattr(hook, "default_policy", lambda *models: chosen.append(models) or honest(*models))
     target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     assert len(chosen) == 1

@@ -23,7 +23,7 @@ from hf_dspark import (
     DSparkDraftModel,
     Policy,
 )
-from hf_dspark.decoding import hook as generate_hook
+from hf_dspark.decoding import hook
 from tests.rows import EOS, GREEDY, alone, assert_no_hooks, assert_rows, padded
 
 OPTIONS = {
@@ -186,7 +186,7 @@ def test_interruption_leaves_target_and_draft_usable(pair, prompt_ids):
     with pytest.raises(KeyboardInterrupt):
         target.generate(prompt_ids[0], assistant_model=draft, streamer=Recorder(fail_after=30), **GREEDY)
     assert_no_hooks(target)
-    assert generate_hook._active_generator.get() is None
+    assert hook._active_generator.get() is None
     assert draft.last_stats.rounds > 0  # what had happened until then
     assert target.generate(prompt_ids[0], assistant_model=draft, **GREEDY).tolist() == expected.tolist()
 

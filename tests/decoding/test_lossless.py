@@ -25,7 +25,7 @@ from hf_dspark import (
     PrefixScheduler,
     SLOLimit,
 )
-from hf_dspark.decoding import drafter as candidate_generator
+from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
@@ -263,12 +263,12 @@ def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, pol
 
 def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monkeypatch):
     target, draft = make_pair(make_target, gamma=3, seed=5)
-    honest = candidate_generator.ProcessedSampler.__call__
+    honest = drafter_module.ProcessedSampler.__call__
 
     def flattened(self, *arguments):
         token_ids, law = honest(self, *arguments)
         return token_ids, TokenLaw(torch.full_like(law.probs, 1 / VOCAB))
 
-    monkeypatch.setattr(candidate_generator.ProcessedSampler, "__call__", flattened)
+    monkeypatch.setattr(drafter_module.ProcessedSampler, "__call__", flattened)
     counts = sampled_sequences(target, draft, num_draws=700)
     assert chi_square_p_value(counts, extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)) < 1e-6

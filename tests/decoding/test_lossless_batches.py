@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_dspark import DecodingOptions, FullBlock, PrefixScheduler
-from hf_dspark.decoding import drafter as candidate_generator
+from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.decoding.call import make_request
 from hf_dspark.decoding.conversation import read_prompt
 from hf_dspark.decoding.drafter import Drafter
@@ -184,22 +184,22 @@ def test_generate_draws_neighbours_from_their_joint_law(pair):
 
 def test_noise_shared_between_rows_is_caught(pair, monkeypatch):
     target, draft = pair
-    honest = candidate_generator.block_noise
+    honest = drafter_module.block_noise
 
     def shared(seed, request_ids, blocks, block_size, device):
         return honest(seed, [request % 16 for request in request_ids], blocks, block_size, device)
 
-    monkeypatch.setattr(candidate_generator, "block_noise", shared)
+    monkeypatch.setattr(drafter_module, "block_noise", shared)
     assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6
 
 
 def test_noise_used_again_in_the_next_block_is_caught(pair, monkeypatch):
     """A row's own next block must have noise of its own, too."""
     target, draft = pair
-    honest = candidate_generator.block_noise
+    honest = drafter_module.block_noise
 
     def stuck(seed, request_ids, blocks, block_size, device):
         return honest(seed, request_ids, [0] * len(blocks), block_size, device)
 
-    monkeypatch.setattr(candidate_generator, "block_noise", stuck)
+    monkeypatch.setattr(drafter_module, "block_noise", stuck)
     assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6

@@ -1,5 +1,6 @@
 """The drafting half of a decoding round: features in, cut draft blocks out, for any number of requests."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -218,15 +219,22 @@ class Drafter:
             scores ([`Scores`] of shape `[T]`): The target's, after each anchor and each verified token.
             seconds ([`RoundSeconds`]): How long the round took.
         """
-        ids, confidence, observer = [request.id for request in requests], proposal.confidence, self._options.observer
-        self.statistics.add(seconds, ids, proposal.lengths.tolist(), num_accepted.tolist(), num_committed, confidence)
+        stats, observer = self.statistics, self._options.observer
+        if stats.first_round_at is None:
+            stats.first_round_at = time.perf_counter() - seconds.total
+        stats.seconds.append(seconds)
+        stats.request_ids += [request.id for request in requests]
+        stats.proposed += proposal.lengths.tolist()
+        stats.accepted += num_accepted.tolist()
+        stats.committed += num_committed
+        stats.confidence += [None] * len(requests) if proposal.confidence is None else proposal.confidence
         target_logits = None
         if observer is not None:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + proposal.lengths).tolist())
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         outcome = RoundOutcome(
-            request_ids=tuple(ids),
-            confidence=confidence,
+            request_ids=tuple(request.id for request in requests),
+            confidence=proposal.confidence,
             lengths=proposal.lengths,
             num_accepted=num_accepted,
             seconds=seconds.total,

@@ -60,8 +60,7 @@ class DecodingLoop:
         self._keeps_rows = keeps_rows
         self._keeps_some_logits = call.keeps_some_logits
         self._streamer = call.streamer
-        self._vocab_size = drafter.draft.config.vocab_size
-        self._processor = BlockProcessor(call.logits_processor, self._vocab_size)
+        self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
         self._capture = FeatureCapture(target, drafter.draft.config.target_layer_ids)
         # accelerate would bring an index to another device than the head's; a number stays what it is.
         self._is_spread = len(set(getattr(target, "hf_device_map", {}).values())) > 1
@@ -182,8 +181,7 @@ class DecodingLoop:
             request, first = requests[row], output.layout.first_tokens[row]
             new_tokens = [*drafted[:accepted], following]
             tokens = slice(first, first + len(new_tokens))
-            self.recording.add(request.id, output.logits[tokens], scores[tokens], self._vocab_size)
-            self.recording.add_states(request.id, output, tokens)
+            self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
             kept = request.commit(new_tokens, self.recording.scores.get(request.id, ()))
             self.recording.forget(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
@@ -238,13 +236,13 @@ class DecodingLoop:
             self.drafter.statistics.prefill_seconds += time.perf_counter() - started
             scores = self._processor(logits, None, [request.prefix() for request in requests])
             tokens = _next_tokens(scores, self.drafter.noise(requests)).tolist()
-            # All rows are in order before any criterion is asked: one that fails must not leave others behind.
+            # All rows are in order before any criterion is asked: one that fails must not leave others unfinished.
             for request, prompt, token in zip(requests, prompts, tokens, strict=True):
                 self.cache.commit(len(self.requests), len(prompt))
                 self.requests.append(request)
                 request.append([token])
             for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-                self.recording.add(request.id, logits[row, None], scores[row : row + 1], self._vocab_size)
+                self.recording.add(request.id, logits[row : row + 1], scores[row : row + 1])
                 kept = self.recording.scores.get(request.id, ())
                 request.ended = request.stop_rule.cut(request.token_ids, [token], request.max_length, kept)[1]
                 self._stream([token])
@@ -268,7 +266,7 @@ class DecodingLoop:
             logits |= dict(zip(rows, output.logits, strict=True))
             for row in rows:
                 requests[row].features.append(output.features[tokens[row]])
-                self.recording.add_prompt_states(requests[row].id, output, tokens[row])
+                self.recording.add_prompt(requests[row].id, output, tokens[row])
         return torch.stack([logits[row] for row in range(len(requests))])
 
 

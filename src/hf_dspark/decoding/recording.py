@@ -28,6 +28,12 @@ class TargetOutput:
     features: torch.Tensor
     hidden_states: tuple[torch.Tensor, ...] | None
 
+    def states_of(self, tokens: slice) -> list[tuple[torch.Tensor, ...]]:
+        """Return the hidden states of some tokens one by one, by layer `[1, d]`; nothing if there are none."""
+        if self.hidden_states is None:
+            return []
+        return list(zip(*(layer[tokens].split(1) for layer in self.hidden_states), strict=True))
+
 
 @dataclass
 class Recording:
@@ -51,21 +57,7 @@ class Recording:
         wanted = (config.output_scores, config.output_logits, config.output_hidden_states)
         return cls(*(bool(config.return_dict_in_generate and each) for each in wanted))
 
-    def add(self, request_id: int, logits: torch.Tensor, scores: Scores, vocab_size: int) -> None:
-        """Keep logits and scores of some tokens of a request, `[n, V]`."""
-        if self.wants_scores:
-            self.scores.setdefault(request_id, []).extend(scores.dense(vocab_size))
-        if self.wants_logits:
-            self.logits.setdefault(request_id, []).extend(logits.float())
-
-    def add_states(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
-        """Keep the hidden states of some tokens of a pass, as a step each."""
-        if output.hidden_states is not None:
-            for token in range(tokens.start, tokens.stop):
-                states = tuple(layer[token : token + 1] for layer in output.hidden_states)
-                self.hidden_states[request_id].append(states)
-
-    def add_prompt_states(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
+    def add_prompt(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
         """Keep the hidden states of a stretch of a prompt; all stretches are one step."""
         if output.hidden_states is not None:
             states = tuple(layer[tokens] for layer in output.hidden_states)
@@ -73,6 +65,17 @@ class Recording:
             if before:
                 states = tuple(torch.cat(pair) for pair in zip(before[0], states, strict=True))
             self.hidden_states[request_id] = [states]
+
+    def add(
+        self, request_id: int, logits: torch.Tensor, scores: Scores, states: Sequence[tuple[torch.Tensor, ...]] = ()
+    ) -> None:
+        """Keep what was computed of some generated tokens: logits `[n, V]`, scores of as many, and hidden states."""
+        if self.wants_scores:
+            self.scores.setdefault(request_id, []).extend(scores.dense(logits.shape[-1]))
+        if self.wants_logits:
+            self.logits.setdefault(request_id, []).extend(logits.float())
+        if self.wants_hidden_states:
+            self.hidden_states[request_id].extend(states)
 
     def forget(self, request_id: int, count: int) -> None:
         """Drop the last tokens, which stand after a request's end."""

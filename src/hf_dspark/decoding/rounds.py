@@ -1,7 +1,6 @@
 """What happened in a decoding call, round by round: the statistics that `draft.last_stats` holds."""
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -70,25 +69,6 @@ class RoundStatistics:
                 getattr(whole, name).extend(getattr(part, name))
             whole.prefill_seconds += part.prefill_seconds
         return whole
-
-    def add(
-        self,
-        seconds: RoundSeconds,
-        request_ids: Sequence[int],
-        proposed: Sequence[int],
-        accepted: Sequence[int],
-        committed: Sequence[int],
-        confidence: torch.Tensor | None,
-    ) -> None:
-        """Note a round that has just ended, one entry per request."""
-        if self.first_round_at is None:
-            self.first_round_at = time.perf_counter() - seconds.total
-        self.seconds.append(seconds)
-        self.request_ids.extend(request_ids)
-        self.proposed.extend(proposed)
-        self.accepted.extend(accepted)
-        self.committed.extend(committed)
-        self.confidence.extend([None] * len(request_ids) if confidence is None else confidence)
 
     @property
     def rounds(self) -> int:

@@ -1,7 +1,7 @@
 """Makes a target attend to a [`SlotCache`]: its layers get packed tokens, its attention rows.
 
 Registered as an attention implementation of transformers. The masks are the target's own mask functions (causal,
-sliding, chunked), asked about slots and positions instead of columns. Knows nothing of drafts.
+sliding, chunked), asked about slots and positions instead of columns.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ class _Pass:
     """The forward pass that is running, and the masks its layers share."""
 
     layout: SlotLayout
-    # By id; the masks themselves are kept, lest an id be given to another one.
+    # By id. The masks themselves are kept, so that no id is used again.
     folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def fold(self, mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -207,7 +207,7 @@ def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
 def require_no_state(target: PreTrainedModel) -> None:
     """Raise a `ValueError` for recurrent and hybrid targets.
 
-    Keys behind a rejected token are forgotten by a mask. A state that has read it cannot go back, which is why
+    A mask forgets the keys after a rejected token. A state that has read it cannot go back, which is why
     transformers' own assisted generation refuses such targets, too.
     """
     if getattr(target, "_is_stateful", False):
