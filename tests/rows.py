@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_dspark import Policy
+
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 EOS = 62  # of the trained pair
 
@@ -32,3 +34,20 @@ def assert_no_hooks(target):
     for module in target.modules():  # transformers keeps hooks of its own
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         assert not [hook for hook in hooks if hook.__module__.startswith("hf_dspark")]
+
+
+class EverySecond(Policy):
+    """Drafts in every second round only."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def fresh(self):
+        return EverySecond()
+
+    def plan_draft(self, load):
+        self.rounds += 1
+        return self.rounds % 2 == 0
+
+    def plan_verify(self, confidence, max_lengths, load):
+        return max_lengths

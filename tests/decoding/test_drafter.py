@@ -1,7 +1,5 @@
 """Policies in calls: what is drafted, how it is cut, and what a round that does not draft leaves intact."""
 
-import time
-
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -25,7 +23,7 @@ from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalSchedul
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.laws import HEADS, PROMPT, EnumeratingSampler, make_pair
-from tests.rows import GREEDY, alone
+from tests.rows import GREEDY, EverySecond, alone
 
 STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
 
@@ -34,23 +32,6 @@ SLOW_DRAFT = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 6.0))
 
 
 TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
-
-
-class EverySecond(Policy):
-    """Drafts in every second round only."""
-
-    def __init__(self):
-        self.rounds = 0
-
-    def fresh(self):
-        return EverySecond()
-
-    def plan_draft(self, load):
-        self.rounds += 1
-        return self.rounds % 2 == 0
-
-    def plan_verify(self, confidence, max_lengths, load):
-        return max_lengths
 
 
 POLICIES = {
@@ -220,7 +201,6 @@ def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch)
 
     def read_block(anchors, features, cache, num_features, committed_ids=None):
         waiting.append(max(num_features))
-        time.sleep(0.05)
         return honest(anchors, features, cache, num_features, committed_ids)
 
     monkeypatch.setattr(draft, "read_block", read_block)
@@ -231,7 +211,7 @@ def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch)
     late, longest_wait = next(block for was, block in drafted if was), max(waiting)
     times = draft.last_stats.seconds_of_entries()
     idle = [spent.draft for spent, proposed in zip(times, draft.last_stats.proposed, strict=True) if not proposed]
-    assert min(idle) < 0.05 <= max(idle)  # reading on is the draft's time, too
+    assert 0 in idle and any(idle)  # reading on is the draft's time, too
     drafted.clear()
     draft.decoding = DecodingOptions(observer=observer)
     target.generate(output[:, : 41 - 1], assistant_model=draft, **(GREEDY | {"max_new_tokens": 3}))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_dspark import DecodingOptions, Policy
-from tests.rows import GREEDY
+from hf_dspark import DecodingOptions
+from tests.rows import GREEDY, EverySecond
 
 
 def test_statistics_describe_the_call(pair, prompt_ids):
@@ -19,23 +19,6 @@ def test_statistics_describe_the_call(pair, prompt_ids):
     assert (
         stats.draft_seconds > 0 and stats.verify_seconds > 0 and stats.rest_seconds > 0 and stats.prefill_seconds > 0
     )
-
-
-class EverySecond(Policy):
-    """Drafts in every second round only."""
-
-    def __init__(self):
-        self.rounds = 0
-
-    def fresh(self):
-        return EverySecond()
-
-    def plan_draft(self, load):
-        self.rounds += 1
-        return self.rounds % 2 == 0
-
-    def plan_verify(self, confidence, max_lengths, load):
-        return max_lengths
 
 
 def test_statistics_count_skipped_rounds(pair, prompt_ids):

@@ -42,7 +42,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._request: Request | None = None
         self._proposal = _nothing()
         self._entered = ExitStack()
-        self._pass_started = self._pass_seconds = self._draft_seconds = 0.0
+        self._pass_started = self._pass_seconds = 0.0
         self._round_started: float | None = None  # None in the prefill
 
     def __enter__(self) -> "DSparkCandidateGenerator":
@@ -89,8 +89,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._proposal = _nothing()
         if is_first_iteration:
             return input_ids, None
-        now = time.perf_counter()
-        self._round_started = self._round_started or now
+        self._round_started = self._round_started or time.perf_counter()
         features = self._capture.take(self.draft.device, self.draft.dtype)[0]
         if self._request is None:
             self._request = self._first_request(input_ids[0])
@@ -101,7 +100,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._request.token_ids = input_ids[0]
         requests = [self._request]
         self._proposal = self._drafter.propose(requests, self._drafter.noise(requests))
-        self._draft_seconds = time.perf_counter() - now
         self._request.blocks += 1
         length, block = int(self._proposal.lengths[0]), self._proposal.block
         if length == 0:
@@ -131,7 +129,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self._request is None:  # it was the prefill
             return
         now, num_matches = time.perf_counter(), int(num_matches)
-        seconds = RoundSeconds(1, self._draft_seconds, self._pass_seconds, now - self._round_started)
+        seconds = RoundSeconds(1, self._proposal.seconds, self._pass_seconds, now - self._round_started)
         self._round_started = now  # what the loop does between two rounds belongs to the next one
         num_accepted = torch.tensor([self._num_accepted(input_ids, num_matches)], device="cpu")
         self._drafter.learn(

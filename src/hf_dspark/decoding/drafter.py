@@ -29,11 +29,13 @@ class Proposal:
         lengths (`torch.LongTensor` of shape `[R]`): Draft tokens l of each request, on the CPU.
         block ([`DraftBlock`], *optional*): The drafts; `None` when nothing was drafted.
         confidence (`torch.FloatTensor` of shape `[R, n]`, *optional*): Calibrated.
+        seconds (`float`): Host time that drafting took.
     """
 
     lengths: torch.Tensor
     block: DraftBlock | None = None
     confidence: torch.Tensor | None = None
+    seconds: float = 0.0
 
 
 class ProcessedSampler:
@@ -114,6 +116,7 @@ class Drafter:
 
         DSpark Eq. 3-7, Algorithm 1.
         """
+        started = time.perf_counter()
         load = Load(
             tuple(request.id for request in requests),
             context_tokens=sum(request.anchor_position + 1 for request in requests),
@@ -125,9 +128,10 @@ class Drafter:
         num_tokens = self._tokens_to_draft(max_lengths, load)
         if num_tokens == 0:
             # Features are larger than what the draft keeps of them: now and then it reads them all the same.
-            if max(_num_features(requests)) >= WAITING_AT_MOST:
-                self._read(requests)
-            return Proposal(torch.zeros_like(max_lengths))
+            if max(_num_features(requests)) < WAITING_AT_MOST:
+                return Proposal(torch.zeros_like(max_lengths))
+            self._read(requests)
+            return Proposal(torch.zeros_like(max_lengths), seconds=time.perf_counter() - started)
         block = self._draft_blocks(requests, noise, num_tokens)
         confidence = None
         if block.confidence_logits is not None:
@@ -135,7 +139,8 @@ class Drafter:
             confidence = calibrated_confidence(block.confidence_logits, temperatures)
             confidence = confidence.cpu() if self.policy.requires_confidence else confidence
         lengths = self._planned_lengths(confidence, max_lengths, load)
-        return Proposal(self._cut_after_eos(block.token_ids, lengths), block, confidence)
+        lengths = self._cut_after_eos(block.token_ids, lengths)
+        return Proposal(lengths, block, confidence, time.perf_counter() - started)
 
     def _room(self, request: Request) -> int:
         """Return how many drafts of a request may be sent: not beyond its end, nor the target's last position."""

@@ -82,15 +82,14 @@ class DecodingLoop:
             started = time.perf_counter()
             requests, noise = list(self.requests), self.drafter.noise(self.requests)
             proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
-            drafted = time.perf_counter()
+            verifying = time.perf_counter()
             output = self._forward(*self._packed_blocks(requests, proposal), verifying=True)
-            forwarded = time.perf_counter()
+            verify_seconds = time.perf_counter() - verifying
             scores = self._process(requests, proposal, output.logits)
             verified = self._verify(proposal, scores, output.layout, noise)
             num_committed = self._commit(requests, proposal, verified, scores, output)
             self.release_ended()
-            now = time.perf_counter()
-            seconds = RoundSeconds(len(requests), drafted - started, forwarded - drafted, now - started)
+            seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
             self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
 
     def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:

@@ -45,8 +45,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _wrap(module: Any) -> None:
-    original: Callable = module.load_assistant_model
-    if hasattr(original, "__wrapped__"):
+    original: Callable | None = getattr(module, "load_assistant_model", None)
+    if original is None or hasattr(original, "__wrapped__"):  # not there: such pipelines are left to transformers
         return
 
     @functools.wraps(original)

@@ -7,6 +7,7 @@ min-p are computed together on the few tokens that survive.
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 from transformers import (
@@ -114,6 +115,10 @@ class BlockProcessor:
             if truncation is None:
                 break
             self._fused_from, self._truncation = self._fused_from - 1, truncation
+        # Stretches of processors that read prefixes, and of those that do not.
+        reads_prefix = [kind not in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
+        lengths = [len(list(group)) for _, group in groupby(reads_prefix)]
+        self._stretches = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def __call__(
         self,
@@ -131,48 +136,40 @@ class BlockProcessor:
         """
         if not self._processors:
             return Scores(logits, candidate_ids)
-        start = 0
-        while start < self._fused_from:
-            kind = type(self._processors[start]) in READ_NO_PREFIX
-            end = start + 1
-            while end < self._fused_from and (type(self._processors[end]) in READ_NO_PREFIX) == kind:
-                end += 1
-            only_scores = all(type(processor) in READ_SCORES_ONLY for processor in self._processors[start:end])
-            if candidate_ids is not None and not only_scores:
+        for stretch in self._stretches:
+            kinds = [type(processor) for processor in self._processors[stretch]]
+            if candidate_ids is not None and not all(kind in READ_SCORES_ONLY for kind in kinds):
                 logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
             # Processors may write into their argument, and expect float32.
             logits = logits.to(torch.float32, copy=True)
-            if kind:
-                logits = self._at_once(logits, start, end)
+            if kinds[0] in READ_NO_PREFIX:
+                logits = self._at_once(logits, stretch)
             else:
-                logits = self._one_by_one(logits, start, end, prefixes)
-            start = end
+                logits = self._one_by_one(logits, stretch, prefixes)
         if self._truncation is None:
             return Scores(logits, candidate_ids)
         truncated = self._truncation(logits)
         if truncated is None:  # more ties, or a flatter law, than the candidates have room for
             logits = logits.to(torch.float32, copy=True)
-            return Scores(self._at_once(logits, self._fused_from, len(self._processors)), candidate_ids)
+            return Scores(self._at_once(logits, slice(self._fused_from, None)), candidate_ids)
         if truncated.candidate_ids is None:
             return Scores(truncated.values, candidate_ids)
         if candidate_ids is None:
             return truncated
         return Scores(truncated.values, candidate_ids.gather(-1, truncated.candidate_ids))
 
-    def _at_once(self, scores: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def _at_once(self, scores: torch.Tensor, stretch: slice) -> torch.Tensor:
         no_ids = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
-        for processor in self._processors[start:end]:
+        for processor in self._processors[stretch]:
             scores = processor(no_ids, scores)
         return scores
 
-    def _one_by_one(
-        self, scores: torch.Tensor, start: int, end: int, prefixes: Sequence[Prefix | None]
-    ) -> torch.Tensor:
+    def _one_by_one(self, scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
         for index, prefix in enumerate(prefixes):
             if prefix is None:
                 continue
             row = scores[index : index + 1]
-            for processor in prefix.processors[start:end]:
+            for processor in prefix.processors[stretch]:
                 row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
                 if row.shape[0] != 1:
                     raise ValueError(
