@@ -1,9 +1,9 @@
 """Products of few rows: the numbers of `F.linear`, by another way where that one is slow, and only there."""
 
-from types import dataclasses
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
-import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
