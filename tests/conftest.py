@@ -172,7 +172,7 @@ def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
         target.config, num_hidden_layers=1, block_size=7, target_layer_ids=[0, 1], mask_token_id=1, markov_rank=128
     )
     draft = hf_dspark.DSparkDraftModel(config).eval()
-    draft.policy = hf_dspark.FullBlock()
+    draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock())
     return target, draft
 
 

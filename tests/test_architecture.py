@@ -80,6 +80,14 @@ def at_import_time(tree: ast.AST):
             yield from at_import_time(child)
 
 
+def written_attributes(tree: ast.AST):
+    """Yield the names of attributes that a module assigns to, wholly or an item of them."""
+    for node in ast.walk(tree):
+        target = node.value if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) else node
+        if isinstance(target, ast.Attribute) and (target is not node or isinstance(node.ctx, ast.Store)):
+            yield target.attr
+
+
 def names_in(tree: ast.AST) -> set[str]:
     """Return every identifier and every string in a module."""
     found = set()
@@ -146,6 +154,11 @@ def test_the_hook_names_private_generation_api():
     assert wrapped <= names_in(MODULES["decoding.hook"])
 
 
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"models.slot_cache"}))
+def test_lengths_of_a_cache_are_written_by_the_cache_alone(module):
+    assert not [name for name in written_attributes(MODULES[module]) if name in {"lengths", "_lengths"}]
+
+
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_heavy_packages_are_imported_where_they_are_used(module):
     _, foreign = imports(at_import_time(MODULES[module]), module)
@@ -183,3 +196,8 @@ def test_import_reader_tells_own_from_foreign_and_early_from_late():
     )
     assert imports(ast.walk(tree), "maths.x") == ({"maths.losses", "maths.data"}, {"torch", "datasets", "matplotlib"})
     assert imports(at_import_time(tree), "maths.x")[1] == {"torch", "datasets"}
+
+
+def test_writes_are_told_from_reads():
+    tree = ast.parse("a.b = c.d\na.e[0] += a.f[1]\n(a.g, h), *a.i[2:] = a.j, 0")
+    assert sorted(written_attributes(tree)) == ["b", "e", "g", "i"]

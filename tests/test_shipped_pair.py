@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dspark
-from hf_dspark import DSparkDraftModel, FullBlock, PrefixScheduler, ThroughputTable
+from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock, PrefixScheduler, ThroughputTable
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile
 from hf_dspark.maths.costs import ForwardCost, LinearCost
 
@@ -62,7 +62,7 @@ def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, polic
     prompts = [ids[0] for ids in prompts[:16]]
     options = {"do_sample": False, "max_new_tokens": 64, "pad_token_id": 0}
     alone = [target.generate(ids[None], **options)[0, len(ids) :].tolist() for ids in prompts]
-    draft.policy = policy
+    draft.decoding = DecodingOptions(policy=policy)
     try:
         for size in (1, 2, 5, 16):
             width = max(map(len, prompts[:size]))
@@ -72,7 +72,7 @@ def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, polic
             for row, expected in zip(output.tolist(), alone, strict=False):
                 assert row[: len(expected)] == expected
     finally:
-        draft.policy = None
+        draft.decoding = DecodingOptions()
 
 
 def test_shipped_pair_answers_as_the_target_alone(shipped):
@@ -105,11 +105,12 @@ def test_scheduled_rounds_verify_less_and_answer_the_same(shipped):
     """By default, with a table that prices tokens: whatever machine runs this test."""
     target, draft, prompts = shipped
     try:
-        draft.policy = PrefixScheduler(LinearCost(ForwardCost(0.0, 1e-3, 8e-3), ForwardCost(0.0, 0.0, 3e-3)))
+        cost = LinearCost(ForwardCost(0.0, 1e-3, 8e-3), ForwardCost(0.0, 0.0, 3e-3))
+        draft.decoding = DecodingOptions(policy=PrefixScheduler(cost))
         compare(shipped, prompts[:4], {})
         assert sum(draft.last_stats.proposed) < 6 * draft.last_stats.rounds
     finally:
-        draft.policy = None
+        draft.decoding = DecodingOptions()
 
 
 @pytest.mark.slow

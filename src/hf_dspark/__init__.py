@@ -5,10 +5,12 @@ from importlib import import_module
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .decoding.drafter import DSparkCandidateGenerator, RoundStatistics
+from .decoding.assisted import DSparkCandidateGenerator
 from .decoding.hook import decode_with
 from .decoding.hook import install as _install_generate_hook
 from .decoding.many import Completion, generate_many
+from .decoding.pipelines import install as _install_pipelines
+from .decoding.rounds import RoundStatistics
 from .decoding.step_costs import find_cost
 from .evaluation.calibrate import calibrate, collect_rounds
 from .evaluation.evaluate import Evaluation, evaluate
@@ -29,6 +31,7 @@ from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
 from .models.modeling_dspark import DSparkDraftModel
 from .models.modeling_eagle3 import Eagle3DraftModel
+from .models.options import DecodingOptions
 from .models.slot_cache import SlotCache
 from .sharing.hub import push_draft, save_repository, write_card, write_remote_code
 from .targets.check import check_target
@@ -40,6 +43,7 @@ for _type, _model in _DRAFTS.items():
     AutoModel.register(_model.config_class, _model)
     AutoModelForCausalLM.register(_model.config_class, _model)
 _install_generate_hook()
+_install_pipelines()
 
 __all__ = [
     "AdaptiveDrafting",
@@ -50,6 +54,7 @@ __all__ = [
     "DSparkDraftModel",
     "DSparkTrainer",
     "DSparkTrainingArguments",
+    "DecodingOptions",
     "Eagle3Config",
     "Eagle3DraftModel",
     "Evaluation",

@@ -280,7 +280,7 @@ def test_every_row_of_a_batch_accepts_what_was_recorded(random_models):
     options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
     with pair.decoding(draft, FullBlock()), pair.replaying([3, 2]):
         target.generate(torch.tensor([[4, 5], [6, 7]]), assistant_model=draft, **options)
-    assert draft.last_stats.accepted[:4] == [3, 2, 3, 2] and draft.policy is None
+    assert draft.last_stats.accepted[:4] == [3, 2, 3, 2] and draft.decoding.policy is None
 
 
 def test_replay_measures_every_row_count_in_both_regimes(make_target, make_draft, monkeypatch):

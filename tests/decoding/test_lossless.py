@@ -11,7 +11,6 @@ import scipy.stats
 import torch
 from transformers import (
     LogitsProcessorList,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,158 +19,42 @@ from transformers import (
 from hf_dspark import (
     AdaptiveDrafting,
     ConfidenceThreshold,
-    DSparkConfig,
-    DSparkDraftModel,
+    DecodingOptions,
     FullBlock,
     LaggedScheduler,
     PrefixScheduler,
     SLOLimit,
 )
-from hf_dspark.decoding import drafter as candidate_generator
-from hf_dspark.decoding.drafter import ProcessedSampler
-from hf_dspark.decoding.processing import BlockProcessor
-from hf_dspark.decoding.request import Request, StopRule
-from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.decoding import drafter as drafter_module
+from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
-
-VOCAB = 3
-PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
-ROUNDING = 2e-6  # total variation that float32 logits may leave
-
-
-class EnumeratingSampler:
-    """Returns given tokens with the law that the real sampler would have drawn them from."""
-
-    def __init__(self, tokens, processors):
-        self.tokens, self.processors = tokens, processors
-
-    def __call__(self, logits, candidate_ids, drafted_ids):
-        ids, rule = torch.cat([PROMPT[0], torch.zeros(4).long()]), StopRule(StoppingCriteriaList())
-        request = Request(0, ids, PROMPT.shape[1], 99, self.processors, rule)
-        uniform = torch.zeros(1, len(self.tokens))
-        sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
-        _, law = sampler(logits, candidate_ids, drafted_ids)
-        return torch.tensor([self.tokens[drafted_ids.shape[1]]]), law
-
-
-def make_pair(make_target, gamma=2, seed=0, **overrides):
-    target = make_target(vocab_size=VOCAB, seed=seed, pad_token_id=None)
-    torch.manual_seed(seed + 1)
-    config = DSparkConfig.from_target(
-        target.config, num_hidden_layers=1, block_size=gamma, markov_rank=4, mask_token_id=2, **overrides
-    )
-    draft = DSparkDraftModel(config).eval()
-    with torch.no_grad():
-        for parameter in draft.parameters():  # far from the target, so that rejections matter
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.6)
-        if config.draft_vocab_size is not None:
-            draft.d2t.copy_(torch.tensor([0, 1]))  # tokens 0 and 2
-        if config.confidence_head_with_markov:
-            # c_k is high behind tokens 0 and 2 and low behind token 1, so a threshold of 0.5 cuts behind it.
-            wanted = torch.tensor([2.0, -2.0, 2.0])
-            draft.confidence_head.proj.weight.zero_()
-            solution = torch.linalg.lstsq(draft.markov_head.markov_w1.weight, wanted[:, None]).solution
-            draft.confidence_head.proj.weight[0, -config.markov_rank :] = solution[:, 0]
-            draft.confidence_head.proj.bias.zero_()
-    return target, draft.bind(target)
-
-
-class TargetLaw:
-    """The target's processed law after the prompt and a prefix; each prefix is computed once."""
-
-    def __init__(self, target, processors, prompt=PROMPT):
-        self.target, self.processors, self.prompt, self.known = target, processors, prompt, {}
-
-    def __call__(self, prefix):
-        if prefix not in self.known:
-            ids = torch.cat([self.prompt, torch.tensor([list(prefix)], dtype=torch.long)], dim=1)
-            with torch.no_grad():
-                scores = self.processors(ids, self.target(ids).logits[:, -1].float())
-            self.known[prefix] = scores.softmax(-1)[0].double()
-        return self.known[prefix]
-
-
-def planned_length(policy, block):
-    max_lengths = torch.tensor([block.token_ids.shape[1]])
-    confidence = None if block.confidence_logits is None else block.confidence_logits.sigmoid()
-    return int(policy.plan_verify(confidence, max_lengths, Load())[0])
-
-
-def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
-    """Enumerate one round, then continue with the target alone: the law of the first γ+1 tokens.
-
-    `claimed_law` replaces the draft law in the ratio test, `cut` the length: both for negative controls.
-    """
-    gamma = draft.config.block_size
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
-        target(PROMPT[:, :-1])
-        features = capture.take(draft.device, draft.dtype)
-    law, target_law = {}, TargetLaw(target, processors)
-    for path in itertools.product(range(VOCAB), repeat=gamma):
-        sampler = EnumeratingSampler(path, processors)
-        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
-        drawn_from = block.law.dense(VOCAB).probs[0].double()
-        path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
-        if path_probability == 0.0:
-            continue
-        length = planned_length(policy, block)
-        length = length if cut is None else cut(path, length)
-        draft_probs = drawn_from if claimed_law is None else claimed_law(block)
-        reached = path_probability
-        for slot in range(length + 1):
-            after_prefix = target_law(path[:slot])
-            if slot == length:
-                next_law, stop = after_prefix, 1.0
-            else:
-                token = path[slot]
-                accept = acceptance_probability(after_prefix[token], draft_probs[slot][token]).item()
-                next_law, stop = residual_distribution(after_prefix, draft_probs[slot]), 1.0 - accept
-            for token in range(VOCAB):
-                sequence = (*path[:slot], token)
-                law[sequence] = law.get(sequence, 0.0) + reached * stop * next_law[token].item()
-            reached *= 1.0 - stop
-    return extend(target_law, law, gamma + 1)
-
-
-def extend(target_law, law, length):
-    """Continue every sequence with the target's own law."""
-    complete = {}
-    for sequence, probability in law.items():
-        missing = length - len(sequence)
-        for tail in itertools.product(range(VOCAB), repeat=missing):
-            mass = probability
-            for index in range(missing):
-                mass *= target_law(sequence + tail[:index])[tail[index]].item()
-            complete[sequence + tail] = complete.get(sequence + tail, 0.0) + mass
-    return complete
-
-
-def total_variation(first, second):
-    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in first.keys() | second.keys())
-
+from tests.laws import (
+    CLIFF,
+    HEADS,
+    PROMPT,
+    ROUNDING,
+    VOCAB,
+    EnumeratingSampler,
+    TargetLaw,
+    chi_square_p_value,
+    extend,
+    law_of_drafts,
+    make_pair,
+    output_law,
+    planned_length,
+    total_variation,
+)
 
 PROCESSORS = {
     "none": [],
     "temperature_top_p": [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)],
     "top_k": [TopKLogitsWarper(2)],
 }
-HEADS = {
-    "vanilla": {"markov_head_type": "vanilla"},
-    "gated": {"markov_head_type": "gated"},
-    "rnn": {"markov_head_type": "rnn"},
-    "hidden_only_confidence": {"confidence_head_with_markov": False},
-    "draft_top_k": {"draft_top_k": 2},
-    "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
-    "pruned": {"draft_vocab_size": 2},
-}
 
 
-# One bucket of two tokens, a cliff, then a slow rise.
-CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
 SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), drafting=0.9)
 
 
@@ -245,15 +128,6 @@ def naming_the_worst(draft, monkeypatch):
     """Let the worst of guesses name the candidates: the law that they are drawn from must be known all the same."""
     candidates = draft._candidates
     monkeypatch.setattr(draft, "_candidates", lambda base_logits: candidates(-base_logits))
-
-
-def law_of_drafts(target, draft, path=(0, 0)):
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
-        target(PROMPT[:, :-1])
-        features = capture.take(draft.device, draft.dtype)
-    sampler = EnumeratingSampler(path, LogitsProcessorList())
-    block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
-    return block.law.dense(VOCAB).probs[0].double()
 
 
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
@@ -354,20 +228,10 @@ def sampled_sequences(target, draft, num_draws, **options):
     return counts
 
 
-def chi_square_p_value(counts, law):
-    """P-value with rare outcomes pooled (expected counts of at least 5)."""
-    total = sum(counts.values())
-    common = {key: mass for key, mass in law.items() if mass * total >= 5}
-    observed = [counts.get(key, 0) for key in common]
-    expected = [mass * total for mass in common.values()]
-    rest = total - sum(expected)
-    if rest > 1e-6 * total:
-        observed, expected = [*observed, total - sum(observed)], [*expected, rest]
-    return scipy.stats.chisquare(observed, expected).pvalue
-
-
 @pytest.mark.parametrize(
-    "options", [{}, {"assistant_confidence_threshold": 0.5}, {"temperature": 0.7}], ids=["full", "threshold", "cool"]
+    "options",
+    [{}, {"assistant_confidence_threshold": 0.5}, {"temperature": 0.7}, {"num_assistant_tokens": 2}],
+    ids=["full", "threshold", "cool", "short"],
 )
 def test_generate_samples_from_the_target_law(make_target, options):
     target, draft = make_pair(make_target, gamma=3, seed=5)
@@ -389,8 +253,9 @@ def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, pol
     target, draft = make_pair(make_target, gamma=3, seed=5)
     proposed = {}
     for name, choice in (("full", FullBlock()), ("tested", policy)):
-        draft.policy, proposed[name] = choice, []
-        draft.observer = lambda outcome, lengths=proposed[name]: lengths.append(int(outcome.lengths[0]))
+        proposed[name] = lengths = []
+        observer = lambda outcome, to=lengths: to.extend(outcome.lengths.tolist())  # noqa: E731
+        draft.decoding = DecodingOptions(choice, observer=observer)
         sampled_sequences(target, draft, num_draws=30)
     assert sum(proposed["tested"]) < 0.9 * sum(proposed["full"])  # the policy really decides
     counts = sampled_sequences(target, draft, num_draws=700)
@@ -399,12 +264,12 @@ def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, pol
 
 def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monkeypatch):
     target, draft = make_pair(make_target, gamma=3, seed=5)
-    honest = candidate_generator.ProcessedSampler.__call__
+    honest = drafter_module.ProcessedSampler.__call__
 
     def flattened(self, *arguments):
         token_ids, law = honest(self, *arguments)
         return token_ids, TokenLaw(torch.full_like(law.probs, 1 / VOCAB))
 
-    monkeypatch.setattr(candidate_generator.ProcessedSampler, "__call__", flattened)
+    monkeypatch.setattr(drafter_module.ProcessedSampler, "__call__", flattened)
     counts = sampled_sequences(target, draft, num_draws=700)
     assert chi_square_p_value(counts, extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)) < 1e-6

@@ -16,14 +16,18 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from hf_dspark import FullBlock, PrefixScheduler
-from hf_dspark.decoding import drafter as candidate_generator
-from hf_dspark.decoding.call import Call, make_loop, make_request, read_prompt
+from hf_dspark import DecodingOptions, FullBlock, PrefixScheduler
+from hf_dspark.decoding import drafter as drafter_module
+from hf_dspark.decoding.call import make_request
+from hf_dspark.decoding.conversation import read_prompt
+from hf_dspark.decoding.drafter import Drafter
+from hf_dspark.decoding.loop import DecodingLoop
+from hf_dspark.decoding.request import Call
 from hf_dspark.maths import sampling
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.models.slot_cache import SlotCache
-from tests.decoding.test_lossless import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
+from tests.laws import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
 
 PROMPTS = ([0, 1, 2, 1, 0], [2, 2, 1])
 GAMMA = 2
@@ -68,8 +72,11 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
     mask = torch.tensor([[0] * (5 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
-    call = Call(ids, processors, criteria, config, {"attention_mask": mask, "logits_to_keep": 1}, policy)
     paths, joint, lengths, laws = Paths(), {}, [], None
+    options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())))
+    call = Call(
+        ids, processors, criteria, config, {"attention_mask": mask, "logits_to_keep": 1}, policy, options=options
+    )
     honest_invert, honest_verify, honest_ratio = (
         sampling.invert,
         sampling.verify_block,
@@ -95,32 +102,23 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
     for path in paths:
         monkeypatch.setattr(sampling, "invert", honest_invert)
         torch.manual_seed(11)
-        cache = SlotCache(2)
-        cache.draft = SlotCache(2)
+        cache, drafter = SlotCache(2), Drafter(target, draft, call, SlotCache(2))
         prompts = [read_prompt(call, row, cache) for row in range(2)]
-        requests = [make_request(call, row, row, prompt, GAMMA) for row, prompt in enumerate(prompts)]
-        loop = make_loop(target, draft, call, cache)
+        requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(prompts)]
+        loop = DecodingLoop(target, drafter, call, cache)
         loop.admit(requests, [prompt.fed for prompt in prompts])  # the first tokens are the same on all paths
         starts = [request.length for request in requests]
-        laws = laws or [
-            TargetLaw(target, processors, prompt=request.token_ids[None, : request.length].clone())
-            for request in requests
-        ]
+        laws = laws or [TargetLaw(target, processors, prompt=request.token_ids[None]) for request in requests]
         monkeypatch.setattr(sampling, "invert", invert)
         monkeypatch.setattr("hf_dspark.decoding.loop.verify_block", verify_block)
-        draft.observer = lambda outcome: lengths.append(tuple(outcome.lengths.tolist()))
         loop.run_round()
-        news = [
-            tuple(request.token_ids[start : request.length].tolist())
-            for request, start in zip(requests, starts, strict=True)
-        ]
+        news = [tuple(request.token_ids[start:].tolist()) for request, start in zip(requests, starts, strict=True)]
         rows = [extend(law, {new: 1.0}, GAMMA + 1) for law, new in zip(laws, news, strict=True)]
         for first, second in itertools.product(rows[0].items(), rows[1].items()):
             key = (first[0], second[0])
             joint[key] = joint.get(key, 0.0) + path.probability * first[1] * second[1]
     for name, honest in (("invert", honest_invert), ("acceptance_probability", honest_ratio)):
         monkeypatch.setattr(sampling, name, honest)
-    draft.observer = None
     alone = [extend(law, {(): 1.0}, GAMMA + 1) for law in laws]
     truth = {(a, b): p * q for (a, p), (b, q) in itertools.product(alone[0].items(), alone[1].items())}
     return total_variation(joint, truth), sum(joint.values()), set(lengths)
@@ -175,7 +173,7 @@ def joint_truth(target):
 def pair(make_target):
     target, draft = make_pair(make_target, gamma=3, seed=5)
     wide = ThroughputTable(tuple(range(1, 129)), tuple(1.0 / (1.0 + 0.05 * max(0, n - 40)) for n in range(1, 129)))
-    draft.policy = PrefixScheduler(wide)
+    draft.decoding = DecodingOptions(policy=PrefixScheduler(wide))
     return target, draft
 
 
@@ -186,22 +184,22 @@ def test_generate_draws_neighbours_from_their_joint_law(pair):
 
 def test_noise_shared_between_rows_is_caught(pair, monkeypatch):
     target, draft = pair
-    honest = candidate_generator.block_noise
+    honest = drafter_module.block_noise
 
     def shared(seed, request_ids, blocks, block_size, device):
         return honest(seed, [request % 16 for request in request_ids], blocks, block_size, device)
 
-    monkeypatch.setattr(candidate_generator, "block_noise", shared)
+    monkeypatch.setattr(drafter_module, "block_noise", shared)
     assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6
 
 
 def test_noise_used_again_in_the_next_block_is_caught(pair, monkeypatch):
     """A row's own next block must have noise of its own, too."""
     target, draft = pair
-    honest = candidate_generator.block_noise
+    honest = drafter_module.block_noise
 
     def stuck(seed, request_ids, blocks, block_size, device):
         return honest(seed, request_ids, [0] * len(blocks), block_size, device)
 
-    monkeypatch.setattr(candidate_generator, "block_noise", stuck)
+    monkeypatch.setattr(drafter_module, "block_noise", stuck)
     assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6

@@ -1,36 +1,26 @@
 """More prompts than rows: each as if alone, results as they finish, failures alone."""
 
-import json
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from hf_dspark import DSparkDraftModel, FullBlock, generate_many
+from hf_dspark import generate_many
 from hf_dspark.decoding.loop import DecodingLoop
+from tests import rows
 
-GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "progress": False}
+GREEDY = rows.GREEDY | {"max_new_tokens": 24, "progress": False}
 
 
-@pytest.fixture(scope="module")
-def pair(fixtures):
-    folder = fixtures / "deepspec" / "trained"
-    target = AutoModelForCausalLM.from_pretrained(folder / "target").eval()
-    draft = DSparkDraftModel.from_pretrained(folder / "draft").eval()
-    draft.policy = FullBlock()
-    return target, draft
+alone = partial(rows.alone, max_new_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def prompts(fixtures):
-    rows = json.loads((fixtures / "deepspec" / "trained" / "generation.json").read_text())["prompts"]
+def prompts(reference):
+    rows = reference["prompts"]
     return [row[start : start + 3 + 2 * start] for row in rows for start in range(3)]
-
-
-def alone(target, prompt, **options):
-    options = {key: value for key, value in (GREEDY | options).items() if key != "progress"}
-    return target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -219,16 +209,7 @@ def test_criteria_that_count_their_calls_count_for_each_prompt(pair, prompts):
         assert len(result.token_ids) == 2
 
 
-def test_stop_strings_work(pair, prompts):
-    import string
-
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    letters = string.ascii_letters + string.digits + ".,"
-    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, merges=[]))
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="a", eos_token=".")
+def test_stop_strings_work(pair, prompts, tokenizer):
     target, draft = pair
     stop = {"stop_strings": ["Q", "Ld"]}
     for result in generate_many(target, draft, prompts[:5], tokenizer, batch_size=2, **GREEDY, **stop):

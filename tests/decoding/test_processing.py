@@ -56,7 +56,7 @@ def test_block_law_is_the_law_of_the_processors_one_by_one(chain, dtype):
     processors, ids = LogitsProcessorList(chain), prefixes(6)
     logits = torch.randn(6, VOCAB).mul(3).to(dtype)
     raw = logits.clone()
-    scores = BlockProcessor(processors, VOCAB)(logits, None, lambda index: Prefix(ids[index], processors))
+    scores = BlockProcessor(processors, VOCAB)(logits, None, [Prefix(prefix, processors) for prefix in ids])
     expected = one_by_one(processors, ids, logits)
     torch.testing.assert_close(scores.law().dense(VOCAB).probs, expected.softmax(-1), atol=3e-7, rtol=1e-5)
     assert torch.equal(scores.dense(VOCAB) > -torch.inf, expected > -torch.inf)
@@ -70,7 +70,7 @@ def test_candidates_are_processed_as_if_all_other_tokens_were_impossible(chain):
     candidates = torch.stack([torch.randperm(VOCAB)[:30] for _ in range(4)])
     logits = torch.randn(4, 30).mul(3)
     full = torch.full((4, VOCAB), -torch.inf).scatter(-1, candidates, logits)
-    scores = BlockProcessor(processors, VOCAB)(logits, candidates, lambda index: Prefix(ids[index], processors))
+    scores = BlockProcessor(processors, VOCAB)(logits, candidates, [Prefix(prefix, processors) for prefix in ids])
     expected = one_by_one(processors, ids, full)
     torch.testing.assert_close(scores.law().dense(VOCAB).probs, expected.softmax(-1), atol=3e-7, rtol=1e-5)
 
@@ -80,7 +80,7 @@ def test_tokens_tied_with_the_last_one_of_top_k_are_kept():
     logits[0, :5] = 2.0
     logits[0, 5:20] = 1.0
     processors = LogitsProcessorList([TopKLogitsWarper(8)])
-    scores = BlockProcessor(processors, VOCAB)(logits, None, None)
+    scores = BlockProcessor(processors, VOCAB)(logits)
     assert (scores.dense(VOCAB)[0] > -torch.inf).nonzero()[:, 0].tolist() == list(range(20))
 
 
@@ -89,7 +89,7 @@ def test_more_ties_than_candidates_fall_back_to_the_processors():
     logits[0, 0] = 1.0
     assert Truncation(top_k=3)(logits) is None
     processors = LogitsProcessorList([TopKLogitsWarper(3)])
-    scores = BlockProcessor(processors, VOCAB)(logits, None, None)
+    scores = BlockProcessor(processors, VOCAB)(logits)
     assert (scores.dense(VOCAB)[0] > -torch.inf).all()
 
 
@@ -97,14 +97,14 @@ def test_a_flat_law_falls_back_to_the_processors():
     logits = torch.randn(2, VOCAB) * 0.01
     assert Truncation(top_p=0.9)(logits) is None
     processors = LogitsProcessorList([TopPLogitsWarper(0.9)])
-    scores = BlockProcessor(processors, VOCAB)(logits, None, None)
+    scores = BlockProcessor(processors, VOCAB)(logits)
     expected = processors(torch.zeros(2, 1, dtype=torch.long), logits.clone())
     torch.testing.assert_close(scores.law().probs, expected.softmax(-1))
 
 
 def test_drafts_need_no_ties():
     logits = torch.zeros(1, VOCAB)
-    scores = BlockProcessor(LogitsProcessorList([TopKLogitsWarper(3)]), VOCAB, tie_margin=0)(logits, None, None)
+    scores = BlockProcessor(LogitsProcessorList([TopKLogitsWarper(3)]), VOCAB, tie_margin=0)(logits)
     assert scores.values.shape == (1, 3)
 
 
@@ -124,10 +124,10 @@ def test_only_processors_that_read_prefixes_are_called_position_by_position():
             return scores
 
     ids, processors = prefixes(5), LogitsProcessorList([Watch(), Temperature(0.5)])
-    BlockProcessor(processors, VOCAB)(torch.randn(5, VOCAB), None, lambda index: Prefix(ids[index], processors))
+    BlockProcessor(processors, VOCAB)(torch.randn(5, VOCAB), None, [Prefix(prefix, processors) for prefix in ids])
     assert calls == [1, -1] * 5
 
 
 def test_nothing_is_copied_without_processors():
     logits = torch.randn(3, VOCAB, dtype=torch.bfloat16)
-    assert BlockProcessor(LogitsProcessorList(), VOCAB)(logits, None, None).values is logits
+    assert BlockProcessor(LogitsProcessorList(), VOCAB)(logits).values is logits

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_dspark import ConfidenceThreshold, evaluate
+from hf_dspark import ConfidenceThreshold, DecodingOptions, evaluate
 from hf_dspark.evaluation import run as evaluation_run
 from hf_dspark.evaluation.metrics import TurnRecord
 from hf_dspark.evaluation.results import read_results
@@ -131,10 +131,10 @@ def test_each_turn_follows_the_targets_own_answer(pair, chat_tokenizer, template
 
 def test_a_policy_decides_and_is_noted_and_the_drafts_own_is_kept(pair, text_tokenizer):
     target, draft = pair
-    before = draft.policy = object()
+    before = draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
     found = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, policy=ConfidenceThreshold(0.9), **GREEDY)
-    assert draft.policy is before
-    draft.policy = None
+    assert draft.decoding is before
+    draft.decoding = DecodingOptions()
     assert found.facts["policy"] == repr(ConfidenceThreshold(0.9))
     full = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, **GREEDY)
     assert found.metrics["t"].proposed_per_round < full.metrics["t"].proposed_per_round

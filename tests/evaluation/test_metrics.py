@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_dspark.decoding.drafter import RoundSeconds, RoundStatistics
+from hf_dspark.decoding.rounds import RoundSeconds, RoundStatistics
 from hf_dspark.evaluation.metrics import Metrics, PlainTurn, TurnRecord, TurnRounds, metrics_by_task, metrics_table
 from hf_dspark.maths.calibration import expected_calibration_error, roc_auc
 

@@ -503,3 +503,21 @@ def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
     for _ in range(60):
         policy.observe(outcome([[0.25]]))
     assert policy._prospects[0].survival.item() == pytest.approx(0.25, abs=0.01)
+
+
+def test_adaptive_drafting_learns_from_blocks_of_different_lengths():
+    policy = AdaptiveDrafting(FullBlock(), cost=JAGGED).fresh()
+    for width in (2, 4, 1):
+        confidence = torch.full((2, width), 0.5)
+        lengths = torch.full((2,), width)
+        policy.observe(RoundOutcome((0, 1), confidence, lengths, lengths, 1.0))
+        assert isinstance(policy.plan_draft(Load((0, 1))), bool)
+    assert {len(prospect.survival) for prospect in policy._prospects.values()} == {4}
+
+
+def test_limits_of_lengths_are_those_of_the_verified_tokens():
+    limit = SLOLimit(FullBlock(), 1.0, cost=ThroughputTable((1, 2, 3, 4), (4.0, 2.0, 0.9, 0.8)))
+    longest = torch.tensor([5])
+    assert FullBlock().limit_lengths(longest, Load()).tolist() == [5]
+    assert limit.limit_lengths(longest, Load()).tolist() == limit.plan_verify(None, longest, Load()).tolist() == [1]
+    assert AdaptiveDrafting(limit).limit_lengths(longest, Load()).tolist() == [1]

@@ -80,7 +80,7 @@ def cached_backbone(draft, block_embeds, features, cache):
     drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
     with cache.writing(drafting.layout):
         hidden = draft.backbone(block_embeds, features, drafting.position_ids, drafting)
-    cache.lengths[0] += features.shape[1]
+    cache.commit(0, features.shape[1])
     return hidden
 
 
@@ -98,7 +98,7 @@ def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name):
         close(hidden, data.io[f"{r}.block_hidden"])
         close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
         if f"{r}.draft_cache_k_layer0" in data.io:
-            keys, values = cache.rows(0, 0)
+            keys, values = (stores[0][0, :, : cache.lengths[0]] for stores in (cache._keys, cache._values))
             close(keys[None], data.io[f"{r}.draft_cache_k_layer0"])
             close(values[None], data.io[f"{r}.draft_cache_v_layer0"])
 
@@ -114,7 +114,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
         block = data.draft.draft_block(anchor, features, cache, greedy_sampler)
         assert torch.equal(block.token_ids, expected)
         assert block.law is None
-        cache.lengths[0] = length
+        cache.truncate(0, length)
         forced = ForcedSampler(expected)
         data.draft.draft_block(anchor, features, cache, forced)
         close(torch.stack(forced.scores, dim=1), data.io[f"{r}.corrected_logits"])
@@ -346,7 +346,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         forced = torch.randint(0, 20, (2, 4)) * 2
         stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
         at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
-        assert cache.lengths == [committed, committed]
+        assert cache.lengths == (committed, committed)
         close(stepwise.law.probs.log(), at_once.law.probs.log())
         close(stepwise.confidence_logits, at_once.confidence_logits)
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_dspark import (
     ConfidenceThreshold,
+    DecodingOptions,
     DSparkConfig,
     Eagle3Config,
     Eagle3DraftModel,
@@ -31,7 +32,7 @@ from hf_dspark import (
     profile_throughput,
 )
 from hf_dspark.decoding import drafter as generator_module
-from hf_dspark.decoding.drafter import DSparkCandidateGenerator
+from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.step_costs import Machine
 from hf_dspark.maths.losses import LossWeights, position_weights
 from hf_dspark.maths.policies import Policy
@@ -40,8 +41,8 @@ from hf_dspark.models import block_attention, modeling_eagle3
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache
-from tests.decoding.test_lossless import ROUNDING, TargetLaw, extend, output_law, total_variation
 from tests.features import select_features
+from tests.laws import ROUNDING, TargetLaw, extend, output_law, total_variation
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -107,11 +108,11 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, folder):
         features, before = io[f"{r}.target_hidden"], cache.lengths[0]
         hidden = golden.read_block(ids[-1:], features, cache, None, ids)
         close(hidden, io[f"{r}.draft_hidden"][0])
-        cache.lengths[0] = before
+        cache.truncate(0, before)
         block = golden.draft_block(ids[-1:], features, cache, greedy_sampler, None, ids)
         assert block.law is None and block.confidence_logits is None
         assert torch.equal(block.token_ids, io[f"{r}.verify_input_ids"][:, 1:])
-        cache.lengths[0] = before
+        cache.truncate(0, before)
         forced = ForcedSampler(block.token_ids)
         golden.draft_block(ids[-1:], features, cache, forced, None, ids)
         close(torch.stack(forced.scores, dim=1), io[f"{r}.draft_logits"])
@@ -272,7 +273,7 @@ def test_packed_rows_are_drafted_as_if_each_were_alone(target, overrides):
             )
             close(torch.cat([scores[row] for scores in forced.scores]), torch.cat([s[0] for s in single.scores]))
             close(block.law.probs[row], expected.law.probs[0])
-        assert together.lengths == [cache.lengths[0] for cache in alone]
+        assert list(together.lengths) == [cache.lengths[0] for cache in alone]
 
 
 def test_context_in_one_pass_or_in_several_gives_the_same_block(target):
@@ -308,13 +309,13 @@ class Watch:
     """Replaces drafts by the truth with an error in most blocks, and notes what the draft itself had proposed."""
 
     def __init__(self, monkeypatch):
-        self.answers, self.seen, honest = [], [], DSparkCandidateGenerator._draft_blocks
+        self.answers, self.seen, honest = [], [], Drafter._draft_blocks
 
-        def draft_blocks(generator, requests, noise):
-            block = honest(generator, requests, noise)
+        def draft_blocks(drafter, requests, *args):
+            block = honest(drafter, requests, *args)
             tokens = block.token_ids.clone()
             for row, request in enumerate(requests):
-                prefix = request.token_ids[: request.length].tolist()
+                prefix = request.token_ids.tolist()
                 self.seen.append((prefix, tokens[row].tolist()))
                 truth = next((answer for answer in self.answers if answer[: len(prefix)] == prefix), prefix)
                 truth = truth[len(prefix) : len(prefix) + tokens.shape[1]]
@@ -324,7 +325,7 @@ class Watch:
                     tokens[row, slot] = (tokens[row, slot] + 1) % 48
             return DraftBlock(tokens, block.law, block.confidence_logits)
 
-        monkeypatch.setattr(DSparkCandidateGenerator, "_draft_blocks", draft_blocks)
+        monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
 
     def check(self, target, draft, strip=0):
         """What was proposed is what the draft proposes when it reads everything anew."""
@@ -335,7 +336,7 @@ class Watch:
                 states = target(ids[None, :-1], output_hidden_states=True).hidden_states
             features = select_features(states, draft.config.target_layer_ids)
             block = draft.draft_block(ids[-1:], features, SlotCache(), greedy_sampler, None, ids[1:])
-            assert block.token_ids[0].tolist() == proposed
+            assert block.token_ids[0, : len(proposed)].tolist() == proposed
         self.seen.clear()
 
 
@@ -366,7 +367,7 @@ def test_greedy_output_of_a_ragged_batch_is_identical(target, watch, num_hidden_
 def test_greedy_output_of_one_sequence_is_identical_in_every_loop(target, draft, watch, loop, options):
     processing = {name: value for name, value in options.items() if "assistant" not in name}
     watch.answers = plain_answers(target, PROMPTS[:1], **processing)
-    draft.use_transformers_loop = loop == "transformers"
+    draft.decoding = DecodingOptions(use_transformers_loop=loop == "transformers")
     if loop == "custom_generate":
         if "num_assistant_tokens" in options:
             pytest.skip("an option of assisted decoding")
@@ -383,7 +384,7 @@ def test_greedy_output_of_one_sequence_is_identical_in_every_loop(target, draft,
 
 def test_left_padding_is_no_context_in_transformers_loop(target, draft, watch):
     watch.answers = [[0, 0, 0, *answer] for answer in plain_answers(target, PROMPTS[:1])]
-    draft.use_transformers_loop = True
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
     ids = torch.tensor([[0, 0, 0, *PROMPTS[0]]])
     output = target.generate(ids, attention_mask=(ids > 0).long(), assistant_model=draft, **GREEDY)
     assert output.tolist() == watch.answers
@@ -402,7 +403,7 @@ def test_generate_many_yields_the_plain_answers(target, draft, watch):
 def test_a_round_that_fails_after_the_draft_leaves_the_others_right(target, draft, watch, monkeypatch):
     """Then the draft has read the features, and there are no new ones."""
     watch.answers = plain_answers(target, PROMPTS)
-    calls, honest = [], DSparkCandidateGenerator._planned_lengths
+    calls, honest = [], Drafter._planned_lengths
 
     def fail_once(generator, *args):
         calls.append(1)
@@ -410,7 +411,7 @@ def test_a_round_that_fails_after_the_draft_leaves_the_others_right(target, draf
             raise MemoryError("for once")
         return honest(generator, *args)
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "_planned_lengths", fail_once)
+    monkeypatch.setattr(Drafter, "_planned_lengths", fail_once)
     with pytest.warns(UserWarning, match="out of memory"):
         completions = list(generate_many(target, draft, PROMPTS, batch_size=2, **GREEDY))
     for completion in completions:
@@ -424,7 +425,7 @@ def test_inputs_embeds_give_the_same_continuation(target, draft):
     # Older versions decode embeddings wrongly in their own loop, where they are refused.
     fixed = Version(transformers.__version__) >= Version("5.23.0")
     for own in (False, True) if fixed else (False,):
-        draft.use_transformers_loop = own
+        draft.decoding = DecodingOptions(use_transformers_loop=own)
         assert target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)[0].tolist() == expected
 
 
@@ -450,7 +451,7 @@ class EveryThird(Policy):
 @pytest.mark.parametrize("waiting_at_most", [1, 128])
 def test_rounds_without_drafts_lose_no_context(monkeypatch, target, draft, watch, waiting_at_most):
     monkeypatch.setattr(generator_module, "WAITING_AT_MOST", waiting_at_most)
-    draft.policy = EveryThird()
+    draft.decoding = DecodingOptions(policy=EveryThird())
     watch.answers = plain_answers(target, PROMPTS)
     target.generate(**padded(PROMPTS), assistant_model=draft, **GREEDY)
     assert 0 in draft.last_stats.proposed
@@ -593,7 +594,7 @@ def test_confidence_is_refused_before_any_work(target, draft):
     ids = torch.tensor(PROMPTS[:1])
     with pytest.raises(ValueError, match="needs a draft with a confidence head"):
         target.generate(ids, assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
-    draft.policy = ConfidenceThreshold(0.5)
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
     with pytest.raises(ValueError, match="needs a draft with a confidence head"):
         target.generate(ids, assistant_model=draft, **GREEDY)
     with pytest.raises(ValueError, match="no confidence head"):

@@ -4,12 +4,17 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_dspark.models.slot_cache import CacheMemoryError, SlotCache, SlotLayout, fold_mask, grouped_attention
+from hf_dspark.models.slot_cache import CacheMemoryError, SlotCache, SlotLayout
 
 
 def write(cache, layout, keys):
     with cache.writing(layout):
         return cache.update(keys, -keys, 0)
+
+
+def kept(cache, row, layer=0):
+    """Return the committed keys and values of a row."""
+    return tuple(stores[layer][row, :, : cache.lengths[row]] for stores in (cache._keys, cache._values))
 
 
 def test_layout_brings_packed_tokens_into_rows_and_back():
@@ -37,7 +42,7 @@ def test_rows_of_different_lengths_keep_their_content_while_the_cache_grows():
     capacities = set()
     for turn in range(60):
         counts = tuple(3 + (turn + row) % 4 for row in range(3))
-        layout = SlotLayout(tuple(cache.lengths), counts)
+        layout = SlotLayout(cache.lengths, counts)
         states = torch.randn(1, 2, sum(counts), 4)
         keys, values = write(cache, layout, states)
         for row, part in enumerate(states[0].split(counts, dim=1)):
@@ -45,7 +50,7 @@ def test_rows_of_different_lengths_keep_their_content_while_the_cache_grows():
             length = truth[row].shape[1]
             assert torch.equal(keys[row, :, :length], truth[row]) and torch.equal(values[row, :, :length], -truth[row])
             truth[row] = truth[row][:, : length - 2]
-            cache.lengths[row] = length - 2
+            cache.commit(row, length - 2 - cache.lengths[row])
         capacities.add(cache._keys[0].shape[2])
     assert 2 <= len(capacities) <= 6, "capacity must grow geometrically"
     assert max(capacities) < 1.5 * max(cache.lengths)
@@ -62,15 +67,16 @@ def test_rows_move_swap_and_shrink():
     cache = SlotCache(3)
     states = torch.randn(1, 2, 9, 4)
     write(cache, SlotLayout((0, 0, 0), (2, 3, 4)), states)
-    cache.lengths = [2, 3, 4]
+    for row, length in enumerate((2, 3, 4)):
+        cache.commit(row, length)
     first, second, third = states[0].split((2, 3, 4), dim=1)
     cache.swap_rows(0, 2)
-    assert cache.lengths == [4, 3, 2]
-    assert torch.equal(cache.rows(0, 0)[0], third) and torch.equal(cache.rows(0, 2)[0], first)
+    assert cache.lengths == (4, 3, 2)
+    assert torch.equal(kept(cache, 0)[0], third) and torch.equal(kept(cache, 2)[0], first)
     cache.move_row(0, 1)
-    assert cache.lengths == [0, 4, 2] and torch.equal(cache.rows(0, 1)[1], -third)
+    assert cache.lengths == (0, 4, 2) and torch.equal(kept(cache, 1)[1], -third)
     cache.shrink(2)
-    assert cache.num_rows == 2 and torch.equal(cache.rows(0, 1)[0], third)
+    assert cache.num_rows == 2 and torch.equal(kept(cache, 1)[0], third)
 
 
 def test_writing_outside_of_a_pass_says_what_to_do():
@@ -79,18 +85,17 @@ def test_writing_outside_of_a_pass_says_what_to_do():
 
 
 def test_a_dynamic_cache_goes_in_and_comes_out(target):
-    ids = torch.randint(0, 48, (1, 9))
+    ids = torch.randint(0, 48, (2, 9))
     given = DynamicCache(config=target.config)
     with torch.no_grad():
         target(ids, past_key_values=given)
     cache = SlotCache(2)
-    for layer in range(4):
-        cache.take_from(given, layer, 1, 0, torch.tensor([2, 3, 4, 5, 6, 7, 8]))
-    cache.lengths = [0, 7]
-    assert torch.equal(cache.rows(3, 1)[0], given.layers[3].keys[0, :, 2:])
+    cache.take_row(given, 1, torch.tensor([2, 3, 4, 5, 6, 7, 8]))
+    assert cache.lengths == (0, 7)
+    assert torch.equal(kept(cache, 1, layer=3)[0], given.layers[3].keys[1, :, 2:])
     back = cache.to_dynamic_cache([torch.arange(0), torch.arange(2, 9)])
     assert back.get_seq_length() == 9
-    assert torch.equal(back.layers[3].values[1, :, 2:], given.layers[3].values[0, :, 2:])
+    assert torch.equal(back.layers[3].values[1, :, 2:], given.layers[3].values[1, :, 2:])
 
 
 def test_memory_errors_name_rows_that_fit(monkeypatch):
@@ -104,20 +109,3 @@ def test_memory_errors_name_rows_that_fit(monkeypatch):
         monkeypatch.setattr(torch.Tensor, "new_zeros", full)
         with pytest.raises(CacheMemoryError, match="for 8 sequences: a batch of 4 fits"):
             cache.update(states, states, 1)
-
-
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("width", [1, 5])
-def test_grouped_attention_equals_attention_with_repeated_keys(group, width):
-    query, key, value = torch.randn(2, 2 * group, width, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
-    mask = torch.rand(2, 1, width, 11) < 0.6
-    mask[..., 0] = True
-    repeated = [states.repeat_interleave(group, dim=1) for states in (key, value)]
-    for given in (mask, None):
-        expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=given, scale=0.3)
-        actual = grouped_attention(query, key, value, fold_mask(given, group, query.dtype), 0.3)
-        torch.testing.assert_close(actual, expected)
-    square = (query[:, :, :width], key[:, :, :width], value[:, :, :width])
-    repeated = [states[:, :, :width].repeat_interleave(group, dim=1) for states in (key, value)]
-    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, is_causal=True, scale=0.3)
-    torch.testing.assert_close(grouped_attention(*square, None, 0.3, is_causal=True), expected)

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_imports
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dspark import ConfidenceThreshold, DSparkConfig, DSparkDraftModel, FullBlock
+from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock
 from hf_dspark.maths.sampling import TokenLaw
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sharing.hub import DECODER
@@ -150,7 +150,8 @@ def test_blocks_are_those_of_the_package(one_file, copied, make_target, make_dra
 def test_trained_pair_takes_the_rounds_of_the_package(one_file, copied, pair, cut):
     """The same tokens as plain decoding, and the same drafts and acceptance as the package, round by round."""
     target, draft = pair
-    draft.policy = ConfidenceThreshold(0.5) if "assistant_confidence_threshold" in cut else FullBlock()
+    policy = ConfidenceThreshold(0.5) if "assistant_confidence_threshold" in cut else FullBlock()
+    draft.decoding = DecodingOptions(policy=policy)
     copy, plain = copied(draft), target.generate(PROMPT, **GREEDY)
     assert target.generate(PROMPT, assistant_model=draft, **cut, **GREEDY).equal(plain)
     assert one_file.generate(target, assistant_model=copy, inputs=PROMPT, **cut, **GREEDY).equal(plain)

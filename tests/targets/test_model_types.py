@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
-from hf_dspark.decoding.drafter import DSparkCandidateGenerator
+from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.maths.sampling import DraftBlock
 
 COMMON = {
@@ -72,10 +72,10 @@ def padded(prompts):
 
 def know_the_answers(monkeypatch, answers):
     """Let every block be the true continuation, with an error at a slot that differs from block to block."""
-    honest = DSparkCandidateGenerator._draft_blocks
+    honest = Drafter._draft_blocks
 
-    def draft_blocks(self, requests, noise):
-        block = honest(self, requests, noise)
+    def draft_blocks(self, requests, *args):
+        block = honest(self, requests, *args)
         tokens = block.token_ids.clone()
         for row, request in enumerate(requests):
             truth = answers[request.id][request.length : request.length + tokens.shape[1]]
@@ -85,7 +85,7 @@ def know_the_answers(monkeypatch, answers):
                 tokens[row, slot] = (tokens[row, slot] + 1) % 40
         return DraftBlock(tokens, block.law, block.confidence_logits)
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "_draft_blocks", draft_blocks)
+    monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
 
 
 @pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)

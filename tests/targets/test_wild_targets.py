@@ -5,6 +5,7 @@ as in `test_model_types`, so that drafts are accepted and rejected at different 
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
+    LogitsProcessorList,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
 from hf_dspark import (
+    DecodingOptions,
     DSparkConfig,
     DSparkDraftModel,
     DSparkTrainer,
@@ -124,7 +127,7 @@ def test_quantised_target_decodes_every_row_as_if_alone(make_quantised, assert_d
 def test_eight_bit_target_gives_the_same_tokens_in_transformers_loop(make_quantised, monkeypatch):
     target = make_quantised(load_in_8bit=True, llm_int8_threshold=2.0)
     draft = make_own_draft(target)
-    draft.use_transformers_loop = True
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
     for prompt in PROMPTS[:2]:
         plain = target.generate(torch.tensor([prompt]), **PLAIN)[0].tolist()
         with monkeypatch.context() as patch:
@@ -261,23 +264,6 @@ def moved(module, device):
     return module
 
 
-class Features:
-    """What a decoding loop needs of a generator in a forward pass."""
-
-    def __init__(self, target, draft):
-        self.draft, self._capture = draft, FeatureCapture(target, draft.config.target_layer_ids)
-
-    def __enter__(self):
-        self._capture.__enter__()
-
-    def __exit__(self, *error):
-        self._capture.__exit__(*error)
-
-    def take_features(self):
-        self.devices = {part.device for part in self._capture._captured.values()}
-        return self._capture.take(self.draft.device, self.draft.dtype)
-
-
 def spread_pair():
     """A target on two devices as `device_map="auto"` leaves it, and its draft on a third."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -302,17 +288,25 @@ def spread_pair():
 def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypatch):
     """On devices without memory: torch refuses every operation on tensors of two of them."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it knows no such devices
+    devices, honest = [], FeatureCapture.take
+
+    def take(capture, *where):
+        devices.append({part.device for part in capture._captured.values()})
+        return honest(capture, *where)
+
+    monkeypatch.setattr(FeatureCapture, "take", take)
     with FakeTensorMode(allow_non_fake_inputs=True):
         target, draft = spread_pair()
         cache = SlotCache(2, num_layers=4)
-        generator, context = Features(target, draft), SlotCache(2, num_layers=draft.config.num_hidden_layers)
-        loop = DecodingLoop(target, generator, cache)
+        context = SlotCache(2, num_layers=draft.config.num_hidden_layers)
+        call = SimpleNamespace(keeps_some_logits=True, streamer=None, logits_processor=LogitsProcessorList())
+        loop = DecodingLoop(target, SimpleNamespace(draft=draft), call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with loop._at_work():
-            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), wanted=[4, 7])
-            cache.lengths[0], cache.lengths[1] = 5, 3
-            blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)))
-        assert generator.devices == {FIRST, SECOND}
+            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), logits_at=[4, 7], verifying=False)
+            cache.commit(0, 5), cache.commit(1, 3)
+            blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)), verifying=True)
+        assert devices == [{FIRST, SECOND}] * 2
         for done, num_tokens, num_logits in ((prompts, 8, 2), (blocks, 6, 6)):
             assert done.features.device == done.logits.device == THIRD
             assert done.features.shape == (num_tokens, 64) and done.logits.shape == (num_logits, 48)

@@ -7,17 +7,17 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
 from ..data.prompts import Prompt, PromptFile, read_prompt_file
-from ..decoding.drafter import RoundStatistics
 from ..decoding.endpoint import Endpoint
 from ..decoding.many import generate_many
 from ..decoding.regenerate import RegenerationReport, regenerate
+from ..decoding.rounds import RoundStatistics
 from ..evaluation.results import describe_policy, describe_sampling
 from ..models.modeling_draft import DraftModel
 from .console import Console, Outcome, note_faults
@@ -87,7 +87,8 @@ def run_generate(
     note_faults(console, [read])
     target, draft = load_pair(target_options, draft_options)
     prompts = all_token_ids(read.prompts, target, chat)
-    draft.policy = choose_policy(PolicyChoice.parse(options.policy), target.model, draft)
+    policy = choose_policy(PolicyChoice.parse(options.policy), target.model, draft)
+    draft.decoding = replace(draft.decoding, policy=policy)
     kwargs = generate_kwargs(sampling, target.model)
     torch.manual_seed(sampling.seed)
     one_by_one = options.compare or options.batch_size == 1 or len(prompts) == 1
@@ -100,7 +101,7 @@ def run_generate(
     else:
         decoded = _decode_together(console, target, draft, prompts, options.batch_size, kwargs)
     document = _describe_decoded(decoded, read, describe_sampling(kwargs, target.model, sampling.seed))
-    document["policy"] = describe_policy(draft.policy)
+    document["policy"] = describe_policy(policy)
     if options.compare:
         document["plain"] = _compare_with_plain(target, prompts, decoded, kwargs)
     console.note(_summary(document))

@@ -276,7 +276,7 @@ class CalibrateOptions:
     num_prompts: int | None = option("Of the file; all unless given.", None)
     domain: str | None = option(
         "Name that the temperatures are kept under. greedy or sampled, by the way of decoding, unless given: those "
-        "two are used by themselves, others when draft.domain names them.",
+        "two are used by themselves, others when draft.decoding names them.",
         None,
         "NAME",
     )

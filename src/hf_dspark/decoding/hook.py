@@ -1,4 +1,4 @@
-"""The import-time wraps that make `target.generate(..., assistant_model=draft)` reach DSpark.
+"""How `target.generate()` reaches a draft: wraps made at import for `assistant_model=draft`, and `custom_generate`.
 
 The only file that names private transformers generation API. Every call without a DSpark draft passes straight
 through.
@@ -14,28 +14,25 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import parse
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator, GenerationMixin, GenerationMode
 
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models.auto import is_draft, require_draft
-from ..models.modeling_draft import check_fits
-from ..models.slot_cache import SlotCache
-from ..targets.adapters import forget_adapters_by_row, why_not_with_adapters
-from ..targets.slot_attention import require_no_state, rope_parameters, why_not_by_slots
-from .call import Call, copy_of, generate_together, needs_padding
-from .drafter import DSparkCandidateGenerator
+from ..models.modeling_draft import DraftModel, check_fits
+from ..models.options import DecodingOptions
+from ..targets.slot_attention import require_no_state
+from .assisted import DSparkCandidateGenerator
+from .call import decode_call
+from .checks import (
+    check_adapters,
+    check_options,
+    check_policy,
+    check_processors,
+    check_rows,
+    loop_obstacle,
+)
+from .request import Call
 from .step_costs import find_cost
 
 # What each wrapped method must accept; a test checks it on every supported version.
@@ -51,12 +48,8 @@ WRAPPED_PARAMETERS = {
         "assistant_model",
     ),
 }
-CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
-# Built-in processors that keep state between calls: drafting would advance it.
-STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
-# The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
-INPUTS_EMBEDS_SINCE = parse("5.23.0")
-EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+# transformers fills these with defaults that are meant for other assistants.
+CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
 
@@ -83,8 +76,7 @@ def install() -> None:
 
 
 def _wrap_prepare(original):
-    """Remember which cut-off arguments the user set: afterwards they are filled with defaults meant for other
-    assistants."""
+    """Remember which cut-off arguments the user set, before they are filled with defaults."""
 
     @functools.wraps(original)
     def prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
@@ -106,7 +98,7 @@ def chosen_cutoff(kwargs: Mapping[str, Any], *configs: GenerationConfig | None) 
 
 
 def _wrap_validate(original):
-    """Refuse what cannot work before anything is computed."""
+    """Refuse what cannot work before anything is computed, and choose the policy of the call."""
 
     @functools.wraps(original)
     def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -114,10 +106,9 @@ def _wrap_validate(original):
         if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
             require_draft(draft)
         if is_draft(draft):
-            check_fits(draft.config, self)
-            _check_adapters(self, num_rows=1)
-            _check_options(generation_mode, generation_config, generation_mode_kwargs)
-            _policy(draft, self, generation_config)
+            has_tokenizer = generation_mode_kwargs.get("assistant_tokenizer") is not None
+            plan = _plan(self, draft, draft.decoding, generation_config, generation_mode, 1, has_tokenizer)
+            generation_config._hf_dspark_plan = plan
             if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
                 generation_config = copy.copy(generation_config)
                 generation_config.num_return_sequences = 1
@@ -138,7 +129,7 @@ def _wrap_get_generator(original):
 
 
 def _wrap_decoding(original):
-    """Decode by our loop where the target allows it, else by transformers' own with our generator."""
+    """Decode by our loop where the target allows it, else by transformers' own with our drafts."""
 
     @functools.wraps(original)
     def assisted_decoding(
@@ -150,35 +141,39 @@ def _wrap_decoding(original):
         assistant_model: PreTrainedModel | None = None,
         **kwargs: Any,
     ):
-        prepared = {
-            "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria,
-            "generation_config": generation_config,
-        }
+        def by_transformers():
+            return original(
+                self,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                assistant_model=assistant_model,
+                **kwargs,
+            )
+
         if not is_draft(assistant_model):
-            return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
-        _check_adapters(self, len(input_ids))
-        reason = _needs_transformers_loop(self, assistant_model, len(input_ids), generation_config, kwargs)
-        if reason is None:
-            call = _checked_call(self, assistant_model, input_ids, **prepared, **kwargs)
-            return generate_together(self, assistant_model, call)
-        _check_single(self, input_ids, stopping_criteria, kwargs, reason)
-        _check_processors(logits_processor, input_ids, assistant_model.config.vocab_size)
-        policy, max_drafts = _policy(assistant_model, self, generation_config)
-        generator = DSparkCandidateGenerator(
-            self, assistant_model, generation_config, logits_processor, policy, max_drafts
-        )
+            return by_transformers()
+        draft, plan = assistant_model, generation_config._hf_dspark_plan
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, draft.decoding)
+        check_adapters(self, len(input_ids))
+        obstacle = loop_obstacle(self, call, len(input_ids))
+        check_rows(self, call, obstacle)
+        check_processors(logits_processor, input_ids, draft.config.vocab_size)
+        if obstacle is None:
+            return decode_call(self, draft, call)
+        generator = DSparkCandidateGenerator(self, draft, call)
         token = _active_generator.set(generator)
         try:
             with generator:
-                return original(self, input_ids, assistant_model=assistant_model, **prepared, **kwargs)
+                return by_transformers()
         finally:
             _active_generator.reset(token)
 
     return assisted_decoding
 
 
-def decode_with(draft: PreTrainedModel) -> Callable:
+def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Callable:
     """Return a decoding method for `target.generate(..., custom_generate=decode_with(draft))`.
 
     The same as `assistant_model=draft` through transformers' public door, with none of the wraps needed.
@@ -187,358 +182,81 @@ def decode_with(draft: PreTrainedModel) -> Callable:
 
     Args:
         draft ([`DraftModel`]): The target's draft.
+        options ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
     """
-    prepare = prepare_with(draft)
+    prepare = prepare_with(draft, options=options)
 
     def decode(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any):
-        return generate_together(target, draft, prepare(target, input_ids, **prepared))
+        return decode_call(target, draft, prepare(target, input_ids, **prepared))
 
     return decode
 
 
-def prepare_with(draft: PreTrainedModel, together: int = 1) -> Callable[..., Call]:
+def prepare_with(
+    draft: DraftModel, batch_size: int = 1, options: DecodingOptions | None = None
+) -> Callable[..., Call]:
     """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`].
 
     Args:
         draft ([`DraftModel`]): The target's draft.
-        together (`int`): Sequences that will be decoded together, if more than the call has.
+        batch_size (`int`): Sequences that will be decoded together, if more than the call has.
+        options ([`DecodingOptions`], *optional*): As for [`decode_with`].
     """
     require_draft(draft)
 
     def prepare(
-        target: PreTrainedModel, input_ids: torch.LongTensor, generation_config: GenerationConfig, **prepared: Any
+        target: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **kwargs: Any,
     ) -> Call:
         require_no_state(target)
-        check_fits(draft.config, target)
+        decoding, num_rows = options or draft.decoding, max(len(input_ids), batch_size)
         mode = generation_config.get_generation_mode()
-        plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        _check_adapters(target, num_rows=max(len(input_ids), together))
-        _check_options(GenerationMode.ASSISTED_GENERATION if plain else mode, generation_config, {})
-        lists = ("logits_processor", "stopping_criteria")
-        others = {name: value for name, value in prepared.items() if name not in lists}
-        num_rows = max(len(input_ids), together)
-        reason = _needs_transformers_loop(target, draft, num_rows, generation_config, others)
-        if reason is not None:
-            raise ValueError(f"{reason}: use generate(assistant_model=draft), one sequence at a time")
-        return _checked_call(target, draft, input_ids, generation_config=generation_config, **prepared)
+        if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            mode = GenerationMode.ASSISTED_GENERATION
+        plan = _plan(target, draft, decoding, generation_config, mode, num_rows)
+        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, decoding)
+        obstacle = loop_obstacle(target, call, num_rows)
+        if obstacle is not None:
+            raise ValueError(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
+        check_rows(target, call, obstacle)
+        check_processors(logits_processor, input_ids, draft.config.vocab_size)
+        return call
 
     return prepare
 
 
-# Arguments of the target's forward, or of the assisted loop, that our loop reads or has its own answer to.
-KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "synced_gpus",
-    "streamer",
-    "inputs_tensor",
-    "tokenizer",
-    "assistant_tokenizer",
-}
-# Which tokens of a prompt are images: all zero for text.
-MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-
-
-def _needs_transformers_loop(
+def _plan(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: DraftModel,
+    options: DecodingOptions,
+    config: GenerationConfig,
+    mode: GenerationMode,
     num_rows: int,
-    generation_config: GenerationConfig,
-    kwargs: dict[str, Any],
-) -> str | None:
-    """Return why our loop cannot decode this; `None` if it can."""
-    unknown = sorted(
-        key
-        for key, value in kwargs.items()
-        if key not in KNOWN_ARGUMENTS and value is not None and not _is_of_text_alone(target, key, value)
-    )
-    position_ids = kwargs.get("position_ids")
-    if draft.use_transformers_loop:
-        return "draft.use_transformers_loop is set"
-    reason = why_not_by_slots(target)
-    if reason is not None:
-        return reason
-    if unknown:
-        return f"the target gets arguments that belong to whole prompts, such as images ({', '.join(unknown)})"
-    if position_ids is not None and not _are_usual(position_ids, kwargs):
-        return "position_ids are not those that follow from the attention mask"
-    if kwargs.get("synced_gpus"):
-        return "synced_gpus keeps ranks in step, which rounds of different lengths do not"
-    if generation_config.return_dict_in_generate and generation_config.output_attentions:
-        return "output_attentions asks for attention weights"
-    if num_rows > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in rope_parameters(target)):
-        return f"the rotary frequencies of {type(target).__name__} depend on the longest row"
-    return None
-
-
-def _is_of_text_alone(target: PreTrainedModel, name: str, value: Any) -> bool:
-    """Tell what a multimodal target is given along with texts that have no images: no encodings, types all zero."""
-    if name == "mm_encoder_outputs":
-        return not value
-    is_multimodal = target.config.get_text_config(decoder=True) is not target.config
-    return is_multimodal and name in MODALITY_ARGUMENTS and not bool(value.any())
-
-
-def _are_usual(position_ids: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-    """Tell whether positions count the tokens that are no padding, from 0; in each dimension, if they have several."""
-    mask = kwargs.get("attention_mask")
-    if position_ids.dim() == 3:
-        return all(_are_usual(dimension, kwargs) for dimension in position_ids)
-    if position_ids.dim() != 2:
-        return False
-    if mask is None:
-        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
-    usual = mask.long().cumsum(-1) - 1
-    return usual.shape[1] == position_ids.shape[1] and bool(((position_ids == usual) | (mask == 0)).all())
-
-
-def _checked_call(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    **kwargs: Any,
-) -> Call:
-    _check_rows(target, input_ids, stopping_criteria, generation_config, kwargs)
-    _check_processors(logits_processor, input_ids, draft.config.vocab_size)
-    policy, max_drafts = _policy(draft, target, generation_config)
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    return Call(
-        input_ids, logits_processor, stopping_criteria, generation_config, kwargs, policy,
-        pad_token_id=None if pad is None else int(pad),
-        mask_width=getattr(generation_config, "_mask_length", None),
-        fills_users_cache=getattr(kwargs.get("past_key_values"), "_is_user_defined", False),
-        max_drafts=max_drafts,
-        streamer=kwargs.pop("streamer", None),
-    )  # fmt: skip
-
-
-def _policy(
-    draft: PreTrainedModel, target: PreTrainedModel, generation_config: GenerationConfig
+    has_tokenizer: bool = False,
 ) -> tuple[Policy, int | None]:
-    """Return who cuts the blocks, and the draft limit: the call's threshold, else `draft.policy`, else the default."""
-    cutoff = getattr(generation_config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
-    threshold, max_drafts = (cutoff[name] for name in CUTOFF_ARGUMENTS)
+    """Check what is known before the prompt is read; return the policy of the call and its limit of draft tokens."""
+    check_fits(draft.config, target)
+    check_adapters(target, num_rows)
+    cutoff = getattr(config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
+    threshold, max_drafts, schedule = (cutoff[name] for name in CUTOFF_ARGUMENTS)
+    check_options(mode, config, schedule, has_tokenizer)
     if max_drafts is not None and max_drafts < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
-    if threshold is not None:
+    if threshold is None:
+        policy = options.policy or default_policy(draft, target)
+    else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
-    else:
-        policy = draft.policy or default_policy(draft, target)
-    _check_policy(policy, draft, generation_config.do_sample)
+    check_policy(policy, draft, config.do_sample)
     return policy, max_drafts
 
 
-def default_policy(draft: PreTrainedModel, target: PreTrainedModel) -> Policy:
+def default_policy(draft: DraftModel, target: PreTrainedModel) -> Policy:
     """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block."""
     if draft.config.sts_temperatures is None:
         return FullBlock()
     cost = find_cost(target, draft)
     return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost))
-
-
-def _check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:
-    if isinstance(policy, type):
-        raise TypeError(f"draft.policy must be a policy, got the class {policy.__name__}: call it with its arguments")
-    methods = ("plan_draft", "plan_verify", "observe", "fresh", "is_causal", "accept_bias", "requires_confidence")
-    lacking = [name for name in methods if not hasattr(policy, name)]
-    if lacking:
-        raise TypeError(
-            f"draft.policy must be a hf_dspark.Policy, got {type(policy).__name__} without {', '.join(lacking)}: "
-            "subclass hf_dspark.Policy"
-        )
-    if policy.requires_confidence and not draft.config.enable_confidence_head:
-        raise ValueError(
-            f"{type(policy).__name__} needs a draft with a confidence head; this one has none "
-            "(config.enable_confidence_head is False). Use FullBlock, and leave assistant_confidence_threshold unset."
-        )
-    if do_sample and not policy.is_causal(draft.config.confidence_head_with_markov) and not policy.accept_bias:
-        inner = policy
-        while hasattr(inner, "policy"):
-            inner = inner.policy
-        raise ValueError(
-            f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
-            "confidences that were computed from that token, so sampled output would not follow the target's "
-            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or give "
-            f"{type(inner).__name__} accept_bias=True for an experiment."
-        )
-
-
-def _check_adapters(target: PreTrainedModel, num_rows: int) -> None:
-    reason = why_not_with_adapters(target, num_rows)
-    if reason is not None:
-        forget_adapters_by_row(target)
-        raise ValueError(f"{type(target).__name__} cannot be assisted as it is: {reason}")
-
-
-def _check_options(
-    generation_mode: GenerationMode, generation_config: GenerationConfig, mode_kwargs: dict[str, Any]
-) -> None:
-    if generation_mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            f"the draft cannot assist {generation_mode.value!r}: speculative decoding keeps one hypothesis. Use "
-            "num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
-        )
-    if not generation_config.use_cache:
-        raise ValueError("the draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
-    if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        raise ValueError(
-            "the draft needs a dynamic cache, got "
-            f"cache_implementation={generation_config.cache_implementation!r}: rejected tokens must be cropped away. "
-            "Drop cache_implementation, or drop assistant_model."
-        )
-    if mode_kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
-    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError(
-            "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
-        )
-
-
-def _check_rows(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    kwargs: dict[str, Any],
-) -> None:
-    """Refuse prompts that cannot be decoded as they are."""
-    embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
-    columns = (input_ids if embeds is None else embeds).shape[1]
-    lengths = input_ids.new_full((len(input_ids),), columns) if mask is None else mask.sum(dim=-1)
-    empty = (lengths == 0).nonzero()[:, 0].tolist()
-    if columns == 0 or empty:
-        raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
-    if mask is not None and not bool(mask[:, -1].all()):
-        raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
-    text = target.config.get_text_config(decoder=True)
-    size = getattr(target.get_input_embeddings(), "num_embeddings", text.vocab_size)  # adapters do not tell it
-    if embeds is None and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
-        raise ValueError(
-            f"the prompt has token ids from {int(input_ids.min())} to {int(input_ids.max())}, the target knows 0 to "
-            f"{size - 1}: use the target's tokenizer"
-        )
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and int(lengths.max()) > longest:
-        raise ValueError(
-            f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"
-        )
-    if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
-        raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
-    if cache is not None and "Static" in type(cache).__name__:
-        raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
-    if cache is not None and not isinstance(cache, SlotCache) and not _is_plain(cache):
-        raise ValueError(
-            f"the draft cannot continue a {type(cache).__name__} of {type(cache.layers[0]).__name__}s (quantised "
-            "or offloaded): pass a plain DynamicCache, or what an earlier call with the draft returned"
-        )
-    if len(input_ids) == 1:
-        return
-    if kwargs.get("streamer") is not None:
-        raise ValueError(f"a streamer takes one sequence, got {len(input_ids)} rows: stream one prompt at a time")
-    if getattr(generation_config, "_pad_token_tensor", None) is None and needs_padding(stopping_criteria):
-        raise ValueError(
-            "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
-            "eos_token_id"
-        )
-
-
-def _is_plain(cache: Cache) -> bool:
-    """Tell whether a cache holds keys and values as they are, where they are used."""
-    plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    return not getattr(cache, "offloading", False) and all(type(layer) in plain for layer in cache.layers)
-
-
-def _check_single(
-    target: PreTrainedModel,
-    input_ids: torch.Tensor,
-    stopping_criteria: StoppingCriteriaList,
-    model_kwargs: dict[str, Any],
-    reason: str,
-) -> None:
-    """Refuse what transformers' own assisted loop gets wrong."""
-    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-    batch_size = (input_ids if embeds is None else embeds).shape[0]
-    if batch_size != 1:
-        raise ValueError(
-            f"these {batch_size} sequences cannot be decoded together: {reason}. Call generate() per prompt, or drop "
-            "assistant_model"
-        )
-    if target.device.type == "meta":
-        raise ValueError(
-            "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
-            "token ids: keep the embedding on a real device in device_map; other layers may be offloaded"
-        )
-    if embeds is None and input_ids.shape[1] == 0:
-        raise ValueError("the prompt is empty: pass at least one token")
-    if mask is not None and not bool(mask[0, -1]):
-        raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
-    if embeds is not None and parse(transformers.__version__) < INPUTS_EMBEDS_SINCE:
-        raise ValueError(
-            f"inputs_embeds are decoded wrongly by the assisted loop of transformers {transformers.__version__}: pass "
-            f"input_ids, or install transformers>={INPUTS_EMBEDS_SINCE} ({reason})"
-        )
-    if embeds is not None and mask is not None and not bool(mask.all()):
-        raise ValueError(
-            "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
-            f"padding, or input_ids ({reason})"
-        )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
-            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
-            f"conversation as input_ids without past_key_values, or drop assistant_model ({reason})"
-        )
-    if cache is not None and ("Static" in type(cache).__name__ or isinstance(cache, SlotCache)):
-        raise ValueError(
-            f"the draft needs a dynamic cache here, got {type(cache).__name__}: pass a DynamicCache or none"
-        )
-    for criterion in stopping_criteria:
-        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
-            raise ValueError(_STOPPING_MESSAGE.format(type(criterion).__name__, reason))
-
-
-_STOPPING_MESSAGE = (
-    "the stopping criterion {} cannot be combined with transformers' own assisted loop, which checks it once per "
-    "block and would return tokens beyond the stop ({}). Use eos_token_id, max_new_tokens or max_time, or drop "
-    "assistant_model."
-)
-
-
-def _check_processors(logits_processor: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Refuse processors that remember calls: the loop calls them on tokens that may be rejected."""
-    for processor in logits_processor:
-        name = type(processor).__name__
-        built_in = type(processor).__module__.startswith("transformers.")
-        if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
-            raise ValueError(
-                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on "
-                "tokens that may be rejected, and change the output. Drop it, make its result depend on its "
-                "arguments alone, or drop assistant_model."
-            )
-
-
-def _is_stateless(processor: LogitsProcessor, input_ids: torch.Tensor, vocab_size: int) -> bool:
-    """Call a copy with the same, other and again the same arguments: results and plain attributes must not change."""
-    try:
-        trial = copy_of(processor)
-    except Exception as error:  # whatever a user's object does when it is copied
-        raise ValueError(
-            f"the logits processor {type(processor).__name__} cannot be copied ({error}), so nobody can tell "
-            "whether it keeps state between calls: give it a __deepcopy__, or drop assistant_model"
-        ) from error
-    scores = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device).expand(len(input_ids), -1)
-    longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-    attributes = repr(getattr(trial, "__dict__", None))
-    results = [trial(ids, scores.clone()) for ids in (input_ids, longer_ids, input_ids)]
-    return torch.equal(results[0], results[2]) and repr(getattr(trial, "__dict__", None)) == attributes

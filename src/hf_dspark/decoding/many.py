@@ -1,7 +1,7 @@
 """More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
 
 A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue with what they
-have. Knows nothing of rounds.
+have.
 """
 
 import warnings
@@ -24,11 +24,14 @@ from ..data.prompts import read_prompt as as_prompt
 from ..data.prompts import several, token_ids
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel, input_device
+from ..models.options import DecodingOptions
 from ..models.slot_cache import SlotCache
-from .call import Call, make_loop, make_request, num_layers, own_criteria, read_prompt
+from .call import make_request
+from .conversation import num_layers, read_prompt
+from .drafter import Drafter
 from .hook import prepare_with
 from .loop import DecodingLoop
-from .request import Request
+from .request import Call, Request, own_criteria
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,10 @@ def generate_many(
     target: PreTrainedModel,
     draft: DraftModel,
     prompts: Iterable[str | Sequence[int]],
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    processing_class: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
     progress: bool = True,
+    decoding: DecodingOptions | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Completion]:
     """Decode any number of prompts, `batch_size` at a time, and yield each as it finishes.
@@ -81,9 +85,10 @@ def generate_many(
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`]): Its draft.
         prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Needed for strings and stop strings.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; needed for strings and stop strings.
         batch_size (`int`): Sequences decoded together at most.
         progress (`bool`): Whether to show a progress bar.
+        decoding ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
         generate_kwargs: Options of `generate()`.
 
     Returns:
@@ -100,13 +105,14 @@ def generate_many(
     for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer"):
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
-    queue = _Queue(target, draft, prompts, tokenizer, batch_size, generate_kwargs)
+    prepare = prepare_with(draft, batch_size, decoding)
+    queue = _Queue(target, prompts, processing_class, generate_kwargs | {"custom_generate": prepare})
     config = queue.prepare([0]).generation_config  # what is wrong with the options is wrong with every prompt
     if config.return_dict_in_generate or config.num_return_sequences != 1:
         raise ValueError(
             "generate_many yields one sequence per prompt: drop num_return_sequences and return_dict_in_generate"
         )
-    return _run(queue, batch_size, progress)
+    return _run(queue, draft, batch_size, progress)
 
 
 class _Queue:
@@ -115,32 +121,27 @@ class _Queue:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: DraftModel,
         prompts: Iterable[str | Sequence[int]],
         tokenizer: PreTrainedTokenizerBase | None,
-        batch_size: int,
         generate_kwargs: dict[str, Any],
     ) -> None:
-        self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.target, self.tokenizer = target, tokenizer
         self.total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
         self._returned: deque[_Job] = deque()
         self._options = dict(generate_kwargs)
-        self._options["custom_generate"] = prepare_with(draft, together=batch_size)
         self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
         stop_strings = self._options.pop("stop_strings", None)
         if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
             if tokenizer is None:
-                raise ValueError("stop_strings need a tokenizer")
+                raise ValueError("stop_strings need a tokenizer: pass it as processing_class")
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
         """Let `generate()` prepare a prompt."""
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
-        return self.target.generate(
-            ids[None], attention_mask=torch.ones_like(ids[None]), stopping_criteria=own_criteria(self._criteria),
-            **self._options,
-        )  # fmt: skip
+        mask, criteria = torch.ones_like(ids[None]), own_criteria(self._criteria)
+        return self.target.generate(ids[None], attention_mask=mask, stopping_criteria=criteria, **self._options)
 
     def put_back(self, jobs: Sequence[_Job]) -> None:
         self._returned.extendleft(reversed(jobs))
@@ -163,7 +164,7 @@ class _Queue:
         job.call = call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
         prompt = read_prompt(call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
-        job.request = make_request(call, 0, job.index, prompt, self.draft.config.block_size)
+        job.request = make_request(call, 0, job.index, prompt)
         job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
         job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
 
@@ -178,14 +179,14 @@ class _Guarded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._inner(*args, **kwargs)
-        except (MemoryError, torch.OutOfMemoryError):  # a shortage is nobody's fault
+        except (MemoryError, torch.OutOfMemoryError):  # a shortage is not the prompt's fault
             raise
         except Exception as error:
             self._job.error = error
             raise
 
 
-def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]:
+def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> Iterator[Completion]:
     running: list[_Job] = []
     loop: DecodingLoop | None = None
     with tqdm(total=queue.total, disable=not progress, unit="prompt") as bar:
@@ -200,16 +201,15 @@ def _run(queue: _Queue, batch_size: int, progress: bool) -> Iterator[Completion]
             if not running and not new:
                 return
             if loop is None:
-                cache = SlotCache(batch_size, num_layers=num_layers(queue.target))
-                cache.draft = SlotCache(batch_size, num_layers=num_layers(queue.draft))
-                loop = make_loop(queue.target, queue.draft, new[0].call, cache)
+                target, call = queue.target, new[0].call
+                caches = [SlotCache(batch_size, num_layers=num_layers(model)) for model in (target, draft)]
+                loop = DecodingLoop(target, Drafter(target, draft, call, caches[1]), call, caches[0])
             running += new
             shortage = None
             try:
                 if new:
                     chunk_size = new[0].call.generation_config.prefill_chunk_size
-                    fed = [job.request.token_ids[: job.request.length] for job in new]
-                    loop.admit([job.request for job in new], fed, chunk_size)
+                    loop.admit([job.request for job in new], [job.request.token_ids for job in new], chunk_size)
                 else:
                     loop.run_round()
             except (MemoryError, torch.OutOfMemoryError) as error:
@@ -269,6 +269,6 @@ def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage:
 def _completion(job: _Job, tokenizer: PreTrainedTokenizerBase | None) -> Completion:
     if job.request is None:
         return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long), error=job.error)
-    token_ids = job.request.token_ids[job.prompt_length : job.request.length].clone()
+    token_ids = job.request.token_ids[job.prompt_length :]
     text = None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
     return Completion(job.index, job.prompt, token_ids, text, job.error)

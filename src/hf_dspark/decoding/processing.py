@@ -1,12 +1,13 @@
 """From logits to laws: the processors of a `generate()` call, applied to many positions at once.
 
 Each sequence is processed as if it were alone: its ids without padding, its own lengths. Temperature, top-k, top-p and
-min-p are computed together on the few tokens that survive. Knows nothing of drafts or caches.
+min-p are computed together on the few tokens that survive.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 from transformers import (
@@ -59,6 +60,9 @@ class Scores:
     values: torch.Tensor
     candidate_ids: torch.Tensor | None = None
 
+    def __getitem__(self, positions: slice) -> "Scores":
+        return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
+
     def law(self) -> TokenLaw:
         """Return the law that the scores define."""
         return TokenLaw(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
@@ -93,7 +97,7 @@ class BlockProcessor:
         processors (`LogitsProcessorList`): Of the call; stateless. Their kinds decide what is done position by
             position and what at once.
         vocab_size (`int`): V.
-        tie_margin (`int`): Candidates that are looked at behind the k-th, in case they tie with it. The target's law
+        tie_margin (`int`): Candidates that are looked at after the k-th, in case they tie with it. The target's law
             needs them; drafts may come from any law, and save the work.
     """
 
@@ -111,62 +115,61 @@ class BlockProcessor:
             if truncation is None:
                 break
             self._fused_from, self._truncation = self._fused_from - 1, truncation
+        # Stretches of processors that read prefixes, and of those that do not.
+        reads_prefix = [kind not in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
+        lengths = [len(list(group)) for _, group in groupby(reads_prefix)]
+        self._stretches = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, prefix_of: Callable[[int], Prefix | None]
+        self,
+        logits: torch.Tensor,
+        candidate_ids: torch.Tensor | None = None,
+        prefixes: Sequence[Prefix | None] = (),
     ) -> Scores:
         """Process the logits of n positions.
 
         Args:
             logits (`torch.Tensor` of shape `[n, V]` or `[n, candidates]`): Raw; not changed.
             candidate_ids (`torch.LongTensor` of shape `[n, candidates]`, *optional*): Their tokens.
-            prefix_of (`Callable`): Returns the [`Prefix`] of a position, `0 <= index < n`; `None` where plain decoding
-                would never come to: what stands behind an end is not processed.
+            prefixes (`Sequence[Prefix | None]`): Of each position, if `reads_prefixes`. `None` where plain decoding
+                never comes to: what stands after an end is not processed.
         """
         if not self._processors:
             return Scores(logits, candidate_ids)
-        start = 0
-        while start < self._fused_from:
-            kind = type(self._processors[start]) in READ_NO_PREFIX
-            end = start + 1
-            while end < self._fused_from and (type(self._processors[end]) in READ_NO_PREFIX) == kind:
-                end += 1
-            only_scores = all(type(processor) in READ_SCORES_ONLY for processor in self._processors[start:end])
-            if candidate_ids is not None and not only_scores:
+        for stretch in self._stretches:
+            kinds = [type(processor) for processor in self._processors[stretch]]
+            if candidate_ids is not None and not all(kind in READ_SCORES_ONLY for kind in kinds):
                 logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
             # Processors may write into their argument, and expect float32.
             logits = logits.to(torch.float32, copy=True)
-            if kind:
-                logits = self._at_once(logits, start, end)
+            if kinds[0] in READ_NO_PREFIX:
+                logits = self._at_once(logits, stretch)
             else:
-                logits = self._one_by_one(logits, start, end, prefix_of)
-            start = end
+                logits = self._one_by_one(logits, stretch, prefixes)
         if self._truncation is None:
             return Scores(logits, candidate_ids)
         truncated = self._truncation(logits)
         if truncated is None:  # more ties, or a flatter law, than the candidates have room for
             logits = logits.to(torch.float32, copy=True)
-            return Scores(self._at_once(logits, self._fused_from, len(self._processors)), candidate_ids)
-        if truncated.candidate_ids is None or candidate_ids is None:
-            return Scores(
-                truncated.values, candidate_ids if truncated.candidate_ids is None else truncated.candidate_ids
-            )
+            return Scores(self._at_once(logits, slice(self._fused_from, None)), candidate_ids)
+        if truncated.candidate_ids is None:
+            return Scores(truncated.values, candidate_ids)
+        if candidate_ids is None:
+            return truncated
         return Scores(truncated.values, candidate_ids.gather(-1, truncated.candidate_ids))
 
-    def _at_once(self, scores: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def _at_once(self, scores: torch.Tensor, stretch: slice) -> torch.Tensor:
         no_ids = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
-        for processor in self._processors[start:end]:
+        for processor in self._processors[stretch]:
             scores = processor(no_ids, scores)
         return scores
 
-    def _one_by_one(
-        self, scores: torch.Tensor, start: int, end: int, prefix_of: Callable[[int], Prefix]
-    ) -> torch.Tensor:
-        for index in range(scores.shape[0]):
-            prefix, row = prefix_of(index), scores[index : index + 1]
+    def _one_by_one(self, scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
+        for index, prefix in enumerate(prefixes):
             if prefix is None:
                 continue
-            for processor in prefix.processors[start:end]:
+            row = scores[index : index + 1]
+            for processor in prefix.processors[stretch]:
                 row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
                 if row.shape[0] != 1:
                     raise ValueError(
@@ -190,7 +193,7 @@ class Truncation:
         top_k (`int`, *optional*): Keep the k best, and those tied with the last of them.
         top_p (`float`, *optional*): Keep the best tokens until their mass reaches p.
         min_p (`float`, *optional*): Keep tokens at least this fraction as likely as the best one.
-        tie_margin (`int`): Candidates looked at behind the k-th. Without any, ties are broken, and top-p is content
+        tie_margin (`int`): Candidates looked at after the k-th. Without any, ties are broken, and top-p is content
             with the best candidates: that is for drafts, whose law may be any.
     """
 

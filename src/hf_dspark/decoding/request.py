@@ -1,26 +1,98 @@
-"""One sequence that is being decoded, and where it ends. Knows nothing of models, caches or batches."""
+"""What is decoded: a `generate()` call, one sequence of it, and where that sequence ends."""
 
-import dataclasses
+import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import (
     EosTokenCriteria,
+    GenerationConfig,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+from transformers.generation.streamers import BaseStreamer
 
+from ..maths.policies import Policy
+from ..models.options import DecodingOptions
 from .processing import Prefix
+
+SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A `generate()` call, prepared by transformers and found feasible.
+
+    Attributes:
+        input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts; empty when given as embeddings.
+        logits_processor (`LogitsProcessorList`): Stateless.
+        stopping_criteria (`StoppingCriteriaList`): All of them.
+        generation_config (`GenerationConfig`): Prepared.
+        model_kwargs (`dict`): Attention mask, cache, embeddings, streamer.
+        policy ([`Policy`]): Decides how much is drafted and verified.
+        max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
+        options ([`DecodingOptions`]): The others; their policy has been resolved to `policy`.
+    """
+
+    input_ids: torch.Tensor
+    logits_processor: LogitsProcessorList
+    stopping_criteria: StoppingCriteriaList
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    policy: Policy
+    max_drafts: int | None = None
+    options: DecodingOptions = field(default_factory=DecodingOptions)
+
+    @property
+    def streamer(self) -> BaseStreamer | None:
+        """Gets the tokens as they are committed; for one row."""
+        return self.model_kwargs.get("streamer")
+
+    @property
+    def max_length(self) -> int:
+        """Columns at which every row ends."""
+        limits = [rule.max_length for rule in self.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
+        return min([self.generation_config.max_length, *limits])
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Fills rows that ended early."""
+        pad = getattr(self.generation_config, "_pad_token_tensor", None)
+        return None if pad is None else int(pad)
+
+    @property
+    def eos_token_ids(self) -> torch.Tensor | None:
+        """The end-of-sequence ids, on the CPU."""
+        eos = getattr(self.generation_config, "_eos_token_tensor", None)
+        return None if eos is None else eos.cpu()
+
+    @property
+    def mask_width(self) -> int | None:
+        """Columns of the attention mask if transformers has dropped it, all being ones."""
+        return getattr(self.generation_config, "_mask_length", None)
+
+    @property
+    def fills_users_cache(self) -> bool:
+        """Whether `past_key_values` is the user's, and wanted back."""
+        return getattr(self.model_kwargs.get("past_key_values"), "_is_user_defined", False)
+
+    @property
+    def keeps_some_logits(self) -> bool:
+        """Whether the target's `forward` takes `logits_to_keep`: then transformers has set it."""
+        return "logits_to_keep" in self.model_kwargs
 
 
 class StopRule:
     """Tells at which token a request ends.
 
-    Lengths and end-of-sequence ids are looked up; the time is asked for once a round; any other criterion is called
-    behind every committed token in turn, as plain decoding would, and never on a token behind the end.
+    Lengths and end-of-sequence ids are looked up, and the time is asked for once a round. Any other criterion is
+    called after every committed token in turn, as plain decoding would, and never after the end.
 
     Args:
         criteria (`StoppingCriteriaList`): Of the call.
@@ -41,36 +113,27 @@ class StopRule:
         """Replace every custom criterion by what `wrap` makes of it."""
         self._others = [wrap(criterion) for criterion in self._others]
 
-    def cut(self, request: "Request", new_tokens: Sequence[int], scores: Sequence[torch.Tensor]) -> tuple[int, bool]:
-        """Return how many of the tokens just noted behind a request stay, and whether it ends there.
+    def cut(
+        self, token_ids: torch.Tensor, new_tokens: Sequence[int], max_length: int, scores: Sequence[torch.Tensor] = ()
+    ) -> tuple[int, bool]:
+        """Return how many new tokens of a sequence stay, and whether it ends there.
 
         Args:
-            request ([`Request`]): Its `length` does not count the new tokens yet.
-            new_tokens (`Sequence[int]`): In `request.token_ids` already.
+            token_ids (`torch.LongTensor` of shape `[S]`): The sequence, which ends with them.
+            new_tokens (`Sequence[int]`): The new tokens.
+            max_length (`int`): Tokens at which it ends.
             scores (`Sequence[torch.Tensor]`): Processed scores `[V]` of all its tokens, if they are kept.
         """
         for count, token in enumerate(new_tokens, start=1):
-            length = request.length + count
-            ends = token in self._eos_token_ids or length >= request.max_length
+            length, left_out = len(token_ids) - len(new_tokens) + count, len(new_tokens) - count
+            ends = token in self._eos_token_ids or length >= max_length
             if self._others:
-                ends |= self._any_other(request, length, scores[: len(scores) - len(new_tokens) + count])
+                ends |= self._any_other(token_ids[None, :length], scores[: len(scores) - left_out])
             if ends:
                 return count, True
-        prefix = request.token_ids[None, : request.length + len(new_tokens)]
-        return len(new_tokens), any(bool(torch.as_tensor(time(prefix, None)).all()) for time in self._times)
+        return len(new_tokens), any(bool(torch.as_tensor(time(token_ids[None], None)).all()) for time in self._times)
 
-    def ends(self, request: "Request", scores: Sequence[torch.Tensor]) -> bool:
-        """Tell whether a request ends at the token it has just got.
-
-        Args:
-            request ([`Request`]): Its `length` counts the token.
-            scores (`Sequence[torch.Tensor]`): As for `cut`.
-        """
-        before = dataclasses.replace(request, length=request.length - 1)
-        return self.cut(before, request.token_ids[request.length - 1 : request.length].tolist(), scores)[1]
-
-    def _any_other(self, request: "Request", length: int, scores: Sequence[torch.Tensor]) -> bool:
-        prefix = request.token_ids[None, :length]
+    def _any_other(self, prefix: torch.Tensor, scores: Sequence[torch.Tensor]) -> bool:
         kept = tuple(score[None] for score in scores) if scores else None
         # Each is called, as transformers does: a criterion may count its calls.
         answers = [bool(torch.as_tensor(criterion(prefix, kept)).all()) for criterion in self._others]
@@ -83,8 +146,7 @@ class Request:
 
     Attributes:
         id (`int`): Key of its noise, distinct among all requests of a call.
-        token_ids (`torch.LongTensor` of shape `[capacity]`): Prompt and committed tokens, then room that grows.
-        length (`int`): Committed tokens; the last one is the anchor.
+        token_ids (`torch.LongTensor` of shape `[S]`): Prompt and committed tokens; the last one is the anchor.
         max_length (`int`): Tokens at which it ends.
         processors (`LogitsProcessorList`): As for this sequence alone.
         stop_rule ([`StopRule`]): Tells where it ends.
@@ -98,7 +160,6 @@ class Request:
 
     id: int
     token_ids: torch.Tensor
-    length: int
     max_length: int
     processors: LogitsProcessorList
     stop_rule: StopRule
@@ -109,37 +170,73 @@ class Request:
     ended: bool = False
 
     @property
+    def length(self) -> int:
+        """Committed tokens, the prompt's included."""
+        return len(self.token_ids)
+
+    @property
     def anchor(self) -> torch.Tensor:
         """x_0, `[1]`."""
-        return self.token_ids[self.length - 1 : self.length]
+        return self.token_ids[-1:]
 
     @property
     def anchor_position(self) -> int:
         """Position of the anchor, which is the number of committed slots in the target's cache."""
         return self.hidden_prompt + self.length - 1
 
-    def make_room(self, count: int) -> None:
-        """Let so many tokens fit behind the committed ones."""
-        if self.length + count > len(self.token_ids):
-            grown = self.token_ids.new_zeros(2 * (self.length + count))
-            grown[: self.length] = self.token_ids[: self.length]
-            self.token_ids = grown
+    def append(self, new_tokens: Sequence[int]) -> None:
+        """Add tokens without asking whether the sequence ends there."""
+        self.token_ids = self._with(torch.tensor(new_tokens, device="cpu"))
+        self.blocks += 1
+
+    def commit(self, new_tokens: Sequence[int], scores: Sequence[torch.Tensor] = ()) -> int:
+        """Add tokens up to the sequence's end, and return how many were added; none if a criterion raises.
+
+        Args:
+            new_tokens (`Sequence[int]`): Verified tokens.
+            scores (`Sequence[torch.Tensor]`): As for [`StopRule.cut`].
+        """
+        longer = self._with(torch.tensor(new_tokens, device="cpu"))
+        kept, self.ended = self.stop_rule.cut(longer, new_tokens, self.max_length, scores)
+        self.token_ids = longer[: self.length + kept]
+        self.blocks += 1
+        return kept
+
+    def prefix(self, drafts: torch.Tensor | None = None) -> Prefix | None:
+        """Return what stands before the position after some drafts, `[k]`; `None` if the sequence ends among them."""
+        if drafts is None or len(drafts) == 0:
+            return Prefix(self.token_ids[None], self.processors)
+        if self.length + len(drafts) >= self.max_length or self.stop_rule.ends_within(drafts):
+            return None
+        return Prefix(self._with(drafts)[None], self.processors)
 
     def last_ids(self, count: int) -> torch.Tensor:
-        """Return the last committed tokens, the anchor included, `[count]`; 0 where nobody knows the id."""
+        """Return the last committed tokens, the anchor included, `[count]`; 0 where the id is not known."""
         hidden = count - self.length
         if hidden <= 0:
-            return self.token_ids[self.length - count : self.length]
+            return self.token_ids[self.length - count :]
         earlier = self.token_ids.new_zeros(hidden) if self.earlier_ids is None else self.earlier_ids[-hidden:]
-        return torch.cat([earlier.to(self.token_ids.device), self.token_ids[: self.length]])
+        return torch.cat([earlier.to(self.token_ids.device), self.token_ids])
 
-    def prefix(self, drafted: int = 0) -> Prefix | None:
-        """Return what stands before a position behind `drafted` tokens of the block, which are noted already.
+    def _with(self, more: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.token_ids, more.to(self.token_ids)])
 
-        `None` if the sequence ends before that position.
-        """
-        if self.length + drafted >= max(self.max_length, self.length + 1):
-            return None
-        if drafted and self.stop_rule.ends_within(self.token_ids[self.length : self.length + drafted]):
-            return None
-        return Prefix(self.token_ids[None, : self.length + drafted], self.processors)
+
+def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own.
+
+    What cannot be copied (a criterion that waits for an event, say) is shared.
+    """
+    own = StoppingCriteriaList()
+    for criterion in criteria:
+        if not type(criterion).__module__.startswith("transformers."):
+            with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
+                criterion = copy_of(criterion)
+        own.append(criterion)
+    return own
+
+
+def copy_of(user_object: Any) -> Any:
+    """Return a deep copy of a processor or criterion, which shares the models and tokenizers that it holds."""
+    shared = [value for value in getattr(user_object, "__dict__", {}).values() if isinstance(value, SHARED)]
+    return copy.deepcopy(user_object, {id(value): value for value in shared})

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,7 @@ def collect_rounds(
         settings = _settings(target, draft, [first_turns, [prompt.later_turns for prompt in read]], seed, options)
         journal = Journal(output_file, settings)
         done = {entry["index"]: _rounds_of(entry) for entry in journal.entries}
-    before = draft.policy, draft.domain, draft.observer
-    draft.policy, draft.domain = FullBlock(), None
+    before = draft.decoding
     # Set on the call, so that a threshold in the target's generation config does not count.
     options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
     try:
@@ -152,8 +152,8 @@ def collect_rounds(
             if index in done:
                 continue
             rounds: list[CalibrationRounds] = []
-            # Not the outcomes: their logits over the vocabulary would soon fill the memory.
-            draft.observer = lambda outcome, rounds=rounds: outcome.drafted and rounds.append(recorded_round(outcome))
+            observer = partial(_record, rounds, draft.config.block_size)
+            draft.decoding = replace(before, policy=FullBlock(), domain=None, observer=observer)
             with torch.random.fork_rng():
                 torch.manual_seed(seed + index)
                 _answer(target, draft, prompt, processing_class, options)
@@ -162,7 +162,7 @@ def collect_rounds(
                 parts = [{name: value.tolist() for name, value in vars(part).items()} for part in rounds]
                 journal.append({"index": index, "rounds": parts})
     finally:
-        draft.policy, draft.domain, draft.observer = before
+        draft.decoding = before
     return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
 
 
@@ -185,12 +185,18 @@ def _answer(
         prompt = next_turn(prompt, processing_class.decode(output[0, len(ids) :], skip_special_tokens=True))
 
 
-def recorded_round(outcome: RoundOutcome) -> CalibrationRounds:
+def _record(rounds: list[CalibrationRounds], block_size: int, outcome: RoundOutcome) -> None:
+    """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
+    if outcome.drafted:
+        rounds.append(recorded_round(outcome, block_size))
+
+
+def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
     """Return what one drafted round of one request says about its confidences."""
     num_verified = int(outcome.lengths[0])
-    acceptance = torch.zeros(outcome.block.token_ids.shape)
+    acceptance, logits = torch.zeros(2, 1, block_size)  # blocks end early where the sequence does
     acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
-    logits = outcome.block.confidence_logits.float().cpu()
+    logits[:, : outcome.block.token_ids.shape[1]] = outcome.block.confidence_logits.float().cpu()
     return CalibrationRounds(logits, acceptance, outcome.num_accepted, outcome.lengths)
 
 

@@ -126,14 +126,14 @@ def evaluate(
         path = Path(output_file)
         journal = Journal(path.with_name(f"{path.name}.partial.jsonl"), _settings(setup, prompts, policy))
     run = EvaluationRun(setup, journal)
-    before = None if draft is None else draft.policy
+    before = None if draft is None else draft.decoding
+    if draft is not None:
+        draft.decoding = replace(before, policy=policy)
     try:
-        if draft is not None:
-            draft.policy = policy
         run.answer(prompts)
     finally:
         if draft is not None:
-            draft.policy = before
+            draft.decoding = before
     evaluation = _summed_up(run, setup, read, policy)
     if journal is not None:
         written = write_result(output_file, "evaluation", **evaluation.to_dict())
@@ -184,7 +184,7 @@ def _read_task(name: str, task: Task) -> PromptFile:
 def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Policy | None) -> dict[str, Any]:
     """Return the settings that an unfinished run must share to be continued; long values by their hash."""
     target, draft = setup.target, setup.draft
-    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.domain}
+    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.decoding.domain}
     origin = provenance(target.device)
     generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
     return {
@@ -196,7 +196,7 @@ def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Pol
         "chat_template": digest(setup.processing_class.chat_template),
         "vocabulary": digest(setup.processing_class.get_vocab()),
         "policy": None if policy is None else describe_policy(policy),
-        "loop": None if draft is None else draft.use_transformers_loop,
+        "loop": None if draft is None else draft.decoding.use_transformers_loop,
         "batch_size": setup.batch_size,
         "compare_plain": setup.compare_plain,
         "seed": setup.seed,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..decoding.drafter import RoundStatistics
+from ..decoding.rounds import RoundStatistics
 from ..maths.calibration import CalibrationRounds, PositionCalibration, conditional_auc, measure_calibration
 from .tables import markdown_table, number
 
@@ -203,12 +203,14 @@ def predicted_rounds(records: Iterable[TurnRecord]) -> CalibrationRounds | None:
         rounds = record.rounds
         for said, length, count in zip(rounds.confidence or (), rounds.proposed, rounds.accepted, strict=False):
             if said is not None:
-                confidence.append(said)
+                confidence.append(torch.tensor(said, dtype=torch.double))
                 proposed.append(length)
                 accepted.append(count)
     if not confidence:
         return None
-    logits = torch.tensor(confidence, dtype=torch.double).logit(eps=1 - LARGEST_CONFIDENCE)
+    # Blocks end early where their sequence does.
+    padded = torch.nn.utils.rnn.pad_sequence(confidence, batch_first=True, padding_value=0.5)
+    logits = padded.logit(eps=1 - LARGEST_CONFIDENCE)
     num_accepted = torch.tensor(accepted)
     realised = (torch.arange(logits.shape[1]) < num_accepted[:, None]).double()
     return CalibrationRounds(logits, realised, num_accepted, torch.tensor(proposed))

@@ -17,7 +17,7 @@ from ..maths.sampling import TokenLaw, draw
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
-from ..targets.slot_attention import attending_by_slots, packed_pass, why_not_by_slots
+from ..targets.slot_attention import attending_by_slots, packed_pass, slot_cache_obstacle
 from .timed_decoding import synchronize
 
 
@@ -61,7 +61,7 @@ def profile_throughput(
     }
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
     # transformers' own loop, which decodes the others, keeps PyTorch's products.
-    fast = fast_linears(target, draft) if why_not_by_slots(target) is None else nullcontext()
+    fast = fast_linears(target, draft) if slot_cache_obstacle(target) is None else nullcontext()
     with fast, tqdm(total=total, desc="profiling", disable=None) as bar:
         for context_length in context_lengths:
             for requests in batch_sizes:
@@ -104,7 +104,7 @@ def _time_verify(
 ) -> Iterator[tuple[int, float]]:
     """Yield each draft length with the median seconds of a pass over 1 + length tokens per request."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    start_pass = _passes_by_slots if why_not_by_slots(target) is None else _passes_by_columns
+    start_pass = _passes_by_slots if slot_cache_obstacle(target) is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
     with start_pass(target, prompt, requests) as run:
         for length in lengths:
@@ -161,7 +161,8 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
 
     def one_pass() -> None:
         draft_blocks(3)
-        cache.lengths = [context_length] * requests
+        for row in range(requests):
+            cache.truncate(row, context_length)
 
     draft_blocks(context_length)
     return _median_seconds(one_pass, repetitions, draft.device)

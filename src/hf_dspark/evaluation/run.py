@@ -11,7 +11,7 @@ from transformers.utils.logging import tqdm
 
 from ..data.prompts import Prompt, next_turn, token_ids
 from ..decoding.call import effective_config
-from ..decoding.drafter import RoundStatistics
+from ..decoding.rounds import RoundStatistics
 from ..files import Journal, digest
 from ..models.modeling_draft import DraftModel
 from .metrics import PlainTurn, TurnRecord, TurnRounds

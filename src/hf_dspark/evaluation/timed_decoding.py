@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..decoding.batch import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..decoding.call import effective_config
-from ..decoding.drafter import RoundStatistics
+from ..decoding.rounds import RoundStatistics
 from ..models.modeling_draft import DraftModel, input_device
 
 MIB = 2**20

@@ -80,6 +80,14 @@ class Policy:
         """Tell whether to draft at all this round; asked before anything is drawn."""
         return True
 
+    def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        """Return upper bounds of what `plan_verify` will return, `[R]`: longer blocks need not be drafted.
+
+        Args:
+            max_lengths, load: As for `plan_verify`.
+        """
+        return max_lengths
+
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         """Return the verification lengths l, `[R]`, 0 <= l <= max_lengths.
 
@@ -266,6 +274,9 @@ class PolicyOverPolicy(Policy):
     def fresh(self) -> "PolicyOverPolicy":
         return dataclasses.replace(self, policy=self.policy.fresh())
 
+    def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return self.policy.limit_lengths(max_lengths, load)
+
 
 SLO_MODES = ("step", "expected", "running")
 _limits_warned_of: set[tuple[float, str]] = set()
@@ -343,14 +354,22 @@ class SLOLimit(PolicyOverPolicy):
                 stacklevel=4,
             )
 
-    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        lengths = self.policy.plan_verify(confidence, max_lengths, load)
-        all_tokens = int(max_lengths.sum())
+    def _capacity(self, all_tokens: int, load: Load) -> int:
+        """Return how many draft tokens the coming round may verify."""
         # Up to the first B that is too slow. A larger B that is fast enough again could only be used by looking at
         # tokens after those at the slow ones.
         allowed = math.inf if self._patience.looking else self.allowed_seconds(load)
         fitting = self.cost.round_seconds(load, all_tokens) <= allowed
-        capacity = max(0, int(fitting.cumprod().sum()) - 1)
+        return max(0, int(fitting.cumprod().sum()) - 1)
+
+    def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        limits = self.policy.limit_lengths(max_lengths, load)
+        return limits.clamp(max=self._capacity(int(max_lengths.sum()), load))
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        lengths = self.policy.plan_verify(confidence, max_lengths, load)
+        all_tokens = int(max_lengths.sum())
+        capacity = self._capacity(all_tokens, load)
         if capacity >= all_tokens:
             self._patience.reset()
             return lengths
@@ -386,7 +405,7 @@ class Prospect:
     def after(self, survival: np.ndarray) -> "Prospect":
         """Return what is expected after one more round; older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
-        return Prospect((1 - weight) * self.survival + weight * survival, self.rounds + 1)
+        return Prospect((1 - weight) * _extended(self.survival, len(survival)) + weight * survival, self.rounds + 1)
 
     @classmethod
     def unknown(cls, block_size: int) -> "Prospect":
@@ -419,6 +438,7 @@ class AdaptiveDrafting(PolicyOverPolicy):
         super().__post_init__()
         self._prospects: dict[int, Prospect] = {}
         self._latest: dict[int, np.ndarray] = {}  # survivals of the last round; empty if it was skipped
+        self._block_size = 0  # the longest block so far
         self._patience = Patience()
 
     def plan_draft(self, load: Load) -> bool:
@@ -448,7 +468,9 @@ class AdaptiveDrafting(PolicyOverPolicy):
         self._latest.clear()
         if outcome.confidence is None:
             return
-        for request, alive in zip(outcome.request_ids, survival(outcome.confidence).numpy(), strict=True):
+        alive_so_far = survival(outcome.confidence).numpy()
+        self._block_size = max(self._block_size, alive_so_far.shape[1])
+        for request, alive in zip(outcome.request_ids, _extended(alive_so_far, self._block_size), strict=True):
             before = self._prospects.get(request, Prospect.unknown(len(alive)))
             self._prospects[request] = before.after(alive)
             self._latest[request] = alive
@@ -543,6 +565,12 @@ def _checked(confidence: torch.Tensor | None) -> torch.Tensor:
     if not (least >= 0.0 and most <= 1.0):  # NaN fails both
         raise ValueError(f"confidences must lie in [0, 1], got {confidence.tolist()}")
     return confidence
+
+
+def _extended(survivals: np.ndarray, block_size: int) -> np.ndarray:
+    """Return survivals `[..., n]` as `[..., block_size]`: in later slots as expected of an unknown request."""
+    later = PRIOR_ACCEPTANCE ** np.arange(1, block_size - survivals.shape[-1] + 1)
+    return np.concatenate([survivals, survivals[..., -1:] * later], axis=-1)
 
 
 def _forget(memory: dict[int, Any], load: Load) -> None:

@@ -33,6 +33,14 @@ def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
     return DRAFTS[kind].from_pretrained(name_or_path, **kwargs)
 
 
+def names_a_draft(name_or_path: str | os.PathLike) -> bool:
+    """Tell whether a folder or repository holds a draft of any format that can be read."""
+    try:
+        return draft_model_type(read_config(name_or_path)) in DRAFTS
+    except (OSError, ValueError, TypeError):  # whoever loads it says what is wrong
+        return False
+
+
 def is_draft(model: Any) -> bool:
     """Tell one of our drafts by its config."""
     return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS

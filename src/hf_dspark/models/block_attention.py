@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .attention import attend_with_extras
-from .slot_cache import grouped_attention
+from .attention import attend_with_extras, grouped_attention
 
 # Rows attended to at a time, which share the stretch of keys that any of them sees. A larger chunk wastes more work on
 # keys that are hidden from most of its rows, a smaller one makes more calls.

@@ -212,7 +212,7 @@ class DraftConfig(PreTrainedConfig):
             return None
         raise ValueError(
             f"the draft has no temperatures for the domain {domain!r}, only for {sorted(known)}: calibrate it there, "
-            "or set draft.domain to one of these or to None"
+            "or decode with DecodingOptions(domain=...) of one of these or None"
         )
 
     @classmethod

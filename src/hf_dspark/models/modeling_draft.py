@@ -8,7 +8,7 @@ import copy
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,11 +23,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..formats.files import HUB_ARGUMENTS, TensorInfo, load_tensors, open_checkpoint, read_tensor_infos
 from ..formats.tensors import NOT_OURS, compare_tensors, kept_tokens_mask, misfit, require_finite
 from ..maths.losses import BlockLosses, LossWeights, SlotLogits, block_losses
-from ..maths.policies import Policy, RoundOutcome
 from ..maths.sampling import DraftBlock, Sampler
 from ..messages import shortened
 from .block_attention import BlockLayout
 from .configuration_draft import require_decoder_only
+from .options import DecodingOptions
 from .slot_cache import SlotCache
 
 
@@ -64,18 +64,8 @@ class _Borrowed:
 class DraftModel(PreTrainedModel):
     """Base of all drafts: pass one to `target.generate(..., assistant_model=draft)`, train it with [`DSparkTrainer`].
 
-    What `generate()` reads from it besides its weights, all settable at any time:
-
     Attributes:
-        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. `None`:
-            [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this machine's throughput is
-            known, else the full block.
-        load (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward pass, or
-            a function that returns them.
-        domain (`str`, *optional*): Whose temperatures calibrate the confidences; `None`: by the sampling regime.
-        observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
-        use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
-            a time; for comparison.
+        decoding ([`DecodingOptions`]): How `generate()` decodes with it; may be replaced at any time.
         last_stats ([`RoundStatistics`], *optional*): Of the last call.
     """
 
@@ -85,11 +75,7 @@ class DraftModel(PreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config)
-        self.policy: Policy | None = None
-        self.load: int | Callable[[], int] = 0
-        self.domain: str | None = None
-        self.observer: Callable[[RoundOutcome], None] | None = None
-        self.use_transformers_loop = False
+        self.decoding = DecodingOptions()
         self.last_stats = None
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
         self._borrowed: tuple[_Borrowed, ...] = ()
@@ -278,6 +264,7 @@ class DraftModel(PreTrainedModel):
         sampler: Sampler,
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock:
         """Read the new context into `cache`, and draft one block per request.
 
@@ -290,6 +277,7 @@ class DraftModel(PreTrainedModel):
             num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
             committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token after each token of
                 `features`, the anchor after the last one; autoregressive drafts need it.
+            num_tokens (`int`, *optional*): Draw only the first tokens of each block, 1 <= n <= γ; all γ unless given.
 
         Returns:
             [`DraftBlock`]

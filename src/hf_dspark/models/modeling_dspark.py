@@ -17,12 +17,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..formats.tensors import kept_token_ids
 from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
-from .attention import attend_with_extras
+from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .modeling_draft import DraftModel
-from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from .slot_cache import SlotCache, SlotLayout
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
@@ -47,7 +47,7 @@ class DraftPass:
     @functools.cached_property
     def layout(self) -> SlotLayout:
         """Context and block of each request, request by request."""
-        starts = tuple(self.cache.lengths[: len(self.num_features)])
+        starts = self.cache.lengths[: len(self.num_features)]
         return SlotLayout(starts, tuple(count + self.num_slots for count in self.num_features))
 
     @functools.cached_property
@@ -396,9 +396,10 @@ class DSparkDraftModel(DraftModel):
         sampler: Sampler,
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock:
         hidden = self.read_block(anchor_ids, features, cache, num_features)
-        base_logits = self.base_logits(self.predicting(hidden))
+        base_logits = self.base_logits(self.predicting(hidden)[:, :num_tokens])
         return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
 
     @torch.no_grad()
@@ -422,7 +423,7 @@ class DSparkDraftModel(DraftModel):
                 block_embeds, features.reshape(1, -1, features.shape[-1]), drafting.position_ids, drafting
             ).view(requests, num_slots, -1)
         for row, count in enumerate(num_features):
-            cache.lengths[row] += count
+            cache.commit(row, count)
         return hidden
 
     def sample_block(
@@ -436,7 +437,8 @@ class DSparkDraftModel(DraftModel):
 
         Args:
             hidden (`torch.Tensor` of shape `[B, slots, d]`): h.
-            base_logits (`torch.Tensor` of shape `[B, γ, V]`, or `[B, γ, V_d]`): U_1..U_γ.
+            base_logits (`torch.Tensor` of shape `[B, n, V]`, or `[B, n, V_d]`): U_1..U_n, n <= γ; as many tokens are
+                drawn.
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
             sampler ([`Sampler`]): Draws each token.
 
@@ -446,7 +448,7 @@ class DSparkDraftModel(DraftModel):
         previous, state = anchor_ids, None
         if self.markov_head is not None and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
-        hidden = self.predicting(hidden)
+        hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
         for slot in range(tokens.shape[1]):

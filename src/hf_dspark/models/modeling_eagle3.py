@@ -14,11 +14,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
+from .attention import fold_mask, grouped_attention
 from .block_attention import BlockLayout, KeyRanges, append_own
 from .configuration_eagle3 import Eagle3Config
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
-from .slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from .slot_cache import SlotCache, SlotLayout
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
@@ -176,11 +177,13 @@ class Eagle3DraftModel(DraftModel):
         sampler: Sampler,
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock:
         hidden, ends = self._read_context(anchor_ids, features, cache, num_features, committed_ids)
-        tokens = anchor_ids.new_empty(len(anchor_ids), self.config.block_size, device=self.device)
+        num_tokens = num_tokens or self.config.block_size
+        tokens = anchor_ids.new_empty(len(anchor_ids), num_tokens, device=self.device)
         laws = []
-        for slot in range(self.config.block_size):
+        for slot in range(num_tokens):
             if slot > 0:
                 layout = SlotLayout(tuple(end + slot - 1 for end in ends), (1,) * len(ends))
                 hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
@@ -230,10 +233,10 @@ class Eagle3DraftModel(DraftModel):
             filled = [(f, ids) if len(f) else (f.new_zeros(1, f.shape[1]), anchor) for anchor, f, ids in parts]
             features, committed_ids = (torch.cat(column) for column in zip(*filled, strict=True))
         counts = tuple(max(1, count) for count in num_features)
-        layout = SlotLayout(tuple(cache.lengths[: len(counts)]), counts)
+        layout = SlotLayout(cache.lengths[: len(counts)], counts)
         hidden = self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
         for row, count in enumerate(num_features):
-            cache.lengths[row] += count
+            cache.commit(row, count)
         return hidden, [start + count for start, count in zip(layout.starts, counts, strict=True)]
 
     def _read_slots(

@@ -1,22 +1,20 @@
 """A preallocated key-value cache for rows of different lengths: slot = logical position.
 
-A rejected token needs no rollback: its slot lies behind the committed length and is written again before anybody
-reads it. Serves the target and the draft. Knows nothing of attention, models or decoding.
+A rejected token needs no rollback: its slot lies after the committed length and is written again before it is read.
+Serves the target and the draft.
 """
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
 GROWTH = 1.25
-FOLDED_WIDTH = 64
 SLOT_MULTIPLE = 64
 
 
@@ -120,8 +118,8 @@ class CacheMemoryError(MemoryError):
 class SlotCache(Cache):
     """Keys and values of several rows, written at per-row slots.
 
-    A forward pass that uses it runs within `writing(layout)`. Memory is rows x capacity, the
-    capacity growing geometrically with the longest row up to `limit`.
+    A forward pass that uses it runs within `writing(layout)`. Memory is rows x capacity, the capacity growing
+    geometrically with the longest row up to `limit`.
 
     Args:
         num_rows (`int`): Rows at most.
@@ -129,16 +127,7 @@ class SlotCache(Cache):
         num_layers (`int`, *optional*): Layers that will write to it; for estimates.
 
     Attributes:
-        lengths (`list[int]`): Committed slots of each row; what lies behind is stale.
-        token_ids (`list[torch.Tensor | None]`, *optional*): The tokens in the committed slots of each row, `None`
-            where they are not known: a later turn of the same conversation is recognised by them. `None` altogether
-            while a call is under way, or was interrupted.
-        prompt_lengths (`list[int]`): How many of them were given with the latest call, of each row.
-        draft (`SlotCache`, *optional*): The draft's context of the same rows.
-        drafted_by (`weakref.ref`, *optional*): The draft model whose context that is.
-        waiting_features (`list[list[torch.Tensor]]`): Tapped target layers of committed tokens of each row that are
-            not in the draft's context yet.
-        unseen (`list[int]`): Committed slots of each row that the draft never saw, at its beginning.
+        conversation (*optional*): What a decoding loop keeps with a cache that it returns; the cache never reads it.
     """
 
     def __init__(self, num_rows: int = 1, limit: int | None = None, num_layers: int | None = None) -> None:
@@ -146,16 +135,25 @@ class SlotCache(Cache):
         self.num_rows = num_rows
         self.limit = limit
         self.num_layers = num_layers
-        self.lengths = [0] * num_rows
-        self.token_ids: list[torch.Tensor | None] | None = None
-        self.prompt_lengths: list[int] = []
-        self.draft: SlotCache | None = None
-        self.drafted_by: weakref.ref | None = None
-        self.waiting_features: list[list[torch.Tensor]] = []
-        self.unseen: list[int] = []
+        self.conversation: Any = None
+        self._lengths = [0] * num_rows
         self._layout: SlotLayout | None = None
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Committed slots of each row; what lies after them is stale."""
+        return tuple(self._lengths)
+
+    def commit(self, row: int, count: int) -> None:
+        """Count the next slots of a row, which hold its latest tokens, as committed."""
+        self._lengths[row] += count
+
+    def truncate(self, row: int, length: int) -> None:
+        """Keep the first slots of a row alone; 0 makes room for another sequence."""
+        assert length <= self._lengths[row], "only commit() lengthens a row"
+        self._lengths[row] = length
 
     @property
     def layout(self) -> SlotLayout:
@@ -231,59 +229,51 @@ class SlotCache(Cache):
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
-        length = self.lengths[source]
+        length = self._lengths[source]
         for store in (*self._keys.values(), *self._values.values()):
             store[destination, :, :length] = store[source, :, :length]
-        self.lengths[destination] = length
-        self.lengths[source] = 0
+        self._lengths[destination], self._lengths[source] = length, 0
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange two rows."""
         if first == second:
             return
-        length = max(self.lengths[first], self.lengths[second])
+        length = max(self._lengths[first], self._lengths[second])
         for store in (*self._keys.values(), *self._values.values()):
             kept = store[first, :, :length].clone()
             store[first, :, :length] = store[second, :, :length]
             store[second, :, :length] = kept
-        self.lengths[first], self.lengths[second] = self.lengths[second], self.lengths[first]
-
-    def free_row(self, row: int) -> None:
-        """Make room for another sequence in a row."""
-        self.lengths[row] = 0
+        self._lengths[first], self._lengths[second] = self._lengths[second], self._lengths[first]
 
     def shrink(self, num_rows: int) -> None:
         """Keep the first rows alone."""
         for stores in (self._keys, self._values):
             for layer_idx in stores:
                 stores[layer_idx] = stores[layer_idx][:num_rows].clone()
-        self.num_rows, self.lengths = num_rows, self.lengths[:num_rows]
+        self.num_rows, self._lengths = num_rows, self._lengths[:num_rows]
 
-    def rows(self, layer_idx: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the committed keys and values of a row in a layer, `[heads, length, size]`; views."""
-        length = self.lengths[row]
-        return self._keys[layer_idx][row, :, :length], self._values[layer_idx][row, :, :length]
-
-    def take_from(self, other: Cache, layer_idx: int, row: int, source_row: int, columns: torch.Tensor) -> None:
-        """Copy columns of a row of one of transformers' caches into the first slots of a row.
+    def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
+        """Copy a row of one of transformers' caches into the same row here, which is empty.
 
         A sliding layer has forgotten its older columns: their slots stay empty, no window reaches them.
 
         Args:
             other (`Cache`): A dynamic cache.
-            layer_idx (`int`): The layer.
-            row, source_row (`int`): Here and there.
+            row (`int`): The row.
             columns (`torch.LongTensor` of shape `[n]`): Columns of the whole sequence that hold the row's tokens.
         """
-        layer = other.layers[layer_idx]
-        forgotten = layer.get_seq_length() - layer.keys.shape[2]
-        kept = columns[columns >= forgotten] - forgotten
-        first = len(columns) - len(kept)
-        for stores, states in ((self._keys, layer.keys), (self._values, layer.values)):
-            store = stores.get(layer_idx)
-            if store is None or store.shape[2] < len(columns):
-                store = stores[layer_idx] = self._grown(store, states, len(columns))
-            store[row, :, first : len(columns)] = states[source_row][:, kept.to(states.device)]
+        for layer_idx, layer in enumerate(other.layers):
+            if not layer.is_initialized:
+                continue
+            forgotten = layer.get_seq_length() - layer.keys.shape[2]
+            kept = columns[columns >= forgotten] - forgotten
+            first = len(columns) - len(kept)
+            for stores, states in ((self._keys, layer.keys), (self._values, layer.values)):
+                store = stores.get(layer_idx)
+                if store is None or store.shape[2] < len(columns):
+                    store = stores[layer_idx] = self._grown(store, states, len(columns))
+                store[row, :, first : len(columns)] = states[row][:, kept.to(states.device)]
+        self.commit(row, len(columns))
 
     def to_dynamic_cache(self, columns: Sequence[torch.Tensor] | None = None) -> DynamicCache:
         """Return a copy as transformers' `DynamicCache`.
@@ -292,9 +282,9 @@ class SlotCache(Cache):
             columns (`Sequence[torch.LongTensor]`, *optional*): Where each row's tokens go, `[length]` each; without
                 it, rows end together, as in a left-padded batch.
         """
-        longest = max(self.lengths)
         if columns is None:
-            columns = [torch.arange(longest - length, longest, device="cpu") for length in self.lengths]
+            longest = max(self._lengths)
+            columns = [torch.arange(longest - length, longest, device="cpu") for length in self._lengths]
         width = 1 + max(int(own.max()) for own in columns if len(own))
         cache = DynamicCache()
         for layer_idx in sorted(self._keys):
@@ -303,75 +293,25 @@ class SlotCache(Cache):
                 store = stores[layer_idx]
                 copied = store.new_zeros(store.shape[0], store.shape[1], width, store.shape[3])
                 for row, own in enumerate(columns):
-                    copied[row, :, own.to(store.device)] = store[row, :, : self.lengths[row]]
+                    copied[row, :, own.to(store.device)] = store[row, :, : self._lengths[row]]
                 copies.append(copied)
             cache.update(*copies, layer_idx)
         return cache
 
     def reset(self) -> None:
         """Forget everything."""
-        self.lengths = [0] * self.num_rows
-        self.token_ids, self.draft, self.drafted_by, self.waiting_features = None, None, None, []
+        self._lengths, self.conversation = [0] * self.num_rows, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not offered: pass the shorter conversation to `generate()`, what differs behind it is overwritten."""
+        """Not offered: pass the shorter conversation to `generate()`, which overwrites what differs."""
         raise NotImplementedError(
             "a SlotCache is not cropped: pass the shorter conversation to generate(), or crop cache.to_dynamic_cache()"
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the committed slots of the longest row."""
-        return max(self.lengths)
+        return max(self._lengths)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass sees, and the first of them."""
         return self.layout.end, 0
-
-
-def grouped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    is_causal: bool = False,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Attention with fewer key than query heads, the group folded into the query rows instead of repeating keys.
-
-    Args:
-        query (`torch.Tensor` of shape `[R, heads, width, size]`): Queries.
-        key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): What they attend to.
-        mask (`torch.Tensor` of shape `[R, 1, group * width or width, slots]`, *optional*): From [`fold_mask`].
-        scaling (`float`, *optional*): Of the scores.
-        is_causal (`bool`): Instead of a mask: query i sees slots 0..i.
-        dropout (`float`): Of the attention weights, in training.
-
-    Returns:
-        `torch.Tensor` of shape `[R, heads, width, value_size]`.
-    """
-    group, width = query.shape[1] // key.shape[1], query.shape[2]
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    if is_causal:
-        return attend(query, key, value, is_causal=True, enable_gqa=group > 1)
-    if mask is not None and mask.shape[2] == width and group > 1:  # too wide to be folded
-        return attend(query, key, value, attn_mask=mask, enable_gqa=True)
-    if group > 1:
-        query = query.unflatten(1, (-1, group)).flatten(2, 3)
-    output = attend(query, key, value, attn_mask=mask)
-    return output.unflatten(2, (group, width)).flatten(1, 2) if group > 1 else output
-
-
-def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask for [`grouped_attention`]: repeated for the group, and added to the scores.
-
-    Args:
-        mask (`torch.BoolTensor` of shape `[R, 1, width, slots]`, *optional*): True where a query may attend.
-        group (`int`): Query heads per key head.
-        dtype (`torch.dtype`): Of the queries.
-    """
-    if mask is None or mask.shape[2] > FOLDED_WIDTH:
-        return mask  # a prompt's mask is large, and used once
-    # The kernels take additive masks, and would convert a boolean one in every layer.
-    additive = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return additive.repeat(1, 1, group, 1)

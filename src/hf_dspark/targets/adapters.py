@@ -23,7 +23,7 @@ def _sorted(fact: Any) -> Any:
     return sorted(fact.items()) if isinstance(fact, dict) else fact
 
 
-def why_not_with_adapters(target: nn.Module, num_rows: int) -> str | None:
+def adapter_obstacle(target: nn.Module, num_rows: int) -> str | None:
     """Return why the adapters of a target keep it from being decoded with a draft; `None` if they do not.
 
     Args:

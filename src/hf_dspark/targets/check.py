@@ -9,7 +9,7 @@ from ..cpu import fast_linears
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from .int8_outliers import has_outliers, outliers_of_each
-from .slot_attention import attending_by_slots, packed_pass, require_no_state, why_not_by_slots
+from .slot_attention import attending_by_slots, packed_pass, require_no_state, slot_cache_obstacle
 
 # Largest difference of logits, as a part of the largest logit.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -36,7 +36,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
             than rounding.
     """
     require_no_state(target)
-    reason = why_not_by_slots(target)
+    reason = slot_cache_obstacle(target)
     if reason is not None:
         raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")
     text = target.config.get_text_config(decoder=True)
@@ -54,7 +54,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
         raise ValueError(
             f"{type(target).__name__} decodes packed rows differently from single ones: logits differ by "
             f"{difference:.2%} of the largest one, rounding explains {tolerance:.2%}. Set "
-            "draft.use_transformers_loop = True, and please report the architecture."
+            "draft.decoding = DecodingOptions(use_transformers_loop=True), and please report the architecture."
         )
     return difference
 

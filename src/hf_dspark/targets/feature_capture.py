@@ -1,7 +1,7 @@
 """Capture the target features a draft reads, by forward hooks on the tapped decoder layers.
 
 Hooks give the raw layer outputs on every transformers version, keep no other layer alive, and leave a user's own
-`output_hidden_states` alone. Knows nothing of drafts, generation or training.
+`output_hidden_states` alone.
 """
 
 from types import TracebackType

@@ -1,7 +1,7 @@
 """Makes a target attend to a [`SlotCache`]: its layers get packed tokens, its attention rows.
 
 Registered as an attention implementation of transformers. The masks are the target's own mask functions (causal,
-sliding, chunked), asked about slots and positions instead of columns. Knows nothing of drafts.
+sliding, chunked), asked about slots and positions instead of columns.
 """
 
 import threading
@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ..models.attention import attend_with_extras
-from ..models.slot_cache import SlotCache, SlotLayout, fold_mask, grouped_attention
+from ..models.attention import attend_with_extras, fold_mask, grouped_attention
+from ..models.slot_cache import SlotCache, SlotLayout
 
 NAME = "hf_dspark_slots"
 
@@ -28,7 +28,7 @@ class _Pass:
     """The forward pass that is running, and the masks its layers share."""
 
     layout: SlotLayout
-    # By id; the masks themselves are kept, lest an id be given to another one.
+    # By id. The masks themselves are kept, so that no id is used again.
     folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def fold(self, mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -164,7 +164,7 @@ def packed_pass(cache: SlotCache, layout: SlotLayout) -> Iterator[None]:
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 
 
-def why_not_by_slots(target: PreTrainedModel) -> str | None:
+def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
     """Return why a target cannot attend to a slot cache; `None` if it can."""
     text = target.config.get_text_config(decoder=True)
     name = type(target).__name__
@@ -179,7 +179,7 @@ def why_not_by_slots(target: PreTrainedModel) -> str | None:
 def require_no_state(target: PreTrainedModel) -> None:
     """Raise a `ValueError` for recurrent and hybrid targets.
 
-    Keys behind a rejected token are forgotten by a mask. A state that has read it cannot go back, which is why
+    A mask forgets the keys after a rejected token. A state that has read it cannot go back, which is why
     transformers' own assisted generation refuses such targets, too.
     """
     if getattr(target, "_is_stateful", False):

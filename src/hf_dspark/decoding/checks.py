@@ -1,0 +1,307 @@
+"""What cannot be decoded with a draft, or not by our own loop; found before any work.
+
+A check raises a `ValueError`. An obstacle is a reason to leave a call to transformers' loop; `None` if there is none.
+"""
+
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import parse
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMode
+
+from ..maths.policies import Policy
+from ..models.slot_cache import SlotCache
+from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
+from ..targets.slot_attention import rope_parameters, slot_cache_obstacle
+from .request import Call, copy_of
+
+# Arguments of the target's forward, or of the assisted loop, that our loop reads or has its own answer to.
+KNOWN_ARGUMENTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "synced_gpus",
+    "streamer",
+    "inputs_tensor",
+    "tokenizer",
+    "assistant_tokenizer",
+}
+# Which tokens of a prompt are images: all zero for text.
+MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Options that ask for drafts of another kind.
+OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "speculation_type")
+# Built-in processors that keep state between calls: drafting would advance it.
+STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+# The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
+INPUTS_EMBEDS_SINCE = parse("5.23.0")
+EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+
+
+# ---- reasons to leave a call to transformers' loop
+
+
+def loop_obstacle(target: PreTrainedModel, call: Call, num_rows: int) -> str | None:
+    """Return why our loop cannot decode a call.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        call ([`Call`]): What it is asked.
+        num_rows (`int`): Sequences that will be decoded together.
+    """
+    config, kwargs = call.generation_config, call.model_kwargs
+    if call.options.use_transformers_loop:
+        return "draft.decoding.use_transformers_loop is set"
+    obstacle = slot_cache_obstacle(target)
+    if obstacle is not None:
+        return obstacle
+    unknown = sorted(
+        name
+        for name, value in kwargs.items()
+        if name not in KNOWN_ARGUMENTS and value is not None and not _is_of_text_alone(target, name, value)
+    )
+    if unknown:
+        return f"the target gets arguments that belong to whole prompts, such as images ({', '.join(unknown)})"
+    position_ids = kwargs.get("position_ids")
+    if position_ids is not None and not _are_usual(position_ids, kwargs.get("attention_mask")):
+        return "position_ids are not those that follow from the attention mask"
+    if kwargs.get("synced_gpus"):
+        return "synced_gpus keeps ranks in step, which rounds of different lengths do not"
+    if config.return_dict_in_generate and config.output_attentions:
+        return "output_attentions asks for attention weights"
+    if num_rows > 1 and any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in rope_parameters(target)):
+        return f"the rotary frequencies of {type(target).__name__} depend on the longest row"
+    return None
+
+
+def _is_of_text_alone(target: PreTrainedModel, name: str, value: Any) -> bool:
+    """Tell what a multimodal target is given along with texts that have no images: no encodings, types all zero."""
+    if name == "mm_encoder_outputs":
+        return not value
+    is_multimodal = target.config.get_text_config(decoder=True) is not target.config
+    return is_multimodal and name in MODALITY_ARGUMENTS and not bool(value.any())
+
+
+def _are_usual(position_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Tell whether positions count the tokens that are no padding, from 0; in each dimension, if they have several."""
+    if position_ids.dim() == 3:
+        return all(_are_usual(dimension, mask) for dimension in position_ids)
+    if position_ids.dim() != 2:
+        return False
+    if mask is None:
+        return bool((position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)).all())
+    usual = mask.long().cumsum(-1) - 1
+    return usual.shape[1] == position_ids.shape[1] and bool(((position_ids == usual) | (mask == 0)).all())
+
+
+# ---- refusals
+
+
+def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
+    """Refuse adapters that drafting or packed rows would get wrong."""
+    obstacle = adapter_obstacle(target, num_rows)
+    if obstacle is not None:
+        forget_adapters_by_row(target)
+        raise ValueError(f"{type(target).__name__} cannot be assisted as it is: {obstacle}")
+
+
+def check_options(mode: GenerationMode, config: GenerationConfig, schedule: str | None, has_tokenizer: bool) -> None:
+    """Refuse options of `generate()` that a draft has no answer to.
+
+    Args:
+        mode (`GenerationMode`): What the options ask for.
+        config (`GenerationConfig`): Prepared.
+        schedule (`str`, *optional*): The `num_assistant_tokens_schedule` that the user chose.
+        has_tokenizer (`bool`): Whether there is an `assistant_tokenizer`.
+    """
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"the draft cannot assist {mode.value!r}: speculative decoding keeps one hypothesis. Use "
+            "num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
+        )
+    if not config.use_cache:
+        raise ValueError("the draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
+    if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
+        raise ValueError(
+            f"the draft needs a dynamic cache, got cache_implementation={config.cache_implementation!r}: rejected "
+            "tokens must be cropped away. Drop cache_implementation, or drop assistant_model."
+        )
+    if has_tokenizer:
+        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError(
+            "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
+        )
+    others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
+    if others:
+        raise ValueError(
+            f"{' and '.join(others)} asks for other drafts than those of assistant_model: drop one of them"
+        )
+    if schedule not in (None, "constant"):
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} is not known to this draft: drop it. A policy adapts the "
+            "number of tokens: draft.decoding = DecodingOptions(policy=...)"
+        )
+
+
+def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:
+    """Refuse a policy that the draft cannot serve, or that would bias sampled output."""
+    if policy.requires_confidence and not draft.config.enable_confidence_head:
+        raise ValueError(
+            f"{type(policy).__name__} needs a draft with a confidence head; this one has none "
+            "(config.enable_confidence_head is False). Use FullBlock, and leave assistant_confidence_threshold unset."
+        )
+    if do_sample and not policy.is_causal(draft.config.confidence_head_with_markov) and not policy.accept_bias:
+        inner = policy
+        while hasattr(inner, "policy"):
+            inner = inner.policy
+        raise ValueError(
+            f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
+            "confidences that were computed from that token, so sampled output would not follow the target's "
+            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or give "
+            f"{type(inner).__name__} accept_bias=True for an experiment."
+        )
+
+
+def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> None:
+    """Refuse prompts that cannot be decoded as they are.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        call ([`Call`]): The call.
+        obstacle (`str`, *optional*): Why transformers' own loop has to decode it, if so.
+    """
+    input_ids, kwargs = call.input_ids, call.model_kwargs
+    embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
+    num_rows, columns = (input_ids if embeds is None else embeds).shape[:2]
+    if obstacle is not None and num_rows != 1:
+        raise ValueError(
+            f"these {num_rows} sequences cannot be decoded together: {obstacle}. Call generate() per prompt, or drop "
+            "assistant_model"
+        )
+    lengths = input_ids.new_full((num_rows,), columns) if mask is None else mask.sum(dim=-1)
+    empty = (lengths == 0).nonzero()[:, 0].tolist()
+    if columns == 0 or empty:
+        raise ValueError(f"the prompt is empty{f' in rows {empty}' if empty else ''}: pass at least one token")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
+    text = target.config.get_text_config(decoder=True)
+    size = getattr(target.get_input_embeddings(), "num_embeddings", text.vocab_size)  # adapters do not tell it
+    if embeds is None and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
+        raise ValueError(
+            f"the prompt has token ids from {int(input_ids.min())} to {int(input_ids.max())}, the target knows 0 to "
+            f"{size - 1}: use the target's tokenizer"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and int(lengths.max()) > longest:
+        raise ValueError(
+            f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"
+        )
+    if cache is not None and "Static" in type(cache).__name__:
+        raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
+    if obstacle is not None:
+        _check_for_transformers_loop(target, call, obstacle)
+        return
+    if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
+        raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
+    if cache is not None and not isinstance(cache, SlotCache) and not _is_plain(cache):
+        raise ValueError(
+            f"the draft cannot continue a {type(cache).__name__} of {type(cache.layers[0]).__name__}s (quantised "
+            "or offloaded): pass a plain DynamicCache, or what an earlier call with the draft returned"
+        )
+    if num_rows > 1 and call.streamer is not None:
+        raise ValueError(f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time")
+    ends_apart = any(not isinstance(criterion, MaxLengthCriteria) for criterion in call.stopping_criteria)
+    if num_rows > 1 and call.pad_token_id is None and ends_apart:
+        raise ValueError(
+            "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
+            "eos_token_id"
+        )
+
+
+def _is_plain(cache: Cache) -> bool:
+    """Tell whether a cache holds keys and values as they are, where they are used."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return not getattr(cache, "offloading", False) and all(type(layer) in plain for layer in cache.layers)
+
+
+def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: str) -> None:
+    """Refuse what transformers' own assisted loop gets wrong."""
+    embeds, mask, cache = (
+        call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
+    )
+    if target.device.type == "meta":
+        raise ValueError(
+            "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "
+            "token ids: keep the embedding on a real device in device_map; other layers may be offloaded"
+        )
+    if embeds is not None and parse(transformers.__version__) < INPUTS_EMBEDS_SINCE:
+        raise ValueError(
+            f"inputs_embeds are decoded wrongly by the assisted loop of transformers {transformers.__version__}: pass "
+            f"input_ids, or install transformers>={INPUTS_EMBEDS_SINCE} ({obstacle})"
+        )
+    if embeds is not None and mask is not None and not bool(mask.all()):
+        raise ValueError(
+            "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
+            f"padding, or input_ids ({obstacle})"
+        )
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
+            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
+            f"conversation as input_ids without past_key_values, or drop assistant_model ({obstacle})"
+        )
+    if isinstance(cache, SlotCache):
+        raise ValueError("the draft needs a dynamic cache here, got SlotCache: pass a DynamicCache or none")
+    for criterion in call.stopping_criteria:
+        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
+            raise ValueError(
+                f"the stopping criterion {type(criterion).__name__} cannot be combined with transformers' own "
+                "assisted loop, which checks it once per block and would return tokens beyond the stop "
+                f"({obstacle}). Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
+            )
+
+
+def check_processors(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Refuse processors that remember calls: the loop calls them on tokens that may be rejected."""
+    for processor in processors:
+        name = type(processor).__name__
+        built_in = type(processor).__module__.startswith("transformers.")
+        if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
+            raise ValueError(
+                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on "
+                "tokens that may be rejected, and change the output. Drop it, make its result depend on its "
+                "arguments alone, or drop assistant_model."
+            )
+
+
+def _is_stateless(processor: LogitsProcessor, input_ids: torch.Tensor, vocab_size: int) -> bool:
+    """Call a copy with the same, other and again the same arguments: results and plain attributes must not change."""
+    try:
+        trial = copy_of(processor)
+    except Exception as error:  # whatever a user's object does when it is copied
+        raise ValueError(
+            f"the logits processor {type(processor).__name__} cannot be copied ({error}), so it cannot be told "
+            "whether it keeps state between calls: give it a __deepcopy__, or drop assistant_model"
+        ) from error
+    scores = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device).expand(len(input_ids), -1)
+    longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+    attributes = repr(getattr(trial, "__dict__", None))
+    results = [trial(ids, scores.clone()) for ids in (input_ids, longer_ids, input_ids)]
+    return torch.equal(results[0], results[2]) and repr(getattr(trial, "__dict__", None)) == attributes

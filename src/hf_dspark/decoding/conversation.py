@@ -1,0 +1,238 @@
+"""Turns of a conversation: what of a prompt an earlier call has left in a cache, and what this one leaves.
+
+A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry none, and are continued all the same.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ..models.modeling_draft import DraftModel
+from ..models.slot_cache import SlotCache
+from .request import Call, Request
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a call, without its padding.
+
+    Attributes:
+        columns (`torch.LongTensor` of shape `[positions]`): Where its positions stand in the whole, padded sequence,
+            those that are cached included.
+        width (`int`): Columns of that sequence.
+        padding (`int`): Columns of `input_ids` that are not its own.
+        token_ids (`torch.LongTensor` of shape `[S]`): Its ids; empty when it is given as embeddings alone.
+        fed (`torch.Tensor` of shape `[n]` or `[n, d]`): Ids or embeddings that the target has to see.
+        cached (`int`): Positions before `fed`, in the cache already.
+        earlier_ids (`torch.LongTensor`, *optional*): The ids of positions that `token_ids` does not have, if known.
+    """
+
+    columns: torch.Tensor
+    width: int
+    padding: int
+    token_ids: torch.Tensor
+    fed: torch.Tensor
+    cached: int = 0
+    earlier_ids: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions of the prompt."""
+        return self.cached + len(self.fed)
+
+    @property
+    def hidden(self) -> int:
+        """Positions of the prompt that have no id in `token_ids`."""
+        return self.length - len(self.token_ids)
+
+    def known_ids(self, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Return the ids of all positions, given those after the hidden ones; `None` if some are not known."""
+        if self.hidden == 0:
+            return token_ids
+        return None if self.earlier_ids is None else torch.cat([self.earlier_ids.to(token_ids.device), token_ids])
+
+    def columns_of(self, length: int) -> torch.Tensor:
+        """Return the columns of the first positions, generated ones after the prompt included, `[length]`."""
+        generated = self.width + torch.arange(max(0, length - len(self.columns)), device="cpu")
+        return torch.cat([self.columns, generated])[:length]
+
+
+def open_cache(given: Cache | None, batch_size: int, num_layers: int) -> SlotCache:
+    """Return the cache that a call decodes with: the given one if an earlier call returned it, else a new one.
+
+    Raises:
+        ValueError: If the given one holds another number of sequences.
+    """
+    if isinstance(given, SlotCache):
+        num_rows = given.num_rows
+    else:
+        filled = [] if given is None else [layer for layer in given.layers if layer.is_initialized]
+        num_rows = filled[0].keys.shape[0] if filled else batch_size
+    if num_rows != batch_size:
+        raise ValueError(f"past_key_values holds {num_rows} sequences, the prompts are {batch_size}")
+    if not isinstance(given, SlotCache):
+        return SlotCache(batch_size, num_layers=num_layers)
+    if given.conversation is None or given.conversation.in_progress:  # an earlier turn was interrupted
+        given.reset()
+    return given
+
+
+def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
+    """Take one row out of its padding, and find out what of it is cached."""
+    input_ids = call.input_ids
+    embeds, mask, given = (
+        call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
+    )
+    columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    width = (call.mask_width or columns) if mask is None else mask.shape[1]
+    real = torch.ones(width, dtype=torch.bool, device="cpu") if mask is None else mask[row].bool().cpu()
+    before, own = real[: width - columns], real[width - columns :]
+    place = {"columns": real.nonzero()[:, 0], "width": width}
+    if embeds is not None:
+        has_ids = input_ids.shape[1] == columns
+        token_ids = input_ids[row][own.to(input_ids.device)] if has_ids else input_ids[row]
+        padding = columns - int(own.sum()) if has_ids else 0
+        return PromptRow(**place, padding=padding, token_ids=token_ids, fed=embeds[row][own.to(embeds.device)])
+    token_ids = input_ids[row][own.to(input_ids.device)]
+    place |= {"padding": columns - len(token_ids), "token_ids": token_ids}
+    past = 0 if given is None else given.get_seq_length()
+    if len(before) > 0:  # only what is new was given
+        cached, earlier = int(before.sum()), None
+        if isinstance(given, SlotCache):
+            earlier = _earlier_ids(row, cached, cache)
+        elif past > 0:
+            cache.take_row(given, row, before.nonzero()[:, 0])
+        return PromptRow(**place, fed=token_ids, cached=cached, earlier_ids=earlier)
+    if past == 0:
+        return PromptRow(**place, fed=token_ids)
+    if isinstance(given, SlotCache):
+        _keep_common_prefix(row, token_ids, cache)
+    elif past < width and bool(real[past:].any()):
+        # Its features are not known: the draft starts after it.
+        cache.take_row(given, row, real[:past].nonzero()[:, 0])
+    else:
+        raise ValueError(
+            f"past_key_values holds {past} columns, the prompts have {width}: pass the whole conversation with "
+            "something new after it"
+        )
+    cached = cache.lengths[row]
+    return PromptRow(**place, fed=token_ids[cached:], cached=cached)
+
+
+def _earlier_ids(row: int, claimed: int, cache: SlotCache) -> torch.Tensor | None:
+    """Return the cached ids of a row of which only what is new was given."""
+    if claimed != cache.lengths[row]:
+        raise ValueError(
+            f"past_key_values holds {cache.lengths[row]} tokens of sequence {row}, the attention mask says {claimed} "
+            "before the new ones: pass the whole conversation as input_ids instead"
+        )
+    return None if cache.conversation is None else cache.conversation.token_ids[row]
+
+
+def _keep_common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> None:
+    """Keep what is still true of a cached row, given the whole conversation."""
+    if cache.lengths[row] == 0:
+        return
+    known = cache.conversation.token_ids[row]
+    if known is None:
+        raise ValueError(
+            f"the tokens that past_key_values holds of sequence {row} are not known (they came as embeddings, or from "
+            "another cache): pass only what is new, with an attention_mask over everything"
+        )
+    shortest = min(len(known), len(token_ids))
+    same = int((known.to(token_ids.device)[:shortest] == token_ids[:shortest]).long().cumprod(dim=0).sum())
+    # The template may have dropped an answer's reasoning since. If less than half of the last prompt matches, this is
+    # another conversation, or only the new turn was given.
+    expected = min(len(token_ids), cache.conversation.prompt_lengths[row]) // 2
+    if same < shortest and len(token_ids) < len(known) and same < expected:
+        raise ValueError(
+            f"past_key_values holds {len(known)} tokens of sequence {row}, and of the {len(token_ids)} given only the "
+            f"first {same} are the same: for another conversation pass no past_key_values; to continue this one pass "
+            "all of it, or only what is new with an attention_mask over everything"
+        )
+    if same < len(known):
+        same = max(0, same - 1)  # an autoregressive draft read the last one together with a token that is gone
+    cache.truncate(row, min(same, len(token_ids) - 1))  # at least one position has to give logits
+
+
+@dataclass
+class Conversation:
+    """What a call leaves to the next turn of its sequences, beside their keys and values.
+
+    Attributes:
+        draft_cache ([`SlotCache`]): The draft's context of the same rows.
+        drafted_by (`weakref.ref`): The draft model whose context that is.
+        unseen (`list[int]`): Committed slots at the beginning of each row that the draft never saw.
+        token_ids (`list[torch.Tensor | None]`): The tokens in the committed slots of each row, by which a later turn
+            is recognised; `None` where they are not known.
+        prompt_lengths (`list[int]`): How many of them were given with the latest call, of each row.
+        waiting_features (`list[list[torch.Tensor]]`): Tapped target layers of committed tokens of each row that are
+            not in the draft's context yet.
+        in_progress (`bool`): Whether a call is under way, or was interrupted: then it is not known what rows hold.
+    """
+
+    draft_cache: SlotCache
+    drafted_by: "weakref.ref[DraftModel]"
+    unseen: list[int]
+    token_ids: list[torch.Tensor | None] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)
+    waiting_features: list[list[torch.Tensor]] = field(default_factory=list)
+    in_progress: bool = False
+
+    @classmethod
+    def begin_turn(cls, cache: SlotCache, draft: DraftModel, requests: Sequence[Request]) -> "Conversation":
+        """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
+        conversation = cache.conversation
+        if conversation is None or conversation.drafted_by() is not draft:
+            draft_cache = SlotCache(cache.num_rows, num_layers=num_layers(draft))
+            conversation = cache.conversation = cls(draft_cache, weakref.ref(draft), unseen=list(cache.lengths))
+        conversation.in_progress = True
+        draft_cache, unseen = conversation.draft_cache, conversation.unseen
+        draft_cache.limit = cache.limit + draft.config.num_slots
+        for row, request in enumerate(requests):
+            known, context = cache.lengths[row] - unseen[row], draft_cache.lengths[row]
+            unseen[row] = min(unseen[row], cache.lengths[row])
+            draft_cache.truncate(row, max(0, min(known, context)))
+            if known > context:
+                request.features.append(torch.cat(conversation.waiting_features[row])[: known - context])
+        return conversation
+
+    def end_turn(
+        self, cache: SlotCache, rows: Mapping[int, int], requests: Sequence[Request], prompts: Sequence[PromptRow]
+    ) -> None:
+        """Bring the rows of both caches into the order of the prompts, and note what they hold.
+
+        Args:
+            cache ([`SlotCache`]): The target's.
+            rows (`Mapping[int, int]`): The row of each request, by its id.
+            requests, prompts: In the order of the prompts.
+        """
+        places = [rows[request.id] for request in requests]
+        for place in range(len(places)):
+            while places[place] != place:
+                other = places[place]
+                for each in (cache, self.draft_cache):
+                    each.swap_rows(place, other)
+                holder = places.index(place)
+                places[place], places[holder] = place, other
+        self.token_ids = [
+            prompt.known_ids(request.token_ids[:-1]) for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        self.prompt_lengths = [prompt.length for prompt in prompts]
+        self.waiting_features = [list(request.features) for request in requests]
+        self.in_progress = False
+
+
+def fill_users_cache(given: Cache, cache: SlotCache, prompts: Sequence[PromptRow]) -> None:
+    """Fill the user's own cache with what was decoded, in the columns where plain `generate()` would have left it."""
+    columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
+    given.layers = cache.to_dynamic_cache(columns).layers
+
+
+def num_layers(model: PreTrainedModel) -> int:
+    """Return the decoder layers of a model."""
+    return model.config.get_text_config(decoder=True).num_hidden_layers

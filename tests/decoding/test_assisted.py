@@ -1,0 +1,69 @@
+"""Transformers' own assisted loop with our drafts: what goes there, and what it would get wrong."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from packaging.version import parse
+
+from hf_dspark import (
+    DecodingOptions,
+)
+from hf_dspark.decoding import checks
+from tests.rows import GREEDY, padded
+
+
+def test_attentions_are_left_to_transformers_loop(pair, prompts):
+    target, draft = pair
+    eager = copy.deepcopy(target)
+    eager.set_attn_implementation("eager")
+    ask = {"return_dict_in_generate": True, "output_attentions": True}
+    assert eager.generate(torch.tensor(prompts[:1]), assistant_model=draft, **GREEDY, **ask).attentions
+    with pytest.raises(ValueError, match="output_attentions"):
+        eager.generate(**padded(prompts), assistant_model=draft, **GREEDY, **ask)
+
+
+def test_transformers_loop_refuses_batches_and_says_why_it_was_needed(pair, prompts):
+    target, draft = pair
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
+    with pytest.raises(ValueError, match="6 sequences .* together: draft.decoding.use_transformers_loop"):
+        target.generate(**padded(prompts), assistant_model=draft, **GREEDY)
+
+
+def test_positions_of_the_users_own_are_left_to_transformers_loop(pair, prompts):
+    target, draft = pair
+    ids = torch.tensor(prompts[:1])
+    shifted = torch.arange(ids.shape[1])[None] + 50
+    plain = target.generate(ids, position_ids=shifted, **GREEDY)
+    assert target.generate(ids, position_ids=shifted, assistant_model=draft, **GREEDY).tolist() == plain.tolist()
+    batch = padded(prompts)
+    positions = torch.arange(batch["input_ids"].shape[1]).expand(len(prompts), -1) + 50
+    with pytest.raises(ValueError, match="position_ids"):
+        target.generate(**batch, position_ids=positions, assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.usefixtures("either_loop")
+def test_inputs_embeds_give_the_same_continuation_or_are_refused(pair, prompt_ids):
+    target, draft = pair
+    embeds = target.get_input_embeddings()(prompt_ids[0])
+    if draft.decoding.use_transformers_loop and parse(transformers.__version__) < checks.INPUTS_EMBEDS_SINCE:
+        with pytest.raises(ValueError, match="inputs_embeds"):
+            target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)
+        return
+    plain = target.generate(prompt_ids[0], **GREEDY)[0, prompt_ids[0].shape[1] :]
+    assisted = target.generate(inputs_embeds=embeds, assistant_model=draft, **GREEDY)
+    assert assisted[0].tolist() == plain.tolist()
+
+
+def test_target_with_offloaded_embedding_gives_the_same_tokens_in_our_loop_alone(make_target, make_draft):
+    from accelerate import cpu_offload
+
+    target, prompt = make_target(), torch.tensor([[3, 9, 12, 30]])
+    draft = make_draft(target)
+    plain = target.generate(prompt, **GREEDY)
+    cpu_offload(target, execution_device=torch.device("cpu"))
+    assert target.generate(prompt, assistant_model=draft, **GREEDY).tolist() == plain.tolist()
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
+    with pytest.raises(ValueError, match="embedding is offloaded"):
+        target.generate(prompt, assistant_model=draft, **GREEDY)

@@ -1,0 +1,221 @@
+"""Policies in calls: what is drafted, how it is cut, and what a round that does not draft leaves intact."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_dspark import (
+    AdaptiveDrafting,
+    ConfidenceThreshold,
+    DecodingOptions,
+    Eagle3Config,
+    Eagle3DraftModel,
+    FullBlock,
+    LaggedScheduler,
+    Policy,
+    PrefixScheduler,
+    SLOLimit,
+    SlotCache,
+    ThroughputTable,
+)
+from hf_dspark.maths.costs import ForwardCost, LinearCost
+from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
+from hf_dspark.maths.sampling import greedy_sampler
+from hf_dspark.targets.feature_capture import FeatureCapture
+from tests.laws import HEADS, PROMPT, EnumeratingSampler, make_pair
+from tests.rows import GREEDY, EverySecond, alone
+
+STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
+
+
+SLOW_DRAFT = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 6.0))
+
+
+TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
+
+
+POLICIES = {
+    "full": FullBlock(),
+    "threshold": ConfidenceThreshold(0.6),
+    "cumulative": ConfidenceThreshold(0.5, cumulative=True),
+    "hull_and_fill": PrefixScheduler(TABLE),
+    "lagged": LaggedScheduler(TABLE),
+    "global": GlobalScheduler(TABLE),
+    "elimination": EliminationScheduler(TABLE),
+    "step_limit": SLOLimit(FullBlock(), 1.4, cost=TABLE),
+    "expected_limit": SLOLimit(FullBlock(), 0.5, mode="expected", cost=TABLE),
+    "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), cost=SLOW_DRAFT),
+    "every_second": EverySecond(),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_greedy_tokens_are_the_same_under_every_policy(pair, prompt_ids, policy):
+    target, draft = pair
+    draft.decoding = DecodingOptions(policy=policy)
+    for prompt in prompt_ids[:4]:
+        plain = target.generate(prompt, **GREEDY)
+        assert torch.equal(target.generate(prompt, assistant_model=draft, **GREEDY), plain)
+
+
+def test_policies_really_differ_in_what_they_verify(pair, prompt_ids):
+    target, draft = pair
+    proposed = {}
+    for name, policy in POLICIES.items():
+        draft.decoding = DecodingOptions(policy=policy)
+        target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+        proposed[name] = tuple(draft.last_stats.proposed)
+    assert len(set(proposed.values())) >= 7
+    assert 0 in proposed["every_second"] and 0 in proposed["adaptive"]
+
+
+def test_skipped_rounds_feed_the_drafts_context(pair, prompt_ids):
+    """A block drafted after skipped rounds must be the block that a draft with the whole context would write."""
+    target, draft = pair
+    seen = []
+
+    class Spy(EverySecond):
+        def fresh(self):
+            return self
+
+        def observe(self, outcome):
+            seen.append(outcome)
+
+    draft.decoding = DecodingOptions(policy=Spy())
+    output = target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+    committed = prompt_ids[0].shape[1] + 1
+    drafted = 0
+    for outcome in seen:
+        if outcome.block is not None:
+            drafted += 1
+            prefix = output[:, :committed]
+            with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+                target(prefix[:, :-1])
+                features = capture.take(draft.device, draft.dtype)
+            num_tokens = outcome.block.token_ids.shape[1]
+            block = draft.draft_block(prefix[:, -1], features, SlotCache(), greedy_sampler, num_tokens=num_tokens)
+            torch.testing.assert_close(outcome.block.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
+            assert torch.equal(outcome.block.token_ids, block.token_ids)
+        committed += int(outcome.num_accepted[0]) + 1
+    assert drafted > 5 and len(seen) > 2 * drafted - 2
+
+
+def test_policy_is_limited_by_num_assistant_tokens(pair, prompt_ids):
+    target, draft = pair
+    draft.decoding = DecodingOptions(policy=PrefixScheduler(ThroughputTable((1, 100), (1.0, 1.0))))
+    target.generate(prompt_ids[0], assistant_model=draft, num_assistant_tokens=2, **GREEDY)
+    assert set(draft.last_stats.proposed[:-1]) == {2}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "widths"),
+    [
+        (FullBlock(), {"num_assistant_tokens": 2}, {2}),
+        (SLOLimit(FullBlock(), 1.5, cost=TABLE), {}, {3}),  # seconds of a round of four tokens: 1.4, of five: 2.5
+        (FullBlock(), {}, {5}),
+    ],
+    ids=["num_assistant_tokens", "slo", "whole"],
+)
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_blocks_end_where_nothing_more_can_be_sent(pair, prompt_ids, kind, policy, options, widths):
+    target, draft = pair
+    if kind == "eagle3":
+        draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=5)).eval()
+    rounds, options = [], GREEDY | {"eos_token_id": None} | options
+    draft.decoding = DecodingOptions(policy=policy, observer=rounds.append)
+    output = target.generate(prompt_ids[0], assistant_model=draft, **options)
+    assert torch.equal(output, target.generate(prompt_ids[0], **(options | {"num_assistant_tokens": None})))
+    room = [GREEDY["max_new_tokens"] - 1 - sum(draft.last_stats.committed[:place]) - 1 for place in range(len(rounds))]
+    for outcome, left in zip(rounds, room, strict=True):
+        width = 0 if outcome.block is None else outcome.block.token_ids.shape[1]
+        assert width in {min(most, left) for most in widths} and width == int(outcome.lengths[0])
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
+    """The same tokens, by the same laws, with the same confidences: only what cannot be sent is left out."""
+    target, draft = make_pair(make_target, gamma=3, **head)
+    features = torch.randn(1, 4, len(draft.config.target_layer_ids) * draft.config.hidden_size)
+    sampler = EnumeratingSampler((0, 2, 1), LogitsProcessorList())
+    whole, short = (
+        draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count) for count in (None, 2)
+    )
+    assert torch.equal(short.token_ids, whole.token_ids[:, :2])
+    torch.testing.assert_close(short.law.probs, whole.law.probs[:, :2])
+    torch.testing.assert_close(short.confidence_logits, whole.confidence_logits[:, :2])
+
+
+def test_drafts_get_shorter_as_the_engine_fills(pair, prompt_ids):
+    target, draft = pair
+    policy = PrefixScheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)))
+    totals, asked = [], []
+    for tokens in (0, 100, 200):
+
+        def load(tokens=tokens):
+            asked.append(tokens)
+            return tokens
+
+        draft.decoding = DecodingOptions(policy=policy, other_tokens=load)
+        target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+        totals.append(sum(draft.last_stats.proposed) / draft.last_stats.rounds)
+        assert asked.count(tokens) >= draft.last_stats.rounds - 1  # asked anew in every round
+    draft.decoding = DecodingOptions(policy=policy, other_tokens=200)
+    target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+    assert sum(draft.last_stats.proposed) / draft.last_stats.rounds == totals[2]
+    assert totals[0] > totals[1] and totals[0] > totals[2]
+
+
+@pytest.mark.parametrize("length", [-1, 99])
+def test_impossible_lengths_of_a_policy_are_refused(pair, prompt_ids, length):
+    class Odd(Policy):
+        def plan_verify(self, confidence, max_lengths, load):
+            return torch.full_like(max_lengths, length)
+
+    target, draft = pair
+    draft.decoding = DecodingOptions(policy=Odd())
+    with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got \[{length}\]"):
+        target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+
+
+def test_the_observer_sees_every_round(pair, prompt_ids):
+    target, draft = pair
+    seen = []
+    draft.decoding = DecodingOptions(observer=seen.append)
+    target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+    assert [int(outcome.lengths[0]) for outcome in seen] == draft.last_stats.proposed
+    assert all(outcome.drafted == (outcome.block is not None) for outcome in seen)
+
+
+def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch):
+    class Never(Policy):
+        def plan_draft(self, load):
+            return load.context_tokens > 40
+
+        def plan_verify(self, confidence, max_lengths, load):
+            return max_lengths.clone()
+
+    target, draft = pair
+    monkeypatch.setattr("hf_dspark.decoding.drafter.WAITING_AT_MOST", 8)
+    waiting, drafted = [], []
+    honest = draft.read_block
+
+    def read_block(anchors, features, cache, num_features, committed_ids=None):
+        waiting.append(max(num_features))
+        return honest(anchors, features, cache, num_features, committed_ids)
+
+    monkeypatch.setattr(draft, "read_block", read_block)
+    observer = lambda outcome: drafted.append((outcome.drafted, outcome.block))  # noqa: E731
+    draft.decoding = DecodingOptions(policy=Never(), observer=observer)
+    ids = torch.tensor(prompts[:1])
+    output = target.generate(ids, assistant_model=draft, **(GREEDY | {"max_new_tokens": 70, "eos_token_id": None}))
+    late, longest_wait = next(block for was, block in drafted if was), max(waiting)
+    times = draft.last_stats.seconds_of_entries()
+    idle = [spent.draft for spent, proposed in zip(times, draft.last_stats.proposed, strict=True) if not proposed]
+    assert 0 in idle and any(idle)  # reading on is the draft's time, too
+    drafted.clear()
+    draft.decoding = DecodingOptions(observer=observer)
+    target.generate(output[:, : 41 - 1], assistant_model=draft, **(GREEDY | {"max_new_tokens": 3}))
+    assert longest_wait <= 9
+    assert output[0, ids.shape[1] :].tolist() == alone(target, prompts[0], max_new_tokens=70, eos_token_id=None)
+    block = drafted[0][1].token_ids
+    assert block.tolist() == late.token_ids[:, : block.shape[1]].tolist()

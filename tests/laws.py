@@ -1,0 +1,170 @@
+"""Exact laws of decoding rounds by enumeration, and the distances between laws."""
+
+import itertools
+
+import scipy.stats
+import torch
+from transformers import (
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+
+from hf_dspark import (
+    DSparkConfig,
+    DSparkDraftModel,
+)
+from hf_dspark.decoding.drafter import ProcessedSampler
+from hf_dspark.decoding.processing import BlockProcessor
+from hf_dspark.decoding.request import Request, StopRule
+from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.maths.sampling import acceptance_probability, residual_distribution
+from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.targets.feature_capture import FeatureCapture
+
+VOCAB = 3
+PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
+ROUNDING = 2e-6  # total variation that float32 logits may leave
+# One bucket of two tokens, a cliff, then a slow rise.
+CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
+HEADS = {
+    "vanilla": {"markov_head_type": "vanilla"},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "hidden_only_confidence": {"confidence_head_with_markov": False},
+    "draft_top_k": {"draft_top_k": 2},
+    "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
+    "pruned": {"draft_vocab_size": 2},
+}
+
+
+class EnumeratingSampler:
+    """Returns given tokens with the law that the real sampler would have drawn them from."""
+
+    def __init__(self, tokens, processors):
+        self.tokens, self.processors = tokens, processors
+
+    def __call__(self, logits, candidate_ids, drafted_ids):
+        ids, rule = PROMPT[0], StopRule(StoppingCriteriaList())
+        request = Request(0, ids, 99, self.processors, rule)
+        uniform = torch.zeros(1, len(self.tokens))
+        sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
+        _, law = sampler(logits, candidate_ids, drafted_ids)
+        return torch.tensor([self.tokens[drafted_ids.shape[1]]]), law
+
+
+def make_pair(make_target, gamma=2, seed=0, **overrides):
+    target = make_target(vocab_size=VOCAB, seed=seed, pad_token_id=None)
+    torch.manual_seed(seed + 1)
+    config = DSparkConfig.from_target(
+        target.config, num_hidden_layers=1, block_size=gamma, markov_rank=4, mask_token_id=2, **overrides
+    )
+    draft = DSparkDraftModel(config).eval()
+    with torch.no_grad():
+        for parameter in draft.parameters():  # far from the target, so that rejections matter
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.6)
+        if config.draft_vocab_size is not None:
+            draft.d2t.copy_(torch.tensor([0, 1]))  # tokens 0 and 2
+        if config.confidence_head_with_markov:
+            # c_k is high behind tokens 0 and 2 and low behind token 1, so a threshold of 0.5 cuts behind it.
+            wanted = torch.tensor([2.0, -2.0, 2.0])
+            draft.confidence_head.proj.weight.zero_()
+            solution = torch.linalg.lstsq(draft.markov_head.markov_w1.weight, wanted[:, None]).solution
+            draft.confidence_head.proj.weight[0, -config.markov_rank :] = solution[:, 0]
+            draft.confidence_head.proj.bias.zero_()
+    return target, draft.bind(target)
+
+
+class TargetLaw:
+    """The target's processed law after the prompt and a prefix; each prefix is computed once."""
+
+    def __init__(self, target, processors, prompt=PROMPT):
+        self.target, self.processors, self.prompt, self.known = target, processors, prompt, {}
+
+    def __call__(self, prefix):
+        if prefix not in self.known:
+            ids = torch.cat([self.prompt, torch.tensor([list(prefix)], dtype=torch.long)], dim=1)
+            with torch.no_grad():
+                scores = self.processors(ids, self.target(ids).logits[:, -1].float())
+            self.known[prefix] = scores.softmax(-1)[0].double()
+        return self.known[prefix]
+
+
+def planned_length(policy, block):
+    max_lengths = torch.tensor([block.token_ids.shape[1]])
+    confidence = None if block.confidence_logits is None else block.confidence_logits.sigmoid()
+    return int(policy.plan_verify(confidence, max_lengths, Load())[0])
+
+
+def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
+    """Enumerate one round, then continue with the target alone: the law of the first γ+1 tokens.
+
+    `claimed_law` replaces the draft law in the ratio test, `cut` the length: both for negative controls.
+    """
+    gamma = draft.config.block_size
+    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+        target(PROMPT[:, :-1])
+        features = capture.take(draft.device, draft.dtype)
+    law, target_law = {}, TargetLaw(target, processors)
+    for path in itertools.product(range(VOCAB), repeat=gamma):
+        sampler = EnumeratingSampler(path, processors)
+        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+        drawn_from = block.law.dense(VOCAB).probs[0].double()
+        path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
+        if path_probability == 0.0:
+            continue
+        length = planned_length(policy, block)
+        length = length if cut is None else cut(path, length)
+        draft_probs = drawn_from if claimed_law is None else claimed_law(block)
+        reached = path_probability
+        for slot in range(length + 1):
+            after_prefix = target_law(path[:slot])
+            if slot == length:
+                next_law, stop = after_prefix, 1.0
+            else:
+                token = path[slot]
+                accept = acceptance_probability(after_prefix[token], draft_probs[slot][token]).item()
+                next_law, stop = residual_distribution(after_prefix, draft_probs[slot]), 1.0 - accept
+            for token in range(VOCAB):
+                sequence = (*path[:slot], token)
+                law[sequence] = law.get(sequence, 0.0) + reached * stop * next_law[token].item()
+            reached *= 1.0 - stop
+    return extend(target_law, law, gamma + 1)
+
+
+def extend(target_law, law, length):
+    """Continue every sequence with the target's own law."""
+    complete = {}
+    for sequence, probability in law.items():
+        missing = length - len(sequence)
+        for tail in itertools.product(range(VOCAB), repeat=missing):
+            mass = probability
+            for index in range(missing):
+                mass *= target_law(sequence + tail[:index])[tail[index]].item()
+            complete[sequence + tail] = complete.get(sequence + tail, 0.0) + mass
+    return complete
+
+
+def total_variation(first, second):
+    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in first.keys() | second.keys())
+
+
+def law_of_drafts(target, draft, path=(0, 0)):
+    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+        target(PROMPT[:, :-1])
+        features = capture.take(draft.device, draft.dtype)
+    sampler = EnumeratingSampler(path, LogitsProcessorList())
+    block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+    return block.law.dense(VOCAB).probs[0].double()
+
+
+def chi_square_p_value(counts, law):
+    """P-value with rare outcomes pooled (expected counts of at least 5)."""
+    total = sum(counts.values())
+    common = {key: mass for key, mass in law.items() if mass * total >= 5}
+    observed = [counts.get(key, 0) for key in common]
+    expected = [mass * total for mass in common.values()]
+    rest = total - sum(expected)
+    if rest > 1e-6 * total:
+        observed, expected = [*observed, total - sum(observed)], [*expected, rest]
+    return scipy.stats.chisquare(observed, expected).pvalue

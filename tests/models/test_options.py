@@ -1,0 +1,37 @@
+"""Options of decoding, and the temperatures that a domain names."""
+
+import pytest
+
+from hf_dspark import DecodingOptions, DSparkConfig, PrefixScheduler
+
+
+def test_what_is_no_policy_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"must be a hf_dspark.Policy, got str"):
+        DecodingOptions(policy="full")
+    with pytest.raises(TypeError, match="got the class PrefixScheduler: call it"):
+        DecodingOptions(policy=PrefixScheduler)
+
+
+@pytest.mark.parametrize("tokens", [-1, float("nan"), float("inf"), None, "5", lambda: -5])
+def test_impossible_loads_are_refused(tokens):
+    with pytest.raises(ValueError, match="other_tokens must be a number of tokens, 0 or more, got"):
+        DecodingOptions(other_tokens=tokens).tokens_of_others()
+
+
+def test_a_domain_may_have_temperatures_for_one_regime(pair):
+    config, gamma = pair[1].config, pair[1].config.block_size
+    config.sts_temperatures = {"default": [1.0] * gamma, "math/greedy": [2.0] * gamma, "math": [3.0] * gamma}
+    assert [config.temperatures_for("math", do_sample)[0] for do_sample in (False, True)] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "message"),
+    [
+        ({"greedy": [1.0] * 7}, "have a 'default' entry"),
+        ({"default": [1.0]}, "1 temperatures for blocks of 7"),
+        ({"default": [0.0] * 7}, "positive numbers"),
+    ],
+)
+def test_config_refuses_impossible_temperatures(temperatures, message):
+    with pytest.raises(ValueError, match=message):
+        DSparkConfig(sts_temperatures=temperatures)

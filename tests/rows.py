@@ -1,0 +1,53 @@
+"""Prompts as batches, answers row by row: what tests of `generate()` share."""
+
+import torch
+
+from hf_dspark import Policy
+
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+EOS = 62  # of the trained pair
+
+
+def padded(prompts, pad=0):
+    """Return left-padded ids and their mask."""
+    width = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+    }
+
+
+def alone(target, prompt, **options):
+    """Return what plain `generate()` adds to a single prompt."""
+    ids = torch.tensor([prompt])
+    return target.generate(ids, attention_mask=torch.ones_like(ids), **(GREEDY | options))[0, len(prompt) :].tolist()
+
+
+def assert_rows(output, width, expected, pad=0):
+    """Check that every row is what was expected, and padding after it."""
+    for row, tokens in zip(output[:, width:].tolist(), expected, strict=True):
+        assert row[: len(tokens)] == tokens
+        assert set(row[len(tokens) :]) <= {pad}
+
+
+def assert_no_hooks(target):
+    for module in target.modules():  # transformers keeps hooks of its own
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        assert not [hook for hook in hooks if hook.__module__.startswith("hf_dspark")]
+
+
+class EverySecond(Policy):
+    """Drafts in every second round only."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def fresh(self):
+        return EverySecond()
+
+    def plan_draft(self, load):
+        self.rounds += 1
+        return self.rounds % 2 == 0
+
+    def plan_verify(self, confidence, max_lengths, load):
+        return max_lengths
