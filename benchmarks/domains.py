@@ -27,10 +27,10 @@ from hf_dspark import (
     DSparkTrainingArguments,
     Eagle3Config,
     Eagle3DraftModel,
-    measure_acceptance,
     regenerate,
 )
 from hf_dspark.data.prompts import read_json_lines
+from hf_dspark.evaluation.evaluate import measure_acceptance
 from hf_dspark.files import differences, digest
 from hf_dspark.provenance import provenance
 from hf_dspark.targets.fingerprint import fingerprint

@@ -44,12 +44,13 @@ from profile_machine import random_pair
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, measure_acceptance
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock
 from hf_dspark.cpu.copies import packed_weights_of
 from hf_dspark.cpu.few_rows import using_copies
 from hf_dspark.cpu.int8_copy import Int8Copy
 from hf_dspark.decoding.loop import PACKING_PAYS_FROM
 from hf_dspark.decoding.step_costs import _plain_sampler, _synchronize
+from hf_dspark.evaluation.evaluate import measure_acceptance
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.models.slot_cache import SlotCache

@@ -21,8 +21,7 @@ import torch
 from simulator import LINE, Recording, load_rounds
 from tqdm import tqdm
 
-from hf_dspark import load_cost
-from hf_dspark.maths.costs import Load, StepCost, ThroughputTable
+from hf_dspark.maths.costs import Load, StepCost, ThroughputTable, load_cost
 from hf_dspark.maths.policies import (
     AdaptiveDrafting,
     ConfidenceThreshold,
@@ -325,7 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--curves", help="CSV of measured step times: gpu_model,num_tokens,gemm_ms_all_layers_tp1")
     parser.add_argument("--rounds", help="recorded rounds, JSON; see simulator.load_rounds")
-    parser.add_argument("--table", help="cost for hf_dspark.load_cost; with --rounds, budget against concurrency")
+    parser.add_argument("--table", help="cost for load_cost; with --rounds, budget against concurrency")
     parser.add_argument("--num_draws", type=int, default=300, help="rounds per jagged curve")
     parser.add_argument("--num_rows", type=int, default=2048, help="requests drawn per concurrency, over all rounds")
     parser.add_argument("--repetitions", type=int, default=1000, help="decisions timed")

@@ -2,7 +2,7 @@
 
 python benchmarks/simulator.py --trace trace.csv --rounds benchmarks/results/pair_rounds.json --rates 1 4 16
 
-Each step decodes one round of all active requests; its duration comes from a cost (`hf_dspark.load_cost`), its
+Each step decodes one round of all active requests; its duration comes from a cost (`load_cost`), its
 tokens from the recording. Not modelled: prefill, memory limits, and the scheduler's own time.
 """
 
@@ -22,8 +22,7 @@ import numpy
 import torch
 from tqdm import tqdm
 
-from hf_dspark import load_cost
-from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, StepCost
+from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, StepCost, load_cost
 from hf_dspark.maths.policies import (
     SLO_MODES,
     AdaptiveDrafting,
@@ -485,7 +484,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", required=True, help="arrivals; see load_trace")
     parser.add_argument("--rounds", required=True, help="recorded rounds, JSON; see load_rounds")
-    parser.add_argument("--cost", help="JSON for hf_dspark.load_cost; default: 20 ms + .03 ms per token, 1.5 ms draft")
+    parser.add_argument("--cost", help="JSON for load_cost; default: 20 ms + .03 ms per token, 1.5 ms draft")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="arrive so many times as fast")
     parser.add_argument("--num_requests", type=int, default=500, help="the first of the trace")
     parser.add_argument("--max_requests", type=int, default=256, help="cap of the active requests")

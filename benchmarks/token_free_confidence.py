@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from pair import RESULTS, SAMPLING, calibration_prompts, held_out_prompts, load_pair, write_result
 
-from hf_dspark import GlobalScheduler, Policy, PrefixScheduler, ThroughputTable, load_cost
+from hf_dspark import Policy, PrefixScheduler, ThroughputTable
 from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.maths.calibration import (
     CalibrationRounds,
@@ -22,7 +22,8 @@ from hf_dspark.maths.calibration import (
     fit_temperatures,
     measure_calibration,
 )
-from hf_dspark.maths.costs import Load
+from hf_dspark.maths.costs import Load, load_cost
+from hf_dspark.maths.policies import GlobalScheduler
 from hf_dspark.provenance import provenance
 
 CONCURRENCY = (1, 4, 16, 64)

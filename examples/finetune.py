@@ -18,15 +18,8 @@ from muon import MuonWithAdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dspark import (
-    DSparkDraftModel,
-    DSparkTrainer,
-    DSparkTrainingArguments,
-    calibrate,
-    compare_domains,
-    measure_domains,
-    regenerate,
-)
+from hf_dspark import DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments, calibrate, regenerate
+from hf_dspark.evaluation.evaluate import compare_domains, measure_domains
 from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent / "gsm8k_pair"

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dspark
-from hf_dspark import DSparkDraftModel, ForwardCost, FullBlock, LinearCost, PrefixScheduler, load_cost
+from hf_dspark import DSparkDraftModel, FullBlock, PrefixScheduler
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile
+from hf_dspark.maths.costs import ForwardCost, LinearCost, load_cost
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 TABLES = sorted((Path(hf_dspark.__file__).parent / "tables").glob("*.json"))

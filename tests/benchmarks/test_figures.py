@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dspark import ConfidenceThreshold, Load
+from hf_dspark import ConfidenceThreshold
 from hf_dspark.cli.main import main
 from hf_dspark.evaluation.evaluate import evaluate
 from hf_dspark.evaluation.measurements import (
@@ -36,6 +36,7 @@ from hf_dspark.evaluation.plots import (
     save_figure,
 )
 from hf_dspark.evaluation.report import report
+from hf_dspark.maths.costs import Load
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = [(3, 3, [0.9, 0.8, 0.7]), (3, 1, [0.9, 0.4, 0.9]), (2, 0, [0.3, 0.6, 0.9]), (3, 2, [0.8, 0.7, 0.2])]

@@ -15,8 +15,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_dspark import FullBlock, Policy, SlotCache, decode_with
-from hf_dspark.decoding import hook as generate_hook
+from hf_dspark import FullBlock, Policy, decode_with
+from hf_dspark.decoding import install
+from hf_dspark.models.slot_cache import SlotCache
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 EOS = 62
@@ -462,9 +463,9 @@ def test_decode_with_is_the_same_without_the_wraps(pair, prompts, monkeypatch):
     target, draft = pair
     batch = padded(prompts)
     expected = target.generate(**batch, assistant_model=draft, **GREEDY)
-    for name in generate_hook.WRAPPED_PARAMETERS:
-        method = getattr(generate_hook.GenerationMixin, name)
-        monkeypatch.setattr(generate_hook.GenerationMixin, name, getattr(method, "__wrapped__", method))
+    for name in install.WRAPPED_PARAMETERS:
+        method = getattr(install.GenerationMixin, name)
+        monkeypatch.setattr(install.GenerationMixin, name, getattr(method, "__wrapped__", method))
     assert target.generate(**batch, custom_generate=decode_with(draft), **GREEDY).tolist() == expected.tolist()
 
 

@@ -35,6 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_dspark import ConfidenceThreshold, DSparkConfig, DSparkDraftModel
 from hf_dspark.decoding import call as generation
 from hf_dspark.decoding import hook as generate_hook
+from hf_dspark.decoding import install
 
 EOS = 62
 
@@ -515,13 +516,13 @@ def test_encoder_decoder_target_is_refused(pair):
 def test_wrapped_methods_have_the_parameters_that_are_used():
     import inspect
 
-    for name, parameters in generate_hook.WRAPPED_PARAMETERS.items():
+    for name, parameters in install.WRAPPED_PARAMETERS.items():
         assert set(parameters) <= set(inspect.signature(getattr(GenerationMixin, name)).parameters)
 
 
 def test_installing_twice_wraps_once():
     before = GenerationMixin._assisted_decoding
-    generate_hook.install()
+    install.install()
     assert GenerationMixin._assisted_decoding is before
 
 

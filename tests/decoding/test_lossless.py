@@ -22,9 +22,7 @@ from hf_dspark import (
     ConfidenceThreshold,
     DSparkConfig,
     DSparkDraftModel,
-    EarlyStopScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     PrefixScheduler,
     SLOLimit,
@@ -34,6 +32,7 @@ from hf_dspark.decoding.drafter import ProcessedSampler
 from hf_dspark.decoding.processing import BlockProcessor
 from hf_dspark.decoding.request import Request, StopRule
 from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.maths.policies import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture

@@ -16,11 +16,12 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from hf_dspark import EliminationScheduler, FullBlock, GlobalScheduler, PrefixScheduler
+from hf_dspark import FullBlock, PrefixScheduler
 from hf_dspark.decoding import drafter as candidate_generator
 from hf_dspark.decoding.call import Call, make_loop, make_request, read_prompt
 from hf_dspark.maths import sampling
 from hf_dspark.maths.costs import ThroughputTable
+from hf_dspark.maths.policies import EliminationScheduler, GlobalScheduler
 from hf_dspark.models.slot_cache import SlotCache
 from tests.decoding.test_lossless import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
 

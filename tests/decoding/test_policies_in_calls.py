@@ -12,9 +12,7 @@ from hf_dspark import (
     ConfidenceThreshold,
     DSparkConfig,
     DSparkDraftModel,
-    EliminationScheduler,
     FullBlock,
-    GlobalScheduler,
     LaggedScheduler,
     Policy,
     PrefixScheduler,
@@ -23,6 +21,7 @@ from hf_dspark import (
 )
 from hf_dspark.decoding import hook as generate_hook
 from hf_dspark.maths.costs import ForwardCost, LinearCost
+from hf_dspark.maths.policies import EliminationScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture

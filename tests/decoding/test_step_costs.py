@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from hf_dspark import AdaptiveDrafting, PrefixScheduler, load_cost, profile_throughput
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, profile_throughput
 from hf_dspark.decoding import step_costs as profiling
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile, find_cost, known_profiles
-from hf_dspark.maths.costs import ThroughputTable
+from hf_dspark.maths.costs import ThroughputTable, load_cost
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,15 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GenerationConfig
 
-from hf_dspark import (
+from hf_dspark import ConfidenceThreshold, RoundStatistics, evaluate
+from hf_dspark.evaluation import run as evaluation_run
+from hf_dspark.evaluation.evaluate import (
     AcceptanceReport,
-    ConfidenceThreshold,
-    RoundStatistics,
     compare_domains,
-    evaluate,
     measure_acceptance,
     measure_domains,
     tokens_per_pass,
 )
-from hf_dspark.evaluation import run as evaluation_run
 from hf_dspark.evaluation.metrics import TurnRecord
 from hf_dspark.evaluation.results import read_results
 from hf_dspark.evaluation.timed_decoding import timed_call

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 from transformers.utils import logging
 
 import hf_dspark
-from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel, SlotCache
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.auto import load_draft
+from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.training.shards import read_index
 from hf_dspark.training.trainer import DSparkTrainer
 
@@ -180,7 +181,7 @@ def test_arguments_that_change_nothing_are_accepted(folder):
     "load",
     [
         DSparkConfig.from_pretrained, AutoConfig.from_pretrained, DSparkDraftModel.from_pretrained,
-        AutoModel.from_pretrained, AutoModelForCausalLM.from_pretrained,
+        AutoModel.from_pretrained,
     ],
 )  # fmt: skip
 def test_code_in_a_checkpoint_does_not_run_without_the_flag(folder, tmp_path, load):

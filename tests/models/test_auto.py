@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from hf_dspark import calibrate, evaluate, generate_many, measure_acceptance, profile_throughput
+from hf_dspark import calibrate, evaluate, generate_many, profile_throughput
+from hf_dspark.evaluation.evaluate import measure_acceptance
 from hf_dspark.models.auto import is_draft, require_pair
 
 TAKING_A_PAIR = {

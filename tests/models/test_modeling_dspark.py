@@ -691,10 +691,12 @@ def test_deepspec_checkpoint_saved_as_ours_loads_back_identical(golden, tmp_path
 def test_auto_classes_load_a_saved_draft(draft, tmp_path):
     draft.save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), DSparkConfig)
-    for auto_class in (AutoModel, AutoModelForCausalLM):
-        loaded = auto_class.from_pretrained(tmp_path)
-        assert isinstance(loaded, DSparkDraftModel)
-        assert torch.equal(loaded.fc.weight, draft.fc.weight)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert isinstance(loaded, DSparkDraftModel)
+    assert torch.equal(loaded.fc.weight, draft.fc.weight)
+    assert isinstance(AutoModel.from_config(loaded.config), DSparkDraftModel)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):  # it cannot generate
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_from_pretrained_loads_in_the_dtype_asked_for(draft, tmp_path):

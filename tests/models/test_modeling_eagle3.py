@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoModelForCausalLM,
     Gemma2Config,
     LogitsProcessorList,
     PreTrainedModel,
@@ -26,7 +25,6 @@ from hf_dspark import (
     Eagle3Config,
     Eagle3DraftModel,
     FullBlock,
-    collect_rounds,
     decode_with,
     generate_many,
     profile_throughput,
@@ -34,6 +32,7 @@ from hf_dspark import (
 from hf_dspark.decoding import drafter as generator_module
 from hf_dspark.decoding.drafter import DSparkCandidateGenerator
 from hf_dspark.decoding.step_costs import Machine
+from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.maths.losses import LossWeights
 from hf_dspark.maths.policies import Policy
 from hf_dspark.maths.sampling import DraftBlock, greedy_sampler
@@ -515,7 +514,7 @@ def test_checkpoint_survives_saving_and_loading(draft, target, tmp_path):
     draft.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert not [name for name in saved if "embed_tokens" in name or "lm_head" in name]
-    for auto in (Eagle3DraftModel, AutoModel, AutoModelForCausalLM):
+    for auto in (Eagle3DraftModel, AutoModel):
         loaded = auto.from_pretrained(tmp_path)
         assert type(loaded) is Eagle3DraftModel
         assert loaded.config.to_diff_dict() == draft.config.to_diff_dict()

@@ -14,9 +14,9 @@ from safetensors.torch import load
 from transformers.dynamic_module_utils import get_imports
 
 import hf_dspark
-from hf_dspark import DSparkDraftModel, Eagle3DraftModel, save_repository, write_card, write_remote_code
+from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.sharing.convert import convert_checkpoint
-from hf_dspark.sharing.hub import load_draft, upload_repository
+from hf_dspark.sharing.hub import load_draft, save_repository, upload_repository, write_card, write_remote_code
 from tests.sharing.loopback_hub import TOKEN, LoopbackHub
 
 pytestmark = pytest.mark.xdist_group("hub")  # one server, one publication

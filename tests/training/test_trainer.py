@@ -28,12 +28,12 @@ from hf_dspark import (
     DSparkTrainingArguments,
     Eagle3Config,
     Eagle3DraftModel,
-    FeatureCache,
     cache_features,
 )
 from hf_dspark.maths.calibration import expected_calibration_error
 from hf_dspark.maths.losses import LossWeights, expected_tau
 from hf_dspark.training.blocks import label_hidden, target_states
+from hf_dspark.training.feature_cache import FeatureCache
 
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(Path(hf_dspark.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),

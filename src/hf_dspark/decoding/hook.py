@@ -1,12 +1,11 @@
-"""The import-time wraps that make `target.generate(..., assistant_model=draft)` reach DSpark.
+"""The wraps that make `target.generate(..., assistant_model=draft)` reach DSpark; `install` puts them in place.
 
-The only file that names private transformers generation API. Every call without a DSpark draft passes straight
+Together they alone name private transformers generation API. Every call without a DSpark draft passes straight
 through.
 """
 
 import copy
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import CandidateGenerator, GenerationMixin, GenerationMode
+from transformers.generation import CandidateGenerator, GenerationMode
 
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models.auto import is_draft, require_draft
@@ -38,19 +37,6 @@ from .call import Call, copy_of, generate_together, needs_padding
 from .drafter import DSparkCandidateGenerator
 from .step_costs import find_cost
 
-# What each wrapped method must accept; a test checks it on every supported version.
-WRAPPED_PARAMETERS = {
-    "_prepare_generation_config": ("generation_config",),
-    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_get_candidate_generator": ("generation_config", "assistant_model"),
-    "_assisted_decoding": (
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "assistant_model",
-    ),
-}
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens")
 # Built-in processors that keep state between calls: drafting would advance it.
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
@@ -59,27 +45,6 @@ INPUTS_EMBEDS_SINCE = parse("5.23.0")
 EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
-
-
-def install() -> None:
-    """Wrap the four methods of `GenerationMixin`. Does nothing the second time.
-
-    Raises:
-        ImportError: If this transformers version lacks a method or a parameter.
-    """
-    for name, parameters in WRAPPED_PARAMETERS.items():
-        method = getattr(GenerationMixin, name, None)
-        if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
-            raise ImportError(
-                f"hf_dspark cannot plug into generate() of transformers {transformers.__version__}: "
-                f"GenerationMixin.{name}{parameters} is not there. Supported: transformers>=5.17,<6."
-            )
-    if not hasattr(GenerationMixin._assisted_decoding, "_hf_dspark_wrapped"):
-        GenerationMixin._prepare_generation_config = _wrap_prepare(GenerationMixin._prepare_generation_config)
-        GenerationMixin._validate_generation_mode = _wrap_validate(GenerationMixin._validate_generation_mode)
-        GenerationMixin._get_candidate_generator = _wrap_get_generator(GenerationMixin._get_candidate_generator)
-        GenerationMixin._assisted_decoding = _wrap_decoding(GenerationMixin._assisted_decoding)
-        GenerationMixin._assisted_decoding._hf_dspark_wrapped = True
 
 
 def _wrap_prepare(original):
@@ -176,6 +141,14 @@ def _wrap_decoding(original):
             _active_generator.reset(token)
 
     return assisted_decoding
+
+
+WRAPS = {
+    "_prepare_generation_config": _wrap_prepare,
+    "_validate_generation_mode": _wrap_validate,
+    "_get_candidate_generator": _wrap_get_generator,
+    "_assisted_decoding": _wrap_decoding,
+}
 
 
 def decode_with(draft: PreTrainedModel) -> Callable:

@@ -11,9 +11,10 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +96,6 @@ class DraftModel(PreTrainedModel):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    # How drafts are published is known to the edges, which models do not import: the package puts its `hub` here.
-    sharing: ClassVar[ModuleType | None] = None
     # DeepSpec stores copies of the target's tensors; the target's own are used. speculators' t2d says what d2t says.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$", r"^t2d$"]
 
@@ -181,6 +180,11 @@ class DraftModel(PreTrainedModel):
             raise _misfit(name, "; ".join(f"{fault}: {listed(keys)}" for fault, keys in faults.items() if keys))
         return list(expected)
 
+    @property
+    def sharing(self) -> ModuleType:
+        """How drafts are published: by a floor above this one, imported when it is used."""
+        return import_module("hf_dspark.sharing.hub")
+
     def push_to_hub(self, repo_id: str, results: Iterable[str | Path] = (), **kwargs: Any) -> str:
         """Publish the draft with its model card, and with the code that lets transformers alone decode with it.
 
@@ -197,11 +201,6 @@ class DraftModel(PreTrainedModel):
             ValueError: If a result belongs to another draft or target; nothing was uploaded.
             OSError: If the upload failed.
         """
-        if self.sharing is None:
-            raise ValueError(
-                "this draft came with the code of its repository, which cannot publish: install hf_dspark, load the "
-                "draft with it, and push that"
-            )
         return self.sharing.push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:

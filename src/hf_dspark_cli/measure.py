@@ -1,0 +1,267 @@
+"""`hf-dspark eval`, `calibrate`, `profile` and `check`: measurements, and the result files that cards are made of."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file
+from hf_dspark.decoding.many import generate_many
+from hf_dspark.decoding.step_costs import cache_folder, profile_throughput
+from hf_dspark.evaluation.calibrate import calibrate
+from hf_dspark.evaluation.evaluate import ALL, evaluate
+from hf_dspark.evaluation.results import (
+    WHOLE_BLOCK,
+    describe_draft,
+    describe_policy,
+    describe_sampling,
+    describe_target,
+    read_results,
+    regime_of,
+    write_result,
+)
+from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.formats.files import read_config
+from hf_dspark.formats.tables import OURS
+from hf_dspark.maths.costs import save_cost
+from hf_dspark.sharing.convert import detect_format
+from hf_dspark.sharing.hub import RESULTS_FOLDER
+from hf_dspark.targets.check import check_target
+
+from . import Console
+from .models import (
+    Models,
+    all_token_ids,
+    choose_policy,
+    generate_kwargs,
+    is_sampled,
+    load_models,
+    load_target,
+    thinking_of,
+)
+
+
+def run_eval(options: Namespace, console: Console) -> bool:
+    """Measure how much of its drafts the target accepts, and how fast that is."""
+    baseline = None if options.baseline is None else _read_baseline(options.baseline)
+    files = {name: read_prompt_file(path, options.num_prompts) for name, path in options.prompts.items()}
+    for file in files.values():
+        for fault in file.faults:
+            console.note(f"skipped {fault}")
+    models = load_models(options, console)
+    policy = None if models.draft is None else choose_policy(options.policy or "full", models)
+    kwargs = generate_kwargs(options, models.target)
+    if baseline is not None:
+        sampling = describe_sampling(kwargs, models.target, options.seed)
+        _require_same_way(baseline, files, describe_target(models.target), sampling, describe_policy(policy))
+    evaluation = evaluate(
+        models.target,
+        models.draft,
+        files,
+        models.tokenizer,
+        options.result_file,
+        policy,
+        batch_size=options.batch_size,
+        compare_plain=options.compare,
+        progress=console.progress,
+        seed=options.seed,
+        chat_template=not options.no_chat_template,
+        enable_thinking=thinking_of(options),
+        **kwargs,
+    )
+    console.show(evaluation.table())
+    result = evaluation.to_dict()
+    if baseline is not None:
+        console.show(f"\n{_comparison(_tasks_of(baseline), _tasks_of(result))}")
+    malformed = {(name, fault.line) for name, file in files.items() for fault in file.faults}
+    unanswered = [part for part in evaluation.failed if (part.task, part.line) not in malformed]
+    for part in unanswered:
+        console.note(f"{part.task} line {part.line} failed: {part.error}")
+    console.note(f"the result is in {options.result_file}")
+    console.document(result | {"skipped_lines": [str(fault) for file in files.values() for fault in file.faults]})
+    return not unanswered
+
+
+def _read_baseline(path: str) -> dict[str, Any]:
+    (result,) = read_results([path]) if Path(path).is_file() else (None,)
+    if result is None or not result["draft"] or not _tasks_of(result):
+        raise ValueError(f"--baseline {path} is no result of hf-dspark eval with a draft")
+    return result
+
+
+def _tasks_of(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found = result.get("tasks") or result.get("domains") or {}
+    return {name: part for name, part in found.items() if name != ALL}
+
+
+def _require_same_way(
+    baseline: Mapping[str, Any],
+    files: Mapping[str, PromptFile],
+    target: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    policy: str,
+) -> None:
+    """Refuse a comparison in which not only the draft differs."""
+    then = {
+        "target": baseline["target"]["name"],
+        "dtype of the target": baseline["target"].get("dtype"),
+        "way of decoding": regime_of(baseline["sampling"]),
+        "max_new_tokens": baseline["sampling"].get("max_new_tokens"),
+        "policy": baseline.get("policy") or WHOLE_BLOCK,
+        "set of tasks": sorted(_tasks_of(baseline)),
+    }
+    now = {
+        "target": target["name"],
+        "dtype of the target": target["dtype"],
+        "way of decoding": regime_of(sampling),
+        "max_new_tokens": sampling["max_new_tokens"],
+        "policy": policy,
+        "set of tasks": sorted(files),
+    }
+    incomplete = {part["task"] for part in baseline.get("failed", ())}  # their counts are not those of the files
+    for name, part in _tasks_of(baseline).items():
+        if name in files and name not in incomplete and not files[name].faults:
+            then[f"number of prompts of {name}"] = part["prompts"]
+            now[f"number of prompts of {name}"] = len(files[name].prompts)
+    for what, before in then.items():
+        if before not in (None, now[what]):
+            raise ValueError(
+                f"--baseline has another {what}, {before}, than this run, {now[what]}: decode the same way, or leave "
+                "it out"
+            )
+
+
+def _comparison(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a Markdown table of tau, and of acceptance at the first and the last position, before and after."""
+    rows = []
+    for name, old in before.items():
+        new = after[name]
+        rates = [f"{number(old['acceptance'][at])} → {number(new['acceptance'][at])}" for at in (0, -1)]
+        rows.append([name, number(old["tau"]), number(new["tau"]), f"{new['tau'] / old['tau'] - 1:+.0%}", *rates])
+    return markdown_table(["task", "tau before", "tau after", "change", "position 1", "last position"], rows)
+
+
+def run_calibrate(options: Namespace, console: Console) -> bool:
+    """Fit the draft's confidences, and keep the temperatures in its config."""
+    folder = _folder_to_calibrate(options)
+    read = read_prompt_file(options.prompts_file, options.num_prompts)
+    for fault in read.faults:
+        console.note(f"skipped {fault}")
+    models = load_models(options, console)
+    kwargs = generate_kwargs(options, models.target)
+    torch.manual_seed(options.seed)
+    prompts = all_token_ids(_turns(read.prompts, models, options, kwargs), models, options)
+    domain = options.domain or ("sampled" if is_sampled(kwargs, models.target) else "greedy")
+    report = calibrate(
+        models.target,
+        models.draft,
+        prompts,
+        models.tokenizer,
+        domain,
+        output_file=options.rounds_file,
+        seed=options.seed,
+        progress=console.progress,
+        **kwargs,
+    )
+    result_file = options.result_file or folder / RESULTS_FOLDER / f"calibration-{domain.replace('/', '-')}.json"
+    result = write_result(
+        result_file,
+        "calibration",
+        describe_target(models.target),
+        describe_draft(models.draft) | {"name": folder.name},
+        domain=domain,
+        num_prompts=len(prompts),
+        sampling=describe_sampling(kwargs, models.target, options.seed),
+        ece_before=[part.ece for part in report.before],
+        ece_after=[part.ece for part in report.after],
+        auc=report.auc,
+        num_rounds=report.scaling.num_samples,
+        temperatures=list(report.scaling.temperatures),
+        raw=[asdict(part) for part in report.before],
+        calibrated=[asdict(part) for part in report.after],
+    )
+    if options.output_dir is None:
+        config = type(models.draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
+        config.sts_temperatures = models.draft.config.sts_temperatures
+        config.save_pretrained(folder)
+    else:
+        models.draft.save_pretrained(folder)
+    rows = zip(report.scaling.temperatures, report.before, report.after, strict=True)
+    console.show(
+        markdown_table(
+            [f"{domain}: position", "temperature", "ECE raw", "ECE calibrated"],
+            [[raw.position, f"{t:.2f}", f"{raw.ece:.1%}", f"{calibrated.ece:.1%}"] for t, raw, calibrated in rows],
+        )
+    )
+    console.note(f"the temperatures are in {folder / 'config.json'}, the result is in {result_file}")
+    console.document(result | {"skipped_lines": [str(fault) for fault in read.faults]})
+    return True
+
+
+def _folder_to_calibrate(options: Namespace) -> Path:
+    """Return where the calibrated draft goes, before anything is decoded."""
+    if options.output_dir is not None:
+        return Path(options.output_dir)
+    folder = Path(options.draft)
+    if not folder.is_dir():
+        raise ValueError(f"--draft {folder} is on the Hub: name the folder of the calibrated draft with --output_dir")
+    found = detect_format(read_config(folder))
+    if found != OURS:
+        raise ValueError(
+            f"--draft {folder} is in the format {found}, whose config.json has no place for temperatures: name the "
+            "folder of the calibrated draft with --output_dir"
+        )
+    return folder
+
+
+def _turns(prompts: list[Prompt], models: Models, options: Namespace, kwargs: dict[str, Any]) -> list[Prompt]:
+    """Return one prompt per turn; the target answers the earlier ones."""
+
+    def answer(some: list[Prompt]) -> list[str]:
+        ids = all_token_ids(some, models, options)
+        texts = {}
+        for done in generate_many(models.target, models.draft, ids, models.tokenizer, progress=False, **kwargs):
+            if done.error is not None:
+                raise done.error
+            texts[done.index] = done.text
+        return [texts[index] for index in sorted(texts)]
+
+    return expand_turns([as_chat(prompt, models.tokenizer, options.no_chat_template) for prompt in prompts], answer)
+
+
+def run_profile(options: Namespace, console: Console) -> bool:
+    """Measure what drafting and verifying cost on this machine."""
+    models = load_models(options, console)
+    profile = profile_throughput(
+        models.target,
+        models.draft,
+        options.batch_sizes,
+        options.context_lengths,
+        options.repetitions,
+        progress=console.progress,
+        cache=not options.no_cache,
+    )
+    places = [] if options.no_cache else [str(cache_folder() / f"{profile.machine.key}.json")]
+    if options.output_file is not None:
+        if options.format == "hf_dspark":
+            profile.save(options.output_file)
+        else:
+            save_cost(profile.table, options.output_file)
+        places.append(options.output_file)
+    table = profile.table.to_sglang()
+    rows = zip(table["sample_batch_tokens"], table["sample_steps_per_sec"], strict=True)
+    console.show(markdown_table(["verified tokens", "steps per second"], [[n, f"{rate:.1f}"] for n, rate in rows]))
+    console.note(f"the table is in {' and '.join(places)}")
+    console.document({"table": table, "fit": profile.fit, "machine": asdict(profile.machine), "files": places})
+    return True
+
+
+def run_check(options: Namespace, console: Console) -> bool:
+    """Check that a target decodes rows together as it decodes each alone."""
+    difference = check_target(load_target(options).target)
+    console.show(f"rows decoded together say the same: logits differ by {difference:.1e} of the largest one at most")
+    console.document({"target": options.target, "difference": difference})
+    return True
