@@ -3,18 +3,18 @@
 import os
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
 from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file
-from hf_dspark.decoding.drafter import RoundStatistics
-from hf_dspark.decoding.many import generate_many
+from hf_dspark.decoding.many import Completion, generate_many
 from hf_dspark.decoding.regenerate import RegenerationReport, regenerate, regenerate_with_endpoint
 from hf_dspark.evaluation.results import describe_policy, describe_sampling
-from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
+from hf_dspark.evaluation.timed_decoding import timed_call
 
 from . import Console
 from .models import (
@@ -25,56 +25,46 @@ from .models import (
     is_sampled,
     load_models,
     load_tokenizer,
-    thinking_of,
+    note_faults,
 )
-
-
-@dataclass
-class Answers:
-    """Answers, and what making them took."""
-
-    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    rounds: RoundStatistics = field(default_factory=RoundStatistics)
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
-    num_plain_tokens: int = 0
-    num_identical: int = 0
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
     """Answer prompts with a draft."""
     read = _given_prompts(options)
-    for fault in read.faults:
-        console.note(f"skipped {fault}")
+    faults = note_faults(console, read)
     models = load_models(options, console)
     prompts = all_token_ids(read.prompts, models, options)
     models.draft.policy = choose_policy(options.policy, models)
     kwargs = generate_kwargs(options, models.target)
-    answer = _answer_each if options.compare or len(prompts) == 1 else _answer_together
-    done = answer(options, console, models, prompts, kwargs)
-    num_tokens = sum(len(part["token_ids"]) for part in done.answers.values())
+    answers = {}
+    for done in _completions(prompts, models, options, console, kwargs):
+        ids = done.token_ids.tolist()
+        text = models.tokenizer.decode(ids, skip_special_tokens=True)
+        answers[done.index] = {"index": done.index, "text": text, "token_ids": ids}
+        if done.error is not None:
+            answers[done.index]["error"] = text = " ".join(str(done.error).split()) or type(done.error).__name__
+        if len(prompts) > 1:
+            console.show(f"=== prompt {done.index + 1} of {len(prompts)}")
+            console.show(text if done.error is None else f"(failed: {text})")
+    rounds = models.draft.last_stats
+    num_tokens = sum(len(answer["token_ids"]) for answer in answers.values())
     document = {
-        "answers": [done.answers[index] for index in sorted(done.answers)],
-        "tokens": num_tokens,
-        "seconds": done.seconds,
-        "tokens_per_second": num_tokens / done.seconds if done.seconds else None,
-        "rounds": done.rounds.rounds,
-        "tau": done.rounds.tau if done.rounds.rounds else None,
+        "answers": [answers[index] for index in sorted(answers)],
+        **_times(num_tokens, rounds.prefill_seconds + rounds.total_seconds),
+        "rounds": rounds.rounds,
+        "tau": rounds.tau if rounds.rounds else None,
         "sampling": describe_sampling(kwargs, models.target, options.seed),
         "policy": describe_policy(models.draft.policy),
-        "skipped_lines": [str(fault) for fault in read.faults],
+        "skipped_lines": faults,
     }
-    console.note(f"{num_tokens} tokens in {done.seconds:.2f} s ({num_tokens / max(done.seconds, 1e-9):.0f} tokens/s)")
-    if done.rounds.rounds:
-        console.note(f"{done.rounds.rounds} rounds of {done.rounds.tau:.2f} tokens")
+    console.note("{tokens} tokens in {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**document))
+    if rounds.rounds:
+        console.note(f"{rounds.rounds} rounds of {rounds.tau:.2f} tokens")
     if options.compare:
-        rate, same = done.num_plain_tokens / done.plain_seconds, done.num_identical
-        same = None if is_sampled(kwargs, models.target) else same
-        document["plain"] = {"seconds": done.plain_seconds, "tokens_per_second": rate, "identical_answers": same}
-        identical = "" if same is None else f"; the same tokens in {same} of {len(prompts)} answers"
-        console.note(f"without the draft: {done.plain_seconds:.2f} s ({rate:.0f} tokens/s){identical}")
+        document["plain"] = _compare(prompts, answers, models, options, console, kwargs)
     console.document(document)
-    return not any("error" in part for part in done.answers.values())
+    return not any("error" in answer for answer in answers.values())
 
 
 def _given_prompts(options: Namespace) -> PromptFile:
@@ -86,51 +76,47 @@ def _given_prompts(options: Namespace) -> PromptFile:
     return PromptFile("the command line", [Prompt(word) for word in words], [])
 
 
-def _answer_each(
-    options: Namespace, console: Console, models: Models, prompts: list[list[int]], kwargs: dict[str, Any]
-) -> Answers:
-    """Answer one prompt after the other, also without the draft to compare; a single answer is shown as it grows."""
-    done, streamer = Answers(), None
-    if len(prompts) == 1 and not console.json:
-        streamer = _Streamer(models.tokenizer, console)
-
-    def call(index: int, draft: Any, **more: Any) -> TimedCall:
-        return timed_call(models.target, [prompts[index]], options.seed + index, draft, **(kwargs | more))
-
-    if options.compare:  # one-time costs are not timed
-        for draft in (None, models.draft):
-            call(0, draft, max_new_tokens=min(8, options.max_new_tokens))
-    for index in range(len(prompts)):
-        drafted = call(index, models.draft, streamer=streamer)
-        done.seconds += drafted.seconds
-        done.rounds = RoundStatistics.joined([done.rounds, drafted.statistics])
-        done.answers[index] = _described(index, drafted.token_ids[0], models)
-        if streamer is None:
-            _show(console, done.answers[index], len(prompts))
-        if options.compare:
-            plain = call(index, None)
-            done.plain_seconds += plain.seconds
-            done.num_plain_tokens += len(plain.token_ids[0])
-            done.num_identical += plain.token_ids == drafted.token_ids
-    return done
+def _completions(
+    prompts: list[list[int]], models: Models, options: Namespace, console: Console, kwargs: dict[str, Any]
+) -> Iterator[Completion]:
+    """Yield answers as they finish; a single one is shown while it grows."""
+    target, draft, batch_size = models.target, models.draft, options.batch_size
+    if options.compare:  # one by one, as plain decoding will be; and one-time costs are not timed
+        batch_size, few = 1, {"max_new_tokens": min(8, options.max_new_tokens)}
+        timed_call(target, prompts[:1], **(kwargs | few))
+        timed_call(target, prompts[:1], draft=draft, **(kwargs | few))
+    if len(prompts) == 1:
+        streamer = None if console.json else _Streamer(models.tokenizer, console)
+        call = timed_call(target, prompts, options.seed, draft, streamer=streamer, **kwargs)
+        yield Completion(0, prompts[0], torch.tensor(call.token_ids[0]))
+    else:
+        torch.manual_seed(options.seed)
+        yield from generate_many(target, draft, prompts, models.tokenizer, batch_size, console.progress, **kwargs)
 
 
-def _answer_together(
-    options: Namespace, console: Console, models: Models, prompts: list[list[int]], kwargs: dict[str, Any]
-) -> Answers:
-    """Keep a batch full; answers are shown as they finish, and one that fails, fails alone."""
-    torch.manual_seed(options.seed)
-    done = Answers()
-    for part in generate_many(
-        models.target, models.draft, prompts, models.tokenizer, options.batch_size, console.progress, **kwargs
-    ):
-        answer = done.answers[part.index] = _described(part.index, part.token_ids.tolist(), models)
-        if part.error is not None:
-            answer["error"] = " ".join(str(part.error).split()) or type(part.error).__name__
-        _show(console, answer, len(prompts))
-    done.rounds = models.draft.last_stats
-    done.seconds = done.rounds.prefill_seconds + done.rounds.total_seconds
-    return done
+def _compare(
+    prompts: list[list[int]],
+    answers: dict[int, dict[str, Any]],
+    models: Models,
+    options: Namespace,
+    console: Console,
+    kwargs: dict[str, Any],
+) -> dict[str, Any]:
+    """Decode the answered prompts without the draft, too."""
+    answered = [index for index in sorted(answers) if "error" not in answers[index]]
+    calls = {index: timed_call(models.target, [prompts[index]], options.seed, **kwargs) for index in answered}
+    num_tokens = sum(len(call.token_ids[0]) for call in calls.values())
+    plain = _times(num_tokens, sum(call.seconds for call in calls.values()))
+    same = sum(call.token_ids[0] == answers[index]["token_ids"] for index, call in calls.items())
+    console.note("without the draft: {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**plain))
+    if is_sampled(kwargs, models.target):
+        return plain | {"identical_answers": None}
+    console.note(f"the same tokens in {same} of {len(prompts)} answers")
+    return plain | {"identical_answers": same}
+
+
+def _times(num_tokens: int, seconds: float) -> dict[str, Any]:
+    return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / max(seconds, 1e-9)}
 
 
 class _Streamer(TextStreamer):
@@ -144,28 +130,16 @@ class _Streamer(TextStreamer):
         print(text, file=self._output, end="\n" if stream_end else "", flush=True)
 
 
-def _described(index: int, ids: list[int], models: Models) -> dict[str, Any]:
-    return {"index": index, "text": models.tokenizer.decode(ids, skip_special_tokens=True), "token_ids": ids}
-
-
-def _show(console: Console, answer: dict[str, Any], num_prompts: int) -> None:
-    if num_prompts > 1:
-        console.show(f"=== prompt {answer['index'] + 1} of {num_prompts}")
-    console.show(f"(failed: {answer['error']})" if "error" in answer else answer["text"])
-
-
 def run_regenerate(options: Namespace, console: Console) -> bool:
     """Let the target answer prompts, for training a draft on."""
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
-    for fault in read.faults:
-        console.note(f"skipped {fault}")
+    faults = note_faults(console, read)
     report = (_by_endpoint if options.endpoint else _in_process)(read.prompts, options, console)
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"
     )
-    skipped = [str(fault) for fault in read.faults]
-    console.document(asdict(report) | {"output_file": str(report.output_file), "skipped_lines": skipped})
+    console.document(asdict(report) | {"output_file": str(report.output_file), "skipped_lines": faults})
     return report.num_failed == 0
 
 
@@ -179,7 +153,7 @@ def _in_process(prompts: list[Prompt], options: Namespace, console: Console) -> 
         models.draft,
         num_samples=options.num_samples,
         batch_size=options.batch_size,
-        enable_thinking=thinking_of(options),
+        enable_thinking=options.enable_thinking,
         seed=options.seed,
         progress=console.progress,
         **generate_kwargs(options, models.target),
@@ -203,7 +177,7 @@ def _by_endpoint(prompts: list[Prompt], options: Namespace, console: Console) ->
         top_p=options.top_p,
         concurrency=options.concurrency,
         api_key=api_key,
-        enable_thinking=thinking_of(options),
+        enable_thinking=options.enable_thinking,
         seed=options.seed,
         timeout=options.timeout,
         progress=console.progress,

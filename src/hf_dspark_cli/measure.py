@@ -40,7 +40,7 @@ from .models import (
     is_sampled,
     load_models,
     load_target,
-    thinking_of,
+    note_faults,
 )
 
 
@@ -48,15 +48,15 @@ def run_eval(options: Namespace, console: Console) -> bool:
     """Measure how much of its drafts the target accepts, and how fast that is."""
     baseline = None if options.baseline is None else _read_baseline(options.baseline)
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in options.prompts.items()}
-    for file in files.values():
-        for fault in file.faults:
-            console.note(f"skipped {fault}")
+    faults = note_faults(console, *files.values())
     models = load_models(options, console)
     policy = None if models.draft is None else choose_policy(options.policy or "full", models)
     kwargs = generate_kwargs(options, models.target)
     if baseline is not None:
         sampling = describe_sampling(kwargs, models.target, options.seed)
-        _require_same_way(baseline, files, describe_target(models.target), sampling, describe_policy(policy))
+        prompts = {name: len(file.prompts) for name, file in files.items()}
+        now = _way(describe_target(models.target), sampling, describe_policy(policy), prompts)
+        _require_same_way(baseline, files, now)
     evaluation = evaluate(
         models.target,
         models.draft,
@@ -69,7 +69,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
         progress=console.progress,
         seed=options.seed,
         chat_template=not options.no_chat_template,
-        enable_thinking=thinking_of(options),
+        enable_thinking=options.enable_thinking,
         **kwargs,
     )
     console.show(evaluation.table())
@@ -81,7 +81,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
     for part in unanswered:
         console.note(f"{part.task} line {part.line} failed: {part.error}")
     console.note(f"the result is in {options.result_file}")
-    console.document(result | {"skipped_lines": [str(fault) for file in files.values() for fault in file.faults]})
+    console.document(result | {"skipped_lines": faults})
     return not unanswered
 
 
@@ -97,36 +97,28 @@ def _tasks_of(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: part for name, part in found.items() if name != ALL}
 
 
-def _require_same_way(
-    baseline: Mapping[str, Any],
-    files: Mapping[str, PromptFile],
-    target: Mapping[str, Any],
-    sampling: Mapping[str, Any],
-    policy: str,
-) -> None:
-    """Refuse a comparison in which not only the draft differs."""
-    then = {
-        "target": baseline["target"]["name"],
-        "dtype of the target": baseline["target"].get("dtype"),
-        "way of decoding": regime_of(baseline["sampling"]),
-        "max_new_tokens": baseline["sampling"].get("max_new_tokens"),
-        "policy": baseline.get("policy") or WHOLE_BLOCK,
-        "set of tasks": sorted(_tasks_of(baseline)),
-    }
-    now = {
+def _way(
+    target: Mapping[str, Any], sampling: Mapping[str, Any], policy: str | None, prompts: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """Return what two results must share, for only the draft to differ."""
+    return {
         "target": target["name"],
-        "dtype of the target": target["dtype"],
+        "dtype of the target": target.get("dtype"),
         "way of decoding": regime_of(sampling),
-        "max_new_tokens": sampling["max_new_tokens"],
-        "policy": policy,
-        "set of tasks": sorted(files),
+        "max_new_tokens": sampling.get("max_new_tokens"),
+        "policy": policy or WHOLE_BLOCK,
+        "set of tasks": sorted(prompts),
+        **{f"number of prompts of {name}": number for name, number in prompts.items()},
     }
+
+
+def _require_same_way(baseline: Mapping[str, Any], files: Mapping[str, PromptFile], now: Mapping[str, Any]) -> None:
+    """Refuse a comparison in which not only the draft differs."""
     incomplete = {part["task"] for part in baseline.get("failed", ())}  # their counts are not those of the files
-    for name, part in _tasks_of(baseline).items():
-        if name in files and name not in incomplete and not files[name].faults:
-            then[f"number of prompts of {name}"] = part["prompts"]
-            now[f"number of prompts of {name}"] = len(files[name].prompts)
-    for what, before in then.items():
+    incomplete |= {name for name, file in files.items() if file.faults}
+    tasks = _tasks_of(baseline)
+    prompts = {name: None if name in incomplete else part["prompts"] for name, part in tasks.items()}
+    for what, before in _way(baseline["target"], baseline["sampling"], baseline.get("policy"), prompts).items():
         if before not in (None, now[what]):
             raise ValueError(
                 f"--baseline has another {what}, {before}, than this run, {now[what]}: decode the same way, or leave "
@@ -148,8 +140,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     """Fit the draft's confidences, and keep the temperatures in its config."""
     folder = _folder_to_calibrate(options)
     read = read_prompt_file(options.prompts_file, options.num_prompts)
-    for fault in read.faults:
-        console.note(f"skipped {fault}")
+    faults = note_faults(console, read)
     models = load_models(options, console)
     kwargs = generate_kwargs(options, models.target)
     torch.manual_seed(options.seed)
@@ -197,7 +188,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
         )
     )
     console.note(f"the temperatures are in {folder / 'config.json'}, the result is in {result_file}")
-    console.document(result | {"skipped_lines": [str(fault) for fault in read.faults]})
+    console.document(result | {"skipped_lines": faults})
     return True
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_dspark.data.prompts import Prompt, as_chat, token_ids
+from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, token_ids
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.decoding.step_costs import find_cost
 from hf_dspark.formats.files import read_config
@@ -96,9 +96,12 @@ def load_tokenizer(options: Namespace) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=options.trust_remote_code)
 
 
-def thinking_of(options: Namespace) -> bool | None:
-    """Return what the chat template is told; `None` for nothing."""
-    return True if options.enable_thinking else False if options.no_thinking else None
+def note_faults(console: Console, *files: PromptFile) -> list[str]:
+    """Name the lines that are left out."""
+    faults = [str(fault) for file in files for fault in file.faults]
+    for fault in faults:
+        console.note(f"skipped {fault}")
+    return faults
 
 
 def all_token_ids(prompts: Iterable[Prompt], models: Models, options: Namespace) -> list[list[int]]:
@@ -108,7 +111,7 @@ def all_token_ids(prompts: Iterable[Prompt], models: Models, options: Namespace)
         ValueError: If one needs a chat template and there is none, or has no tokens.
     """
     read = [as_chat(prompt, models.tokenizer, options.no_chat_template) for prompt in prompts]
-    return [token_ids(prompt, models.tokenizer, thinking_of(options)) for prompt in read]
+    return [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in read]
 
 
 def choose_policy(name: str, models: Models) -> Policy:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NoReturn
 
 PROGRAM = "hf-dspark"
@@ -74,11 +75,11 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('hf_dspark')}")
     commands = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", dest="command", required=True)
     for declare in COMMANDS:
-        text = cleandoc(declare.__doc__)
+        parts = cleandoc(declare.__doc__).split("\n\n")
         command = commands.add_parser(
             declare.__name__.strip("_"),
-            help=text.partition("\n")[0].rstrip("."),
-            description=text,
+            help=parts[0].rstrip("."),
+            description="\n\n".join([*(fill(part, 79) for part in parts[:-1]), parts[-1]]),
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -101,8 +102,8 @@ def _with_underscores(word: str) -> str:
 def generate(parser: ArgumentParser) -> None:
     """Answer prompts with a draft, faster and with the same tokens.
 
-    Prompts are words, lines of a file, or stdin as a whole. Answers go to stdout: a single one while
-    it grows, several as they finish. Times and tokens per round go to stderr.
+    Prompts are words, lines of a file, or stdin. Answers go to stdout, a single one while it grows;
+    times and tokens per round go to stderr.
 
     example: hf-dspark generate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --dtype float32 --temperature 0 --compare $'Question: How much are 4 pens at 3 dollars?\\nAnswer:'
@@ -113,18 +114,15 @@ def generate(parser: ArgumentParser) -> None:
     add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
     add("--compare", action="store_true", help="also decode without the draft; show both times, and equal answers")
-    _add_target(parser)
-    _add_draft(parser)
-    _add_decoding(parser)
+    _add_models(parser)
     parser.set_defaults(module="generate", check=_check_generate, kept="finished answers stand above")
 
 
 def regenerate(parser: ArgumentParser) -> None:
     """Let a target answer prompts itself, to train a draft on.
 
-    The target is in this process, or at an OpenAI-compatible server. Writes one JSON line per answer to
-    --output_file, and what it was made with to FILE.settings.json. The same command goes on where it
-    was interrupted, and tries failed prompts again.
+    Writes one JSON line per answer to --output_file, and what it was made with to FILE.settings.json. The same
+    command goes on where it was interrupted, and tries failed prompts again.
 
     example: hf-dspark regenerate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --prompts_file examples/gsm8k_pair/prompts.jsonl --output_file out/answers.jsonl --temperature 1
@@ -140,9 +138,7 @@ def regenerate(parser: ArgumentParser) -> None:
     add("--concurrency", type=count, default=8, metavar="N", help="requests to the server at a time (%(default)s)")
     add("--api_key_env", metavar="VARIABLE", help="environment variable that holds the server's key")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="that a request may take (%(default)s)")
-    _add_target(parser, required=False)
-    _add_draft(parser, required=False, help="Hub id or folder of a draft, which makes it faster")
-    _add_decoding(parser)
+    _add_models(parser, needs_target=False, without_draft="; slower without one")
     kept = "finished answers are kept: the same command goes on from there"
     parser.set_defaults(module="generate", check=_check_regenerate, kept=kept)
 
@@ -150,10 +146,11 @@ def regenerate(parser: ArgumentParser) -> None:
 def train(parser: ArgumentParser) -> None:
     """Train a draft for a target, or fine-tune one.
 
-    Trains on what the target writes (see regenerate). Writes the draft, its card, checkpoints and
-    results/training.json into --output_dir. On several GPUs: torchrun --nproc_per_node 8 -m hf_dspark train ...
-    All arguments of transformers' Trainer and of DSparkTrainingArguments can be given, such as --learning_rate,
-    --num_train_epochs, --bf16, --num_anchors, --max_length, --packing, --resume_from_checkpoint (a folder, or last).
+    Trains on what the target writes (see regenerate). Writes the draft, its card, checkpoints and results into
+    --output_dir. On several GPUs: torchrun --nproc_per_node 8 -m hf_dspark train ...
+
+    All arguments of DSparkTrainingArguments can be given, and with them those of transformers' Trainer: --num_anchors,
+    --packing, --max_length, --learning_rate, --bf16, --resume_from_checkpoint (a folder, or last), ...
 
     example: hf-dspark train --target Qwen/Qwen3-4B --train_file answers.jsonl --eval_rows 200 --output_dir my-draft
       --bf16 --packing --max_length 4096 --num_anchors 512 --learning_rate 6e-4 --num_train_epochs 6
@@ -179,9 +176,8 @@ def train(parser: ArgumentParser) -> None:
 def calibrate(parser: ArgumentParser) -> None:
     """Fit a draft's confidences, which schedulers rely on.
 
-    Decodes prompts, and fits one temperature per draft position, so that predicted acceptance is true. Do it
-    once with --temperature 0 and once without. Writes the temperatures into the draft's config.json, and a
-    result of the kind calibration.
+    Decodes prompts, and fits one temperature per draft position, so that predicted acceptance is true. Do it once with
+    --temperature 0 and once without. Writes them into the draft's config.json, and a result of the kind calibration.
 
     example: hf-dspark calibrate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --prompts_file examples/gsm8k_pair/prompts.jsonl --temperature 0 --output_dir out/calibrated
@@ -189,13 +185,11 @@ def calibrate(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts_file", type=existing, required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
-    add("--domain", type=domain, metavar="NAME", help="to keep the temperatures under; greedy or sampled unless given")
+    add("--domain", metavar="NAME", help="to keep the temperatures under; greedy or sampled unless given")
     add("--output_dir", type=empty, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
     add("--rounds_file", metavar="FILE", help="where rounds are recorded; the same command goes on from there")
     add("--result_file", metavar="FILE", help="results/calibration-DOMAIN.json in the draft's folder unless given")
-    _add_target(parser)
-    _add_draft(parser)
-    _add_decoding(parser)
+    _add_models(parser)
     parser.set_defaults(module="measure", kept="rounds in --rounds_file are kept: the same command goes on from there")
 
 
@@ -215,16 +209,15 @@ def profile(parser: ArgumentParser) -> None:
     add("--format", choices=("hf_dspark", "sglang"), default="hf_dspark", help="of that file (%(default)s)")
     add("--no_cache", action="store_true", help="do not remember the table for generate() on this machine")
     add("--overwrite", action="store_true", help="replace the file if it exists")
-    _add_target(parser)
-    _add_draft(parser)
+    _add_models(parser, decodes=False)
     parser.set_defaults(module="measure", check=_check_profile)
 
 
 def eval_(parser: ArgumentParser) -> None:
     """Measure how much of its drafts a target accepts, and how fast it decodes.
 
-    Decodes the prompts of one or more tasks, turn by turn. Reports tokens per round (tau), acceptance by position,
-    calibration and speed. Prints a table, and writes a result with every round to --result_file.
+    Decodes the prompts of one or more tasks, turn by turn. Prints tokens per round (tau), acceptance by position,
+    calibration and speed, and writes them with every round to --result_file.
 
     example: hf-dspark eval --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft --temperature 0
       --prompts math=examples/gsm8k_pair/prompts.jsonl --num_prompts 20 --compare --result_file out/math.json
@@ -238,9 +231,7 @@ def eval_(parser: ArgumentParser) -> None:
     add("--result_file", "--output", default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     add("--baseline", type=existing, metavar="FILE", help="result of an earlier eval to compare with")
     add("--overwrite", action="store_true", help="replace the result file if it exists")
-    _add_target(parser)
-    _add_draft(parser, required=False, help="Hub id or folder of the draft; without one, plain decoding is measured")
-    _add_decoding(parser)
+    _add_models(parser, without_draft="; without one, plain decoding is measured")
     kept = "finished turns are kept: the same command goes on from there"
     parser.set_defaults(module="measure", check=_check_eval, kept=kept)
 
@@ -260,7 +251,7 @@ def convert(parser: ArgumentParser) -> None:
     """Write a draft in another project's format, or read one.
 
     DeepSpec's format is also read by vLLM, SGLang and llama.cpp's converter, speculators' by vLLM; transformers'
-    is its own DFlash. What a format cannot hold is refused with the reason. Writes a new folder.
+    is its own DFlash. What a format cannot hold is refused with the reason.
 
     example: hf-dspark convert --to deepspec examples/gsm8k_pair/draft out/deepspec --target examples/gsm8k_pair/target
     """
@@ -278,8 +269,8 @@ def convert(parser: ArgumentParser) -> None:
 def push(parser: ArgumentParser) -> None:
     """Publish a draft on the Hub, with a card made from results.
 
-    Publishes weights, config with temperatures, results, the card, and the code that lets the draft decode where
-    only transformers is installed. Log in first: hf auth login.
+    Publishes weights, config, results, card, and the code that lets the draft decode where only transformers is
+    installed. Log in first: hf auth login.
 
     example: hf-dspark push my-draft me/my-draft --private --results my-draft/results evaluation.json
     """
@@ -303,42 +294,44 @@ COMMANDS: tuple[Callable[[ArgumentParser], None], ...] = (
 # ---- options that several commands have
 
 
+def _add_models(
+    parser: ArgumentParser, needs_target: bool = True, without_draft: str = "", decodes: bool = True
+) -> None:
+    """Add the options of a target and its draft, and of how they decode."""
+    _add_target(parser, needs_target)
+    add = parser.add_argument_group("draft").add_argument
+    what = f"Hub id or folder of the draft{without_draft}"
+    add("--draft", type=model, required=not without_draft, metavar="MODEL", help=what)
+    add("--draft_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
+    add("--draft_dtype", choices=DTYPES, default="auto", help="of the draft's weights (%(default)s: as in its files)")
+    if not decodes:
+        return
+    group = parser.add_argument_group("chat template")
+    group.add_argument("--no_chat_template", action="store_true", help="continue texts as they are")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--enable_thinking", action="store_true", default=None, help="tell it that the target may think first")
+    add("--no_thinking", action="store_false", dest="enable_thinking", help="tell it that the target may not think")
+    add = parser.add_argument_group("decoding, as the target's generation config recommends unless given").add_argument
+    add("--max_new_tokens", type=count, default=256, metavar="N", help="longest answer, in tokens (%(default)s)")
+    add("--temperature", type=positive, metavar="T", help="0 decodes greedily, 1 samples the target's distribution")
+    add("--top_k", type=int, metavar="N", help="sample among the N most likely tokens; 0 is all")
+    add("--top_p", type=share, metavar="P", help="sample among the likeliest tokens that together have probability P")
+    add("--min_p", type=share, metavar="P", help="sample among tokens with P times the best one's probability or more")
+    add("--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)")
+
+
 def _add_target(parser: ArgumentParser, required: bool = True) -> None:
     group = parser.add_argument_group("target")
-    bits = group.add_mutually_exclusive_group()
     add = group.add_argument
     add("--target", type=model, required=required, metavar="MODEL", help="Hub id or folder of the target")
     add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
     add("--tokenizer", type=folder_or_id, metavar="MODEL", help="Hub id or folder; the target's unless given")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights; only float32 keeps every greedy token")
     add("--device_map", metavar="WHERE", help="auto, cpu, cuda:0, ...; the accelerator, if there is one, unless given")
-    bits.add_argument("--load_in_8bit", action="store_true", help="quantise the target (needs bitsandbytes)")
-    bits.add_argument("--load_in_4bit", action="store_true", help="quantise the target (needs bitsandbytes)")
     add("--trust_remote_code", action="store_true", help="run the code of the target's repository; read it first")
-
-
-def _add_draft(parser: ArgumentParser, required: bool = True, help: str = "Hub id or folder of the draft") -> None:
-    add = parser.add_argument_group("draft").add_argument
-    add("--draft", type=model, required=required, metavar="MODEL", help=help)
-    add("--draft_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
-    add("--draft_dtype", choices=DTYPES, default="auto", help="of the draft's weights (%(default)s: as in its files)")
-
-
-def _add_decoding(parser: ArgumentParser) -> None:
-    chat = parser.add_argument_group("chat template")
-    thinking = chat.add_mutually_exclusive_group()
-    thinking.add_argument("--enable_thinking", action="store_true", help="tell it that the target may think first")
-    thinking.add_argument("--no_thinking", action="store_true", help="tell it that the target must answer at once")
-    chat.add_argument("--no_chat_template", action="store_true", help="continue texts as they are")
-    add = parser.add_argument_group("decoding, as the target's generation config recommends unless given").add_argument
-    add("--max_new_tokens", type=count, default=256, metavar="N", help="longest answer, in tokens (%(default)s)")
-    add(
-        "--temperature", type=positive, metavar="T", help="0 decodes greedily, 1 samples the target's own distribution"
-    )
-    add("--top_k", type=int, metavar="N", help="sample among the N most likely tokens; 0 is all")
-    add("--top_p", type=share, metavar="P", help="sample among the likeliest tokens that together have probability P")
-    add("--min_p", type=share, metavar="P", help="sample among tokens with P times the best one's probability or more")
-    add("--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--load_in_8bit", action="store_true", help="quantise the target (needs bitsandbytes)")
+    add("--load_in_4bit", action="store_true", help="quantise the target (needs bitsandbytes)")
 
 
 # ---- values
@@ -401,18 +394,9 @@ def policy(text: str) -> str:
     return text
 
 
-def domain(name: str) -> str:
-    """Accept a name that can be part of a file's name."""
-    if not name or name.startswith(("/", ".")) or "\\" in name:
-        raise ArgumentTypeError(f"must be a name such as math or math/greedy, got {name!r}")
-    return name
-
-
 def _require_new(path: str | None, overwrite: bool) -> None:
-    if path is not None and Path(path).is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
-    if path is not None and Path(path).exists() and not overwrite:
-        raise ValueError(f"{path} exists: name another file, or give --overwrite to replace it")
+    if path is not None and (Path(path).is_dir() or (Path(path).exists() and not overwrite)):
+        raise ValueError(f"{path} exists: name another file, or give --overwrite to replace a file")
 
 
 # ---- values that do not go together
@@ -427,7 +411,7 @@ def _check_target(options: Namespace) -> None:
 def _check_decoding(options: Namespace) -> None:
     if "temperature" not in options:
         return
-    if options.no_chat_template and (options.enable_thinking or options.no_thinking):
+    if options.no_chat_template and options.enable_thinking is not None:
         raise ValueError("thinking is a matter of the chat template: drop --no_chat_template, or the other")
     given = [name for name in ("top_k", "top_p", "min_p") if getattr(options, name) is not None]
     if options.temperature == 0 and given:

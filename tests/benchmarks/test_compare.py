@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import FullBlock
-from hf_dspark.cli.main import main as hf_dspark_main
 from hf_dspark.evaluation.measurements import compared_methods, measurements
 from hf_dspark.evaluation.plots import figure_4_block_size
 from hf_dspark.evaluation.results import describe_target
+from hf_dspark_cli import main as hf_dspark_main
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 compare, compare_drafts, compare_prompts, compare_summary, domains, drafting, loop, tau_by_block_size = (

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hf_dspark import ConfidenceThreshold
-from hf_dspark.cli.main import main
 from hf_dspark.evaluation.evaluate import evaluate
 from hf_dspark.evaluation.measurements import (
     DraftFacts,
@@ -37,6 +36,7 @@ from hf_dspark.evaluation.plots import (
 )
 from hf_dspark.evaluation.report import report
 from hf_dspark.maths.costs import Load
+from hf_dspark_cli import main
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = [(3, 3, [0.9, 0.8, 0.7]), (3, 1, [0.9, 0.4, 0.9]), (2, 0, [0.3, 0.6, 0.9]), (3, 2, [0.8, 0.7, 0.2])]

@@ -140,7 +140,6 @@ WRONG = {
     "policy of no draft": ("eval --target target --prompts prompts.jsonl --policy full", "--policy needs --draft"),
     "discarded table": (f"profile {PAIR} --no_cache", "--no_cache needs --output_file"),
     "full folder": ("convert --to deepspec draft target", "target exists and is not empty"),
-    "wrong domain": (f"calibrate {PAIR} --prompts_file prompts.jsonl --domain /x", "must be a name such as math"),
     "no folder": ("train --target target --train_file prompts.jsonl", "required: --output_dir"),
     "no head": (
         "train --target target --train_file prompts.jsonl --output_dir o --markov_rank 0", "--draft_kind dflash",
