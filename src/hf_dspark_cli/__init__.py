@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with redirect_stdout(sys.stderr):  # what libraries print is no answer
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
+            if not console.progress:
+                import_module("transformers.utils.logging").disable_progress_bar()
             return DONE if run(options, console) else FAILED
     except KeyboardInterrupt:
         message, code = f"interrupted; {options.kept}", INTERRUPTED

@@ -33,7 +33,7 @@ def run_generate(options: Namespace, console: Console) -> bool:
     """Answer prompts with a draft."""
     read = _given_prompts(options)
     faults = note_faults(console, read)
-    models = load_models(options, console)
+    models = load_models(options)
     prompts = all_token_ids(read.prompts, models, options)
     models.draft.policy = choose_policy(options.policy, models)
     kwargs = generate_kwargs(options, models.target)
@@ -144,7 +144,7 @@ def run_regenerate(options: Namespace, console: Console) -> bool:
 
 
 def _in_process(prompts: list[Prompt], options: Namespace, console: Console) -> RegenerationReport:
-    models = load_models(options, console)
+    models = load_models(options)
     return regenerate(
         models.target,
         models.tokenizer,

@@ -11,18 +11,9 @@ import torch
 from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file
 from hf_dspark.decoding.many import generate_many
 from hf_dspark.decoding.step_costs import cache_folder, profile_throughput
+from hf_dspark.evaluation import results
 from hf_dspark.evaluation.calibrate import calibrate
 from hf_dspark.evaluation.evaluate import ALL, evaluate
-from hf_dspark.evaluation.results import (
-    WHOLE_BLOCK,
-    describe_draft,
-    describe_policy,
-    describe_sampling,
-    describe_target,
-    read_results,
-    regime_of,
-    write_result,
-)
 from hf_dspark.evaluation.tables import markdown_table, number
 from hf_dspark.formats.files import read_config
 from hf_dspark.formats.tables import OURS
@@ -49,13 +40,13 @@ def run_eval(options: Namespace, console: Console) -> bool:
     baseline = None if options.baseline is None else _read_baseline(options.baseline)
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in options.prompts.items()}
     faults = note_faults(console, *files.values())
-    models = load_models(options, console)
+    models = load_models(options)
     policy = None if models.draft is None else choose_policy(options.policy or "full", models)
     kwargs = generate_kwargs(options, models.target)
     if baseline is not None:
-        sampling = describe_sampling(kwargs, models.target, options.seed)
+        sampling = results.describe_sampling(kwargs, models.target, options.seed)
         prompts = {name: len(file.prompts) for name, file in files.items()}
-        now = _way(describe_target(models.target), sampling, describe_policy(policy), prompts)
+        now = _way(results.describe_target(models.target), sampling, results.describe_policy(policy), prompts)
         _require_same_way(baseline, files, now)
     evaluation = evaluate(
         models.target,
@@ -86,7 +77,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
 
 
 def _read_baseline(path: str) -> dict[str, Any]:
-    (result,) = read_results([path]) if Path(path).is_file() else (None,)
+    (result,) = results.read_results([path]) if Path(path).is_file() else (None,)
     if result is None or not result["draft"] or not _tasks_of(result):
         raise ValueError(f"--baseline {path} is no result of hf-dspark eval with a draft")
     return result
@@ -104,9 +95,9 @@ def _way(
     return {
         "target": target["name"],
         "dtype of the target": target.get("dtype"),
-        "way of decoding": regime_of(sampling),
+        "way of decoding": results.regime_of(sampling),
         "max_new_tokens": sampling.get("max_new_tokens"),
-        "policy": policy or WHOLE_BLOCK,
+        "policy": policy or results.WHOLE_BLOCK,
         "set of tasks": sorted(prompts),
         **{f"number of prompts of {name}": number for name, number in prompts.items()},
     }
@@ -132,7 +123,8 @@ def _comparison(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Map
     for name, old in before.items():
         new = after[name]
         rates = [f"{number(old['acceptance'][at])} → {number(new['acceptance'][at])}" for at in (0, -1)]
-        rows.append([name, number(old["tau"]), number(new["tau"]), f"{new['tau'] / old['tau'] - 1:+.0%}", *rates])
+        change = f"{new['tau'] / old['tau'] - 1:+.0%}" if old["tau"] and new["tau"] else None
+        rows.append([name, number(old["tau"]), number(new["tau"]), change, *rates])
     return markdown_table(["task", "tau before", "tau after", "change", "position 1", "last position"], rows)
 
 
@@ -141,7 +133,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     folder = _folder_to_calibrate(options)
     read = read_prompt_file(options.prompts_file, options.num_prompts)
     faults = note_faults(console, read)
-    models = load_models(options, console)
+    models = load_models(options)
     kwargs = generate_kwargs(options, models.target)
     torch.manual_seed(options.seed)
     prompts = all_token_ids(_turns(read.prompts, models, options, kwargs), models, options)
@@ -158,14 +150,14 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
         **kwargs,
     )
     result_file = options.result_file or folder / RESULTS_FOLDER / f"calibration-{domain.replace('/', '-')}.json"
-    result = write_result(
+    result = results.write_result(
         result_file,
         "calibration",
-        describe_target(models.target),
-        describe_draft(models.draft) | {"name": folder.name},
+        results.describe_target(models.target),
+        results.describe_draft(models.draft) | {"name": folder.name},
         domain=domain,
         num_prompts=len(prompts),
-        sampling=describe_sampling(kwargs, models.target, options.seed),
+        sampling=results.describe_sampling(kwargs, models.target, options.seed),
         ece_before=[part.ece for part in report.before],
         ece_after=[part.ece for part in report.after],
         auc=report.auc,
@@ -197,15 +189,10 @@ def _folder_to_calibrate(options: Namespace) -> Path:
     if options.output_dir is not None:
         return Path(options.output_dir)
     folder = Path(options.draft)
-    if not folder.is_dir():
-        raise ValueError(f"--draft {folder} is on the Hub: name the folder of the calibrated draft with --output_dir")
-    found = detect_format(read_config(folder))
-    if found != OURS:
-        raise ValueError(
-            f"--draft {folder} is in the format {found}, whose config.json has no place for temperatures: name the "
-            "folder of the calibrated draft with --output_dir"
-        )
-    return folder
+    if folder.is_dir() and detect_format(read_config(folder)) == OURS:
+        return folder
+    where = "in a format whose config.json has no place for temperatures" if folder.is_dir() else "on the Hub"
+    raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
 
 
 def _turns(prompts: list[Prompt], models: Models, options: Namespace, kwargs: dict[str, Any]) -> list[Prompt]:
@@ -225,7 +212,7 @@ def _turns(prompts: list[Prompt], models: Models, options: Namespace, kwargs: di
 
 def run_profile(options: Namespace, console: Console) -> bool:
     """Measure what drafting and verifying cost on this machine."""
-    models = load_models(options, console)
+    models = load_models(options)
     profile = profile_throughput(
         models.target,
         models.draft,

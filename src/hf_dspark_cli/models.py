@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
 
 from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, token_ids
 from hf_dspark.decoding.hook import default_policy
@@ -37,21 +36,17 @@ class Models:
     draft: DraftModel | None = None
 
 
-def load_models(options: Namespace, console: Console) -> Models:
+def load_models(options: Namespace) -> Models:
     """Load what `--target` and `--draft` name. The draft is small, so that mistakes show soon.
 
     Raises:
         ValueError: If one is not what it should be, or they do not fit.
         OSError: If the Hub has no such model, or is out of reach.
     """
-    if not console.progress:
-        logging.disable_progress_bar()
-    draft = None
-    if options.draft is not None:
-        draft = load_draft(options.draft, dtype=options.draft_dtype, revision=options.draft_revision).eval()
+    if options.draft is None:
+        return load_target(options)
+    draft = load_draft(options.draft, dtype=options.draft_dtype, revision=options.draft_revision).eval()
     models = load_target(options)
-    if draft is None:
-        return models
     try:
         draft = draft.to(models.target.device).bind(models.target)
     except ValueError as error:

@@ -45,7 +45,7 @@ def run_train(options: Namespace, console: Console) -> bool:
     draft = None if options.draft is None else load_draft(options.draft, dtype=torch.float32)
     models = load_target(options)
     trainer = DSparkTrainer(
-        draft or new_draft(options, models.target, arguments.seed),
+        new_draft(options, models.target, arguments.seed) if draft is None else draft,
         models.target,
         arguments,
         train_dataset=rows,

@@ -18,14 +18,12 @@ NAMES = [declare.__name__.strip("_") for declare in COMMANDS]
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """What passes for models, prompts and rows as long as nothing is loaded."""
+    """What passes for models and prompts as long as nothing is loaded."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("target", "draft"):
+    for folder in ("target", "draft", "empty"):
         Path(folder).mkdir()
-        Path(folder, "config.json").touch()
-    Path("empty").mkdir()
-    Path("prompts.jsonl").write_text('"up"\n')
-    Path("there.json").touch()
+    for name in ("target/config.json", "draft/config.json", "prompts.jsonl", "there.json"):
+        Path(name).touch()
 
 
 def run(words: str) -> int:
@@ -39,8 +37,8 @@ def run(words: str) -> int:
 def one_line(capsys) -> str:
     """Return what was said about an error: one line on stderr, and nothing on stdout."""
     printed = capsys.readouterr()
-    assert printed.out == "" and "Traceback" not in printed.err
     (line,) = printed.err.rstrip("\n").split("\n")
+    assert printed.out == "" and line.startswith("hf-dspark")
     return line
 
 
@@ -104,29 +102,23 @@ WRONG = {
     "no command": ("", "required: COMMAND"),
     "unknown command": ("nonsense", "invalid choice: 'nonsense'"),
     "unknown option": (f"generate {PAIR} --speed 9 up", "unrecognized arguments: --speed"),
-    "nothing given": ("generate", "required: --target, --draft"),
     "unknown folder": ("generate --target ./nowhere --draft draft up", "--target: there is no folder ./nowhere"),
     "unknown draft": ("generate --target target --draft no/such/draft up", "no folder no/such/draft"),
     "folder without a model": ("generate --target empty --draft draft up", "the folder empty holds no model"),
     "missing prompts": (f"generate {PAIR} --prompts_file nowhere.jsonl", "there is no file nowhere.jsonl"),
     "missing task": (f"eval {PAIR} --prompts nowhere.jsonl", "there is no file nowhere.jsonl"),
-    "missing rows": ("train --target target --train_file no.jsonl --output_dir o", "there is no file no.jsonl"),
     "missing results": ("push draft me/mine --results results", "there is no file results"),
     "two tasks of one name": (f"eval {PAIR} --prompts a=prompts.jsonl a=prompts.jsonl", "'a' twice"),
     "wrong policy": (f"generate {PAIR} --policy fastest up", "must be one of default, full, scheduled, threshold=T"),
     "wrong threshold": (f"generate {PAIR} --policy threshold=1.5 up", "must be one of default, full, scheduled"),
-    "no threshold": (f"generate {PAIR} --policy threshold up", "must be one of default, full, scheduled"),
     "threshold alone": (f"generate {PAIR} --policy 0.6 up", "must be one of default, full, scheduled"),
     "wrong dtype": (f"generate {PAIR} --dtype int8 up", "invalid choice: 'int8'"),
-    "no tokens": (f"generate {PAIR} --max_new_tokens 0 up", "--max_new_tokens: must be at least 1, got 0"),
     "wrong temperature": (f"generate {PAIR} --temperature -1 up", "--temperature: must be at least 0, got -1.0"),
-    "temperature that is none": (f"generate {PAIR} --temperature nan up", "--temperature: must be at least 0"),
     "wrong top_p": (f"generate {PAIR} --top_p 1.5 up", "--top_p: must be in [0, 1], got 1.5"),
     "greedy with top_k": (f"generate {PAIR} --temperature 0 --top_k 5 up", "needs no --top_k"),
     "two quantisations": (f"generate {PAIR} --load_in_8bit --load_in_4bit up", "not allowed with argument"),
     "words and file": (f"generate {PAIR} --prompts_file prompts.jsonl up", "give one of them"),
     "empty prompt": (f"generate {PAIR} ''", "a prompt is empty"),
-    "both thinkings": (f"generate {PAIR} --enable_thinking --no_thinking up", "not allowed with argument"),
     "thinking alone": (f"generate {PAIR} --no_thinking --no_chat_template up", "a matter of the chat template"),
     "endpoint without model": (
         "regenerate --endpoint http://x --prompts_file prompts.jsonl --output_file o", "belong together",
@@ -150,9 +142,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_words_are_one_line_on_stderr_and_end_with_two(files, capsys, name):
     words, said = WRONG[name]
-    assert run(words) == 2
-    line = one_line(capsys)
-    assert line.startswith(f"hf-dspark{' ' if words and name != 'unknown command' else ''}") and said in line
+    assert run(words) == 2 and said in one_line(capsys)
 
 
 def test_words_with_dashes_are_understood(files):
