@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModel
 
+from .decoding import pipelines
 from .decoding.install import install
 from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
 
 if TYPE_CHECKING:  # for editors; _MODULES says the same
-    from .decoding.drafter import RoundStatistics as RoundStatistics
+    from .cpu import fast_linears as fast_linears
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
     from .decoding.regenerate import regenerate as regenerate
-    from .decoding.step_costs import profile_throughput as profile_throughput
+    from .decoding.rounds import RoundStatistics as RoundStatistics
     from .evaluation.calibrate import calibrate as calibrate
     from .evaluation.evaluate import evaluate as evaluate
+    from .evaluation.profile import profile_throughput as profile_throughput
     from .maths.costs import ThroughputTable as ThroughputTable
     from .maths.policies import AdaptiveDrafting as AdaptiveDrafting
     from .maths.policies import ConfidenceThreshold as ConfidenceThreshold
@@ -31,11 +33,12 @@ if TYPE_CHECKING:  # for editors; _MODULES says the same
     from .maths.policies import SLOLimit as SLOLimit
     from .models.modeling_dspark import DSparkDraftModel as DSparkDraftModel
     from .models.modeling_eagle3 import Eagle3DraftModel as Eagle3DraftModel
+    from .models.options import DecodingOptions as DecodingOptions
     from .sharing.convert import convert_checkpoint as convert_checkpoint
+    from .sharing.training import DSparkTrainer as DSparkTrainer
     from .targets.check import check_target as check_target
+    from .training.arguments import DSparkTrainingArguments as DSparkTrainingArguments
     from .training.feature_cache import cache_features as cache_features
-    from .training.trainer import DSparkTrainer as DSparkTrainer
-    from .training.trainer import DSparkTrainingArguments as DSparkTrainingArguments
 
 __version__ = "0.1.0.dev0"
 
@@ -45,15 +48,16 @@ _MODULES = {
     "ConfidenceThreshold": "maths.policies",
     "DSparkConfig": "models.configuration_dspark",
     "DSparkDraftModel": "models.modeling_dspark",
-    "DSparkTrainer": "training.trainer",
-    "DSparkTrainingArguments": "training.trainer",
+    "DSparkTrainer": "sharing.training",
+    "DSparkTrainingArguments": "training.arguments",
+    "DecodingOptions": "models.options",
     "Eagle3Config": "models.configuration_eagle3",
     "Eagle3DraftModel": "models.modeling_eagle3",
     "FullBlock": "maths.policies",
     "LaggedScheduler": "maths.policies",
     "Policy": "maths.policies",
     "PrefixScheduler": "maths.policies",
-    "RoundStatistics": "decoding.drafter",
+    "RoundStatistics": "decoding.rounds",
     "SLOLimit": "maths.policies",
     "ThroughputTable": "maths.costs",
     "cache_features": "training.feature_cache",
@@ -62,8 +66,9 @@ _MODULES = {
     "convert_checkpoint": "sharing.convert",
     "decode_with": "decoding.hook",
     "evaluate": "evaluation.evaluate",
+    "fast_linears": "cpu",
     "generate_many": "decoding.many",
-    "profile_throughput": "decoding.step_costs",
+    "profile_throughput": "evaluation.profile",
     "regenerate": "decoding.regenerate",
 }
 __all__ = sorted(_MODULES)
@@ -92,3 +97,4 @@ for _model, _config in (("DSparkDraftModel", DSparkConfig), ("Eagle3DraftModel",
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _Late(_model, (), {"config_class": _config}))
 install()
+pipelines.install()

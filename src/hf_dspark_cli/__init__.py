@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TextIO
@@ -54,6 +54,19 @@ class Console:
             print(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), file=self.output, flush=True)
 
 
+class _NoTerminal:
+    """Standard error as if it went to a file."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def isatty(self) -> bool:
+        return False
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -69,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     console = Console(sys.stdout, options.json, options.quiet)
     try:
-        with redirect_stdout(sys.stderr):  # what libraries print is no answer
+        # What libraries print is no answer; and they draw their progress on terminals only.
+        with redirect_stdout(sys.stderr), redirect_stderr(_NoTerminal() if options.quiet else sys.stderr):
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
             if not console.progress:
                 import_module("transformers.utils.logging").disable_progress_bar()

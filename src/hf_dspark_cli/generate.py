@@ -4,15 +4,16 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file
+from hf_dspark.data.prompts import Prompt, PromptFile, read_prompt_file
+from hf_dspark.decoding.endpoint import Endpoint
 from hf_dspark.decoding.many import Completion, generate_many
-from hf_dspark.decoding.regenerate import RegenerationReport, regenerate, regenerate_with_endpoint
+from hf_dspark.decoding.regenerate import RegenerationReport, regenerate
 from hf_dspark.evaluation.results import describe_policy, describe_sampling
 from hf_dspark.evaluation.timed_decoding import timed_call
 
@@ -20,6 +21,7 @@ from . import Console
 from .models import (
     Models,
     all_token_ids,
+    as_asked,
     choose_policy,
     generate_kwargs,
     is_sampled,
@@ -35,7 +37,8 @@ def run_generate(options: Namespace, console: Console) -> bool:
     faults = note_faults(console, read)
     models = load_models(options)
     prompts = all_token_ids(read.prompts, models, options)
-    models.draft.policy = choose_policy(options.policy, models)
+    policy = choose_policy(options.policy, models)
+    models.draft.decoding = replace(models.draft.decoding, policy=policy)
     kwargs = generate_kwargs(options, models.target)
     answers = {}
     for done in _completions(prompts, models, options, console, kwargs):
@@ -55,7 +58,7 @@ def run_generate(options: Namespace, console: Console) -> bool:
         "rounds": rounds.rounds,
         "tau": rounds.tau if rounds.rounds else None,
         "sampling": describe_sampling(kwargs, models.target, options.seed),
-        "policy": describe_policy(models.draft.policy),
+        "policy": describe_policy(policy),
         "skipped_lines": faults,
     }
     console.note("{tokens} tokens in {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**document))
@@ -134,7 +137,7 @@ def run_regenerate(options: Namespace, console: Console) -> bool:
     """Let the target answer prompts, for training a draft on."""
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
     faults = note_faults(console, read)
-    report = (_by_endpoint if options.endpoint else _in_process)(read.prompts, options, console)
+    report = _regenerate(read.prompts, options)
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"
@@ -143,48 +146,31 @@ def run_regenerate(options: Namespace, console: Console) -> bool:
     return report.num_failed == 0
 
 
-def _in_process(prompts: list[Prompt], options: Namespace, console: Console) -> RegenerationReport:
-    models = load_models(options)
-    return regenerate(
-        models.target,
-        models.tokenizer,
-        [_row(as_chat(prompt, models.tokenizer, options.no_chat_template)) for prompt in prompts],
-        options.output_file,
-        models.draft,
-        num_samples=options.num_samples,
-        batch_size=options.batch_size,
-        enable_thinking=options.enable_thinking,
-        seed=options.seed,
-        progress=console.progress,
-        **generate_kwargs(options, models.target),
-    )
-
-
-def _by_endpoint(prompts: list[Prompt], options: Namespace, console: Console) -> RegenerationReport:
+def _regenerate(prompts: list[Prompt], options: Namespace) -> RegenerationReport:
+    same = {"num_samples": options.num_samples, "enable_thinking": options.enable_thinking, "seed": options.seed}
+    if options.endpoint is None:
+        models = load_models(options)
+        return regenerate(
+            models.target,
+            as_asked(prompts, models),
+            models.tokenizer,
+            options.output_file,
+            models.draft,
+            batch_size=options.batch_size,
+            **same,
+            **generate_kwargs(options, models.target),
+        )
     api_key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
     if options.api_key_env is not None and not api_key:
         raise ValueError(f"--api_key_env: the environment variable {options.api_key_env} is not set")
-    more = {name: getattr(options, name) for name in ("top_k", "min_p") if getattr(options, name) is not None}
-    return regenerate_with_endpoint(
-        options.endpoint,
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    return regenerate(
         options.model,
-        [_row(prompt) for prompt in prompts],
-        options.output_file,
+        prompts,
         load_tokenizer(options) if options.target or options.tokenizer else None,
-        num_samples=options.num_samples,
-        max_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        concurrency=options.concurrency,
-        api_key=api_key,
-        enable_thinking=options.enable_thinking,
-        seed=options.seed,
-        timeout=options.timeout,
-        progress=console.progress,
-        extra_body=more or None,
+        options.output_file,
+        batch_size=options.concurrency,
+        endpoint=Endpoint(options.endpoint, api_key, options.timeout),
+        **same,
+        **{name: getattr(options, name) for name in names},
     )
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    """Return a prompt as `regenerate` takes it."""
-    return {"prompt" if isinstance(prompt.content, str) else "messages": prompt.content, "tools": prompt.tools}

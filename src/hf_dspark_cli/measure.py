@@ -2,33 +2,29 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, expand_turns, read_prompt_file
-from hf_dspark.decoding.many import generate_many
-from hf_dspark.decoding.step_costs import cache_folder, profile_throughput
+from hf_dspark.data.prompts import PromptFile, read_prompt_file
+from hf_dspark.decoding.step_costs import cache_folder
 from hf_dspark.evaluation import results
 from hf_dspark.evaluation.calibrate import calibrate
 from hf_dspark.evaluation.evaluate import ALL, evaluate
-from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.evaluation.metrics import comparison_table
+from hf_dspark.evaluation.profile import profile_throughput
+from hf_dspark.evaluation.tables import markdown_table
 from hf_dspark.formats.files import read_config
 from hf_dspark.formats.tables import OURS
-from hf_dspark.maths.costs import save_cost
 from hf_dspark.sharing.convert import detect_format
 from hf_dspark.sharing.hub import RESULTS_FOLDER
 from hf_dspark.targets.check import check_target
 
 from . import Console
 from .models import (
-    Models,
-    all_token_ids,
+    as_asked,
     choose_policy,
     generate_kwargs,
-    is_sampled,
     load_models,
     load_target,
     note_faults,
@@ -57,16 +53,14 @@ def run_eval(options: Namespace, console: Console) -> bool:
         policy,
         batch_size=options.batch_size,
         compare_plain=options.compare,
-        progress=console.progress,
         seed=options.seed,
-        chat_template=not options.no_chat_template,
         enable_thinking=options.enable_thinking,
         **kwargs,
     )
     console.show(evaluation.table())
     result = evaluation.to_dict()
     if baseline is not None:
-        console.show(f"\n{_comparison(_tasks_of(baseline), _tasks_of(result))}")
+        console.show(f"\n{comparison_table(_tasks_of(baseline), _tasks_of(result))}")
     malformed = {(name, fault.line) for name, file in files.items() for fault in file.faults}
     unanswered = [part for part in evaluation.failed if (part.task, part.line) not in malformed]
     for part in unanswered:
@@ -117,17 +111,6 @@ def _require_same_way(baseline: Mapping[str, Any], files: Mapping[str, PromptFil
             )
 
 
-def _comparison(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a Markdown table of tau, and of acceptance at the first and the last position, before and after."""
-    rows = []
-    for name, old in before.items():
-        new = after[name]
-        rates = [f"{number(old['acceptance'][at])} → {number(new['acceptance'][at])}" for at in (0, -1)]
-        change = f"{new['tau'] / old['tau'] - 1:+.0%}" if old["tau"] and new["tau"] else None
-        rows.append([name, number(old["tau"]), number(new["tau"]), change, *rates])
-    return markdown_table(["task", "tau before", "tau after", "change", "position 1", "last position"], rows)
-
-
 def run_calibrate(options: Namespace, console: Console) -> bool:
     """Fit the draft's confidences, and keep the temperatures in its config."""
     folder = _folder_to_calibrate(options)
@@ -135,20 +118,21 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     faults = note_faults(console, read)
     models = load_models(options)
     kwargs = generate_kwargs(options, models.target)
-    torch.manual_seed(options.seed)
-    prompts = all_token_ids(_turns(read.prompts, models, options, kwargs), models, options)
-    domain = options.domain or ("sampled" if is_sampled(kwargs, models.target) else "greedy")
+    prompts = as_asked(read.prompts, models)
+    if options.enable_thinking is not None:
+        thinking = {"enable_thinking": options.enable_thinking}
+        prompts = [replace(prompt, chat_template_kwargs=thinking) for prompt in prompts]
     report = calibrate(
         models.target,
         models.draft,
         prompts,
         models.tokenizer,
-        domain,
+        options.domain,
         output_file=options.rounds_file,
         seed=options.seed,
-        progress=console.progress,
         **kwargs,
     )
+    domain = report.domain
     result_file = options.result_file or folder / RESULTS_FOLDER / f"calibration-{domain.replace('/', '-')}.json"
     result = results.write_result(
         result_file,
@@ -195,21 +179,6 @@ def _folder_to_calibrate(options: Namespace) -> Path:
     raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
 
 
-def _turns(prompts: list[Prompt], models: Models, options: Namespace, kwargs: dict[str, Any]) -> list[Prompt]:
-    """Return one prompt per turn; the target answers the earlier ones."""
-
-    def answer(some: list[Prompt]) -> list[str]:
-        ids = all_token_ids(some, models, options)
-        texts = {}
-        for done in generate_many(models.target, models.draft, ids, models.tokenizer, progress=False, **kwargs):
-            if done.error is not None:
-                raise done.error
-            texts[done.index] = done.text
-        return [texts[index] for index in sorted(texts)]
-
-    return expand_turns([as_chat(prompt, models.tokenizer, options.no_chat_template) for prompt in prompts], answer)
-
-
 def run_profile(options: Namespace, console: Console) -> bool:
     """Measure what drafting and verifying cost on this machine."""
     models = load_models(options)
@@ -219,15 +188,11 @@ def run_profile(options: Namespace, console: Console) -> bool:
         options.batch_sizes,
         options.context_lengths,
         options.repetitions,
-        progress=console.progress,
         cache=not options.no_cache,
     )
     places = [] if options.no_cache else [str(cache_folder() / f"{profile.machine.key}.json")]
     if options.output_file is not None:
-        if options.format == "hf_dspark":
-            profile.save(options.output_file)
-        else:
-            save_cost(profile.table, options.output_file)
+        (profile if options.format == "hf_dspark" else profile.table).save(options.output_file)
         places.append(options.output_file)
     table = profile.table.to_sglang()
     rows = zip(table["sample_batch_tokens"], table["sample_steps_per_sec"], strict=True)

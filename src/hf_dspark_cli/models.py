@@ -58,6 +58,8 @@ def load_target(options: Namespace) -> Models:
     """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer."""
     _refuse_draft(options.target, options.target_revision)
     tokenizer = load_tokenizer(options)
+    if getattr(options, "no_chat_template", False):
+        tokenizer.chat_template = None
     quantised: dict[str, Any] = {}
     if options.load_in_8bit or options.load_in_4bit:
         bits = BitsAndBytesConfig(load_in_8bit=options.load_in_8bit, load_in_4bit=options.load_in_4bit)
@@ -99,14 +101,19 @@ def note_faults(console: Console, *files: PromptFile) -> list[str]:
     return faults
 
 
+def as_asked(prompts: Iterable[Prompt], models: Models) -> list[Prompt]:
+    """Make texts a user's messages, if there is a chat template that may be used."""
+    has_template = models.tokenizer.chat_template is not None
+    return [as_chat(prompt, models.tokenizer) if has_template else prompt for prompt in prompts]
+
+
 def all_token_ids(prompts: Iterable[Prompt], models: Models, options: Namespace) -> list[list[int]]:
     """Return the tokens of each prompt.
 
     Raises:
         ValueError: If one needs a chat template and there is none, or has no tokens.
     """
-    read = [as_chat(prompt, models.tokenizer, options.no_chat_template) for prompt in prompts]
-    return [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in read]
+    return [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in as_asked(prompts, models)]
 
 
 def choose_policy(name: str, models: Models) -> Policy:
@@ -128,7 +135,7 @@ def choose_policy(name: str, models: Models) -> Policy:
         raise ValueError(
             "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and draft"
         )
-    return AdaptiveDrafting(PrefixScheduler(cost), cost)
+    return AdaptiveDrafting(PrefixScheduler(cost))
 
 
 def generate_kwargs(options: Namespace, target: PreTrainedModel) -> dict[str, Any]:

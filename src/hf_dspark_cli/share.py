@@ -28,11 +28,9 @@ def run_push(options: Namespace, console: Console) -> bool:
     """Publish a draft with its card."""
     beside = Path(options.folder) / hub.RESULTS_FOLDER
     results = options.results or ([str(beside)] if beside.is_dir() else [])
-    card = {name: getattr(options, name) for name in ("target", "draft_name", "license") if getattr(options, name)}
+    card = {name: getattr(options, name) for name in ("target", "license") if getattr(options, name)}
     private = True if options.private else None  # else as the Hub does it: some organisations make everything private
-    url = hub.push_draft(
-        options.folder, options.repository, results, private=private, throughput=options.throughput, **card
-    )
+    url = hub.push_draft(options.folder, options.repository, results, private=private, **card)
     console.show(url)
     console.document({"repo_id": options.repository, "url": url, "results": results})
     return True

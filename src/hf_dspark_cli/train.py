@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import HfArgumentParser, PreTrainedModel
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark.data.prompts import read_json_lines
 from hf_dspark.evaluation.results import read_results
@@ -19,7 +18,9 @@ from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.models.modeling_dspark import DSparkDraftModel
 from hf_dspark.models.modeling_eagle3 import Eagle3DraftModel
 from hf_dspark.sharing.hub import RESULTS_FOLDER
-from hf_dspark.training.trainer import DSparkTrainer, DSparkTrainingArguments
+from hf_dspark.sharing.training import DSparkTrainer
+from hf_dspark.training.arguments import DSparkTrainingArguments
+from hf_dspark.training.resume import last_checkpoint
 
 from . import Console
 from .models import load_target
@@ -91,7 +92,7 @@ def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
             raise ValueError(f"--resume_from_checkpoint: there is no folder {wanted}; {LAST} is the newest one")
         if Path(wanted).resolve().parent == folder.resolve():
             return wanted
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    newest = last_checkpoint(folder)
     if wanted == LAST:
         if newest is None:
             raise ValueError(f"--resume_from_checkpoint {LAST}: there is no checkpoint in {folder}")

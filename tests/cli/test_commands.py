@@ -196,7 +196,8 @@ def test_arguments_of_the_training_are_checked_and_listed(capsys, refusal):
 
 
 def test_an_interruption_keeps_answers_and_ends_with_130(answer, refusal, monkeypatch):
-    real, calls = regeneration._answer_batch, []
+    session, calls = regeneration._Session, []
+    real = session._answer_batch
 
     def interrupted(*args):
         calls.append(args)
@@ -204,12 +205,12 @@ def test_an_interruption_keeps_answers_and_ends_with_130(answer, refusal, monkey
             raise KeyboardInterrupt
         real(*args)
 
-    monkeypatch.setattr(regeneration, "_answer_batch", interrupted)
+    monkeypatch.setattr(session, "_answer_batch", interrupted)
     words = "regenerate --target target --prompts_file prompts.jsonl --output_file answers.jsonl --batch_size 1"
     words += " --max_new_tokens 4 --temperature 1"
     assert "interrupted; finished answers are kept" in refusal(words, code=130)
     assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 1
-    monkeypatch.setattr(regeneration, "_answer_batch", real)
+    monkeypatch.setattr(session, "_answer_batch", real)
     assert answer(words)["num_answers"] == 3
 
 
@@ -301,7 +302,7 @@ def test_calibrate_changes_the_config_alone_and_keeps_each_regime(answer):
 def test_calibrate_leaves_the_draft_alone_when_another_folder_is_named(answer, refusal):
     Path("talk.jsonl").write_text('{"turns": ["what is", "not much"]}\n"up"\n')
     words = f"calibrate {PAIR} --prompts_file talk.jsonl --max_new_tokens 12 --domain math/greedy --temperature 0"
-    assert answer(f"{words} --output_dir calibrated")["num_prompts"] == 3
+    assert answer(f"{words} --output_dir calibrated")["num_prompts"] == 2
     assert DSparkDraftModel.from_pretrained("draft").config.sts_temperatures is None
     assert "math/greedy" in DSparkDraftModel.from_pretrained("calibrated").config.sts_temperatures
     assert Path("calibrated/results/calibration-math-greedy.json").exists()
