@@ -68,7 +68,7 @@ wheel: setup ## build the wheel and try it in a clean environment
 	$(PY) -m venv "$$clean/venv"; \
 	"$$clean/venv/bin/python" $(PIP_INSTALL) "$(TORCH)"; \
 	"$$clean/venv/bin/python" $(PIP_INSTALL) -c constraints.txt dist/*.whl; \
-	"$$clean/venv/bin/python" -I .ci/check_wheel.py src/hf_dspark
+	"$$clean/venv/bin/python" -I .ci/check_wheel.py src
 	@ls -l dist
 
 check-python:

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from hf_dspark import AdaptiveDrafting, DSparkConfig, DSparkDraftModel, Policy, PrefixScheduler, SLOLimit, evaluate
-from hf_dspark import load_cost as load_cost
 from hf_dspark.cpu.copies import packed_weights_of
 from hf_dspark.cpu.few_rows import large_linears, multiplying_few_rows, using_copies
 from hf_dspark.decoding.hook import default_policy as default_policy
@@ -35,6 +34,7 @@ from hf_dspark.decoding.step_costs import _passes_by_columns as passes_by_column
 from hf_dspark.decoding.step_costs import _passes_by_slots as passes_by_slots  # noqa: F401
 from hf_dspark.decoding.step_costs import _plain_sampler as plain_sampler  # noqa: F401
 from hf_dspark.maths.costs import StepCost
+from hf_dspark.maths.costs import load_cost as load_cost
 from hf_dspark.maths.policies import EarlyStopScheduler as EarlyStopScheduler
 from hf_dspark.maths.policies import EliminationScheduler as EliminationScheduler
 from hf_dspark.maths.policies import GlobalScheduler as GlobalScheduler

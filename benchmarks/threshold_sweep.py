@@ -10,7 +10,8 @@ from pair import REGIMES, RESULTS, held_out_prompts, load_pair, provenance_of, w
 from simulator import load_rounds
 from tqdm import tqdm
 
-from hf_dspark import ConfidenceThreshold, Load, RoundStatistics
+from hf_dspark import ConfidenceThreshold, RoundStatistics
+from hf_dspark.maths.costs import Load
 
 
 def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float], **options) -> list[dict]:

@@ -5,7 +5,7 @@ python examples/train_any.py --target Qwen/Qwen3-4B --train_file answers.jsonl -
 accelerate launch --config_file examples/fsdp.yaml examples/train_any.py --target ... (the same)
 
 Rows as `hf_dspark.regenerate` writes them, or `messages`, `prompt` and `completion`, `text`. All options of
-`DSparkTrainingArguments` can be given; `hf-dspark train --help` lists them.
+`DSparkTrainingArguments` can be given; `hf-dspark train --help_all` lists them.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dspark.cli.main import main
+from hf_dspark_cli import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -1,104 +1,100 @@
 """DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, without changing a
-token."""
+token.
+
+Importing it lets `AutoModel` load drafts and `generate()` decode with them. All else is imported when it is used.
+"""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel
 
-from .decoding.assisted import DSparkCandidateGenerator
-from .decoding.hook import decode_with
-from .decoding.hook import install as _install_generate_hook
-from .decoding.many import Completion, generate_many
-from .decoding.pipelines import install as _install_pipelines
-from .decoding.rounds import RoundStatistics
-from .decoding.step_costs import find_cost
-from .evaluation.calibrate import calibrate, collect_rounds
-from .evaluation.evaluate import Evaluation, evaluate
-from .evaluation.profile import profile_throughput
-from .maths.costs import Load, ThroughputTable
-from .maths.policies import (
-    AdaptiveDrafting,
-    ConfidenceThreshold,
-    FullBlock,
-    LaggedScheduler,
-    Policy,
-    PrefixScheduler,
-    RoundOutcome,
-    SLOLimit,
-)
-from .models.auto import DRAFTS as _DRAFTS
+from .decoding import pipelines
+from .decoding.install import install
 from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
-from .models.modeling_dspark import DSparkDraftModel
-from .models.modeling_eagle3 import Eagle3DraftModel
-from .models.options import DecodingOptions
-from .models.slot_cache import SlotCache
-from .sharing.hub import push_draft, save_repository, write_card, write_remote_code
-from .targets.check import check_target
+
+if TYPE_CHECKING:  # for editors; _MODULES says the same
+    from .cpu import fast_linears as fast_linears
+    from .decoding.hook import decode_with as decode_with
+    from .decoding.many import generate_many as generate_many
+    from .decoding.regenerate import regenerate as regenerate
+    from .decoding.rounds import RoundStatistics as RoundStatistics
+    from .evaluation.calibrate import calibrate as calibrate
+    from .evaluation.evaluate import evaluate as evaluate
+    from .evaluation.profile import profile_throughput as profile_throughput
+    from .maths.costs import ThroughputTable as ThroughputTable
+    from .maths.policies import AdaptiveDrafting as AdaptiveDrafting
+    from .maths.policies import ConfidenceThreshold as ConfidenceThreshold
+    from .maths.policies import FullBlock as FullBlock
+    from .maths.policies import LaggedScheduler as LaggedScheduler
+    from .maths.policies import Policy as Policy
+    from .maths.policies import PrefixScheduler as PrefixScheduler
+    from .maths.policies import SLOLimit as SLOLimit
+    from .models.modeling_dspark import DSparkDraftModel as DSparkDraftModel
+    from .models.modeling_eagle3 import Eagle3DraftModel as Eagle3DraftModel
+    from .models.options import DecodingOptions as DecodingOptions
+    from .sharing.convert import convert_checkpoint as convert_checkpoint
+    from .sharing.training import DSparkTrainer as DSparkTrainer
+    from .targets.check import check_target as check_target
+    from .training.arguments import DSparkTrainingArguments as DSparkTrainingArguments
+    from .training.feature_cache import cache_features as cache_features
 
 __version__ = "0.1.0.dev0"
 
-for _type, _model in _DRAFTS.items():
-    AutoConfig.register(_type, _model.config_class)
-    AutoModel.register(_model.config_class, _model)
-    AutoModelForCausalLM.register(_model.config_class, _model)
-_install_generate_hook()
-_install_pipelines()
-
-__all__ = [
-    "AdaptiveDrafting",
-    "Completion",
-    "ConfidenceThreshold",
-    "DSparkCandidateGenerator",
-    "DSparkConfig",
-    "DSparkDraftModel",
-    "DSparkTrainer",
-    "DSparkTrainingArguments",
-    "DecodingOptions",
-    "Eagle3Config",
-    "Eagle3DraftModel",
-    "Evaluation",
-    "FeatureCache",
-    "FullBlock",
-    "LaggedScheduler",
-    "Load",
-    "Policy",
-    "PrefixScheduler",
-    "RoundOutcome",
-    "RoundStatistics",
-    "SLOLimit",
-    "SlotCache",
-    "ThroughputTable",
-    "cache_features",
-    "calibrate",
-    "check_target",
-    "collect_rounds",
-    "convert_checkpoint",
-    "decode_with",
-    "evaluate",
-    "find_cost",
-    "generate_many",
-    "profile_throughput",
-    "push_draft",
-    "regenerate",
-    "save_repository",
-    "write_card",
-    "write_remote_code",
-]
-
-
-# Who only decodes does not pay for what others need.
-_IMPORTED_WHEN_USED = {
+# The public names, and the module of each.
+_MODULES = {
+    "AdaptiveDrafting": "maths.policies",
+    "ConfidenceThreshold": "maths.policies",
+    "DSparkConfig": "models.configuration_dspark",
+    "DSparkDraftModel": "models.modeling_dspark",
     "DSparkTrainer": "sharing.training",
     "DSparkTrainingArguments": "training.arguments",
-    "FeatureCache": "training.feature_cache",
+    "DecodingOptions": "models.options",
+    "Eagle3Config": "models.configuration_eagle3",
+    "Eagle3DraftModel": "models.modeling_eagle3",
+    "FullBlock": "maths.policies",
+    "LaggedScheduler": "maths.policies",
+    "Policy": "maths.policies",
+    "PrefixScheduler": "maths.policies",
+    "RoundStatistics": "decoding.rounds",
+    "SLOLimit": "maths.policies",
+    "ThroughputTable": "maths.costs",
     "cache_features": "training.feature_cache",
+    "calibrate": "evaluation.calibrate",
+    "check_target": "targets.check",
     "convert_checkpoint": "sharing.convert",
+    "decode_with": "decoding.hook",
+    "evaluate": "evaluation.evaluate",
+    "fast_linears": "cpu",
+    "generate_many": "decoding.many",
+    "profile_throughput": "evaluation.profile",
     "regenerate": "decoding.regenerate",
 }
+__all__ = sorted(_MODULES)
 
 
-def __getattr__(name: str):
-    if name in _IMPORTED_WHEN_USED:
-        return getattr(import_module(f".{_IMPORTED_WHEN_USED[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | _MODULES.keys())
+
+
+class _Late(type):
+    """Stands for the class of a draft where `AutoModel` looks for it, until that class is used."""
+
+    def __getattr__(cls, name: str) -> Any:
+        model = __getattr__(cls.__name__)
+        AutoModel.register(cls.config_class, model, exist_ok=True)
+        return getattr(model, name)
+
+
+for _model, _config in (("DSparkDraftModel", DSparkConfig), ("Eagle3DraftModel", Eagle3Config)):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _Late(_model, (), {"config_class": _config}))
+install()
+pipelines.install()

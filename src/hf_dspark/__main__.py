@@ -1,8 +1,8 @@
-"""`python -m hf_dspark`: the same as `hf-dspark`, also for launchers such as `accelerate launch -m hf_dspark`."""
+"""`python -m hf_dspark`: the same as `hf-dspark`, for launchers such as `torchrun -m hf_dspark train ...`."""
 
 import sys
 
-from .cli.main import PROGRAM, main
+from hf_dspark_cli import PROGRAM, main
 
 if __name__ == "__main__":
     sys.argv[0] = PROGRAM  # what provenance notes

@@ -10,9 +10,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_dspark import (
-    SlotCache,
-)
+from hf_dspark.models.slot_cache import SlotCache
 from tests.rows import EOS, GREEDY, alone, assert_rows, padded
 
 NEXT = [[9, 33], [4, 4, 50]]

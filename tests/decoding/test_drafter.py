@@ -15,12 +15,12 @@ from hf_dspark import (
     Policy,
     PrefixScheduler,
     SLOLimit,
-    SlotCache,
     ThroughputTable,
 )
 from hf_dspark.maths.costs import ForwardCost, LinearCost
 from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import greedy_sampler
+from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.laws import HEADS, PROMPT, EnumeratingSampler, make_pair
 from tests.rows import GREEDY, EverySecond, alone

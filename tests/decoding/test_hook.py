@@ -23,7 +23,7 @@ from hf_dspark import (
     decode_with,
     generate_many,
 )
-from hf_dspark.decoding import hook
+from hf_dspark.decoding import hook, install
 from hf_dspark.maths.costs import ForwardCost, LinearCost
 from tests.rows import GREEDY, padded
 
@@ -31,13 +31,13 @@ from tests.rows import GREEDY, padded
 def test_wrapped_methods_have_the_parameters_that_are_used():
     import inspect
 
-    for name, parameters in hook.WRAPPED_PARAMETERS.items():
+    for name, parameters in install.WRAPPED_PARAMETERS.items():
         assert set(parameters) <= set(inspect.signature(getattr(GenerationMixin, name)).parameters)
 
 
 def test_installing_twice_wraps_once():
     before = GenerationMixin._assisted_decoding
-    hook.install()
+    install.install()
     assert GenerationMixin._assisted_decoding is before
 
 
@@ -69,9 +69,9 @@ def test_decode_with_is_the_same_without_the_wraps(pair, prompts, monkeypatch):
     target, draft = pair
     batch = padded(prompts)
     expected = target.generate(**batch, assistant_model=draft, **GREEDY)
-    for name in hook.WRAPPED_PARAMETERS:
-        method = getattr(hook.GenerationMixin, name)
-        monkeypatch.setattr(hook.GenerationMixin, name, getattr(method, "__wrapped__", method))
+    for name in install.WRAPPED_PARAMETERS:
+        method = getattr(install.GenerationMixin, name)
+        monkeypatch.setattr(install.GenerationMixin, name, getattr(method, "__wrapped__", method))
     assert target.generate(**batch, custom_generate=decode_with(draft), **GREEDY).tolist() == expected.tolist()
 
 

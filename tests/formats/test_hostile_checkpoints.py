@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_dspark
-from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel, SlotCache
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.auto import load_draft
+from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.training.resume import require_same_run
 
 resource = pytest.importorskip("resource")  # not on Windows

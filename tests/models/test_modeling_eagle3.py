@@ -26,7 +26,6 @@ from hf_dspark import (
     Eagle3Config,
     Eagle3DraftModel,
     FullBlock,
-    collect_rounds,
     decode_with,
     generate_many,
     profile_throughput,
@@ -34,6 +33,7 @@ from hf_dspark import (
 from hf_dspark.decoding import drafter as generator_module
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.step_costs import Machine
+from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.maths.losses import LossWeights, position_weights
 from hf_dspark.maths.policies import Policy
 from hf_dspark.maths.sampling import DraftBlock, greedy_sampler

@@ -6,16 +6,14 @@ through.
 
 import copy
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-import transformers
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import CandidateGenerator, GenerationMixin, GenerationMode
+from transformers.generation import CandidateGenerator, GenerationMode
 
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models.auto import is_draft, require_draft
@@ -35,44 +33,10 @@ from .checks import (
 from .request import Call
 from .step_costs import find_cost
 
-# What each wrapped method must accept; a test checks it on every supported version.
-WRAPPED_PARAMETERS = {
-    "_prepare_generation_config": ("generation_config",),
-    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_get_candidate_generator": ("generation_config", "assistant_model"),
-    "_assisted_decoding": (
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "assistant_model",
-    ),
-}
 # transformers fills these with defaults that are meant for other assistants.
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
-
-
-def install() -> None:
-    """Wrap the four methods of `GenerationMixin`. Does nothing the second time.
-
-    Raises:
-        ImportError: If this transformers version lacks a method or a parameter.
-    """
-    for name, parameters in WRAPPED_PARAMETERS.items():
-        method = getattr(GenerationMixin, name, None)
-        if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
-            raise ImportError(
-                f"hf_dspark cannot plug into generate() of transformers {transformers.__version__}: "
-                f"GenerationMixin.{name}{parameters} is not there. Supported: transformers>=5.17,<6."
-            )
-    if not hasattr(GenerationMixin._assisted_decoding, "_hf_dspark_wrapped"):
-        GenerationMixin._prepare_generation_config = _wrap_prepare(GenerationMixin._prepare_generation_config)
-        GenerationMixin._validate_generation_mode = _wrap_validate(GenerationMixin._validate_generation_mode)
-        GenerationMixin._get_candidate_generator = _wrap_get_generator(GenerationMixin._get_candidate_generator)
-        GenerationMixin._assisted_decoding = _wrap_decoding(GenerationMixin._assisted_decoding)
-        GenerationMixin._assisted_decoding._hf_dspark_wrapped = True
 
 
 def _wrap_prepare(original):
@@ -171,6 +135,14 @@ def _wrap_decoding(original):
             _active_generator.reset(token)
 
     return assisted_decoding
+
+
+WRAPS = {
+    "_prepare_generation_config": _wrap_prepare,
+    "_validate_generation_mode": _wrap_validate,
+    "_get_candidate_generator": _wrap_get_generator,
+    "_assisted_decoding": _wrap_decoding,
+}
 
 
 def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Callable:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..models.auto import is_draft, load_draft, names_a_draft
-
 MODULE = "transformers.pipelines.base"
 
 
@@ -51,6 +49,8 @@ def _wrap(module: Any) -> None:
 
     @functools.wraps(original)
     def load_assistant_model(model: Any, assistant_model: Any, *others: Any) -> tuple[Any, Any]:
+        from ..models.auto import is_draft, load_draft, names_a_draft
+
         if isinstance(assistant_model, (str, os.PathLike)) and names_a_draft(assistant_model):
             assistant_model = load_draft(assistant_model, dtype="auto").eval().to(model.device)
         if is_draft(assistant_model):

@@ -159,8 +159,8 @@ def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | N
         if first_time:
             logger.warning(
                 "no throughput table fits these models on this machine (%s): verifying full blocks. A table is "
-                "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... --draft ...` or "
-                "hf_dspark.profile_throughput(target, draft) measures one.",
+                "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... "
+                "--draft ...` or hf_dspark.profile_throughput(target, draft) measures one.",
                 here,
             )
         return None

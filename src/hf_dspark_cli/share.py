@@ -1,0 +1,36 @@
+"""`hf-dspark convert` and `push`: a draft on its way to others."""
+
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+from hf_dspark.sharing import convert, hub
+
+from . import Console
+
+
+def run_convert(options: Namespace, console: Console) -> bool:
+    """Write a draft in another project's format."""
+    layout = {} if options.block_layout is None else {"sample_from_anchor": options.block_layout == "anchor"}
+    report = convert.convert_checkpoint(
+        options.source, options.destination, options.to, options.target, engine=options.engine, **layout
+    )
+    console.show(f"{options.destination} holds {', '.join(report.files)}")
+    if report.engines:
+        console.show(f"checked for {', '.join(report.engines)}")
+    for note in report.notes:
+        console.show(f"note: {note}")
+    console.document(asdict(report) | {"folder": str(report.folder)})
+    return True
+
+
+def run_push(options: Namespace, console: Console) -> bool:
+    """Publish a draft with its card."""
+    beside = Path(options.folder) / hub.RESULTS_FOLDER
+    results = options.results or ([str(beside)] if beside.is_dir() else [])
+    card = {name: getattr(options, name) for name in ("target", "license") if getattr(options, name)}
+    private = True if options.private else None  # else as the Hub does it: some organisations make everything private
+    url = hub.push_draft(options.folder, options.repository, results, private=private, **card)
+    console.show(url)
+    console.document({"repo_id": options.repository, "url": url, "results": results})
+    return True

@@ -1,0 +1,165 @@
+"""`hf-dspark train`: a draft for any causal LM, from a file of rows to weights and a result file."""
+
+import random
+from argparse import SUPPRESS, Namespace
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser, PreTrainedModel
+
+from hf_dspark.data.prompts import read_json_lines
+from hf_dspark.evaluation.results import read_results
+from hf_dspark.models.auto import load_draft
+from hf_dspark.models.configuration_dspark import WITHOUT_HEADS, DSparkConfig
+from hf_dspark.models.configuration_eagle3 import Eagle3Config
+from hf_dspark.models.modeling_draft import DraftModel
+from hf_dspark.models.modeling_dspark import DSparkDraftModel
+from hf_dspark.models.modeling_eagle3 import Eagle3DraftModel
+from hf_dspark.sharing.hub import RESULTS_FOLDER
+from hf_dspark.sharing.training import DSparkTrainer
+from hf_dspark.training.arguments import DSparkTrainingArguments
+from hf_dspark.training.resume import last_checkpoint
+
+from . import Console
+from .models import load_target
+from .words import PROGRAM, Parser
+
+LOSS_WEIGHTS = ("cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight")
+# What a new draft of another kind is trained with, in the order above, unless a weight is given.
+OBJECTIVES = {"dflash": (1.0, 0.0, 0.0, 0.0), "eagle3": (0.0, 0.0, 0.0, 1.0)}
+LAST = "last"
+
+
+class TrainerParser(Parser, HfArgumentParser):
+    """Reads the arguments of the training as transformers' own scripts do."""
+
+
+def run_train(options: Namespace, console: Console) -> bool:
+    """Train a new draft, or fine-tune one."""
+    arguments = _training_arguments(options, console)
+    checkpoint = _checkpoint_to_resume(arguments)
+    rows, held_out, faults = read_rows(options, arguments.seed)
+    for fault in faults:
+        console.note(f"skipped {fault}")
+    draft = None if options.draft is None else load_draft(options.draft, dtype=torch.float32)
+    models = load_target(options)
+    trainer = DSparkTrainer(
+        new_draft(options, models.target, arguments.seed) if draft is None else draft,
+        models.target,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=models.tokenizer,
+    )
+    trainer.train(checkpoint)
+    if held_out is not None:
+        trainer.evaluate()
+    trainer.save_model()
+    trainer.create_model_card()  # and the result file that it is made from
+    trainer.accelerator.end_training()  # NCCL warns of processes that end with their group open
+    if trainer.is_world_process_zero():
+        result_file = Path(arguments.output_dir) / RESULTS_FOLDER / "training.json"
+        (result,) = read_results([result_file])
+        console.show(f"the draft is in {arguments.output_dir}, the result in {result_file}")
+        console.document(result | {"output_dir": arguments.output_dir, "skipped_lines": faults})
+    return True
+
+
+def trainer_parser() -> TrainerParser:
+    """Return the parser of what the training alone can be told."""
+    return TrainerParser(DSparkTrainingArguments, prog=f"{PROGRAM} train", usage=SUPPRESS, allow_abbrev=False)
+
+
+def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingArguments:
+    words = ["--output_dir", options.output_dir, *options.trainer_words]
+    (arguments,) = trainer_parser().parse_args_into_dataclasses(words)
+    arguments.disable_tqdm = arguments.disable_tqdm or not console.progress
+    defaults = {part.name: part.default for part in fields(DSparkTrainingArguments)}
+    given = any(getattr(arguments, name) != defaults[name] for name in LOSS_WEIGHTS)
+    if options.draft is None and options.draft_kind in OBJECTIVES and not given:
+        for name, weight in zip(LOSS_WEIGHTS, OBJECTIVES[options.draft_kind], strict=True):
+            setattr(arguments, name, weight)
+    return arguments
+
+
+def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
+    """Return the checkpoint to go on from; refuse to write over what another run has left."""
+    folder, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
+    if wanted is not None and wanted != LAST:
+        if not Path(wanted).is_dir():
+            raise ValueError(f"--resume_from_checkpoint: there is no folder {wanted}; {LAST} is the newest one")
+        if Path(wanted).resolve().parent == folder.resolve():
+            return wanted
+    newest = last_checkpoint(folder)
+    if wanted == LAST:
+        if newest is None:
+            raise ValueError(f"--resume_from_checkpoint {LAST}: there is no checkpoint in {folder}")
+        return newest
+    if newest is not None:
+        raise ValueError(
+            f"{folder} holds checkpoints of an earlier run: go on from there with --resume_from_checkpoint {LAST}, or "
+            "name another --output_dir"
+        )
+    if any((folder / name).exists() for name in ("config.json", "model.safetensors")):
+        raise ValueError(f"{folder} holds a model already: name another --output_dir")
+    return wanted
+
+
+def read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
+    """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines.
+
+    Raises:
+        ValueError: If a file holds no row, or too few are left to train on.
+    """
+    rows, faults = _read_file(options.train_file)
+    if options.eval_file is not None:
+        held_out, more_faults = _read_file(options.eval_file)
+        return rows, held_out, faults + more_faults
+    if not options.eval_rows:
+        return rows, None, faults
+    if options.eval_rows >= len(rows):
+        raise ValueError(
+            f"--eval_rows {options.eval_rows} would leave nothing to train on: {options.train_file} has {len(rows)}"
+        )
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    return _chosen(rows, order[options.eval_rows :]), _chosen(rows, order[: options.eval_rows]), faults
+
+
+def _read_file(path: str) -> tuple[Any, list[str]]:
+    """Read JSON Lines into a list, and Parquet, for data larger than memory, into a table on disk."""
+    faults: list[str] = []
+    if path.endswith(".parquet"):
+        try:
+            from datasets import Dataset
+        except ImportError as error:
+            raise ValueError(f"{path} needs datasets: pip install 'hf_dspark[train]', or give JSON Lines") from error
+        rows = Dataset.from_parquet(path)
+    else:
+        numbered, malformed = read_json_lines(path)
+        rows = [row for _, row in numbered if isinstance(row, dict)]
+        faults += [str(fault) for fault in malformed]
+        faults += [f"{path} line {number} is no JSON object" for number, row in numbered if not isinstance(row, dict)]
+    if len(rows) == 0:
+        raise ValueError(f"{path} holds no row{f' ({faults[0]})' if faults else ''}")
+    return rows, faults
+
+
+def _chosen(rows: Any, places: list[int]) -> Any:
+    return [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
+
+
+def new_draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftModel:
+    """Return a new draft for a target, in float32; the same seed gives the same weights in every process."""
+    facts: dict[str, Any] = {"block_size": options.block_size}
+    for name in ("num_hidden_layers", "target_layer_ids"):
+        if getattr(options, name) is not None:
+            facts[name] = getattr(options, name)
+    torch.manual_seed(seed)
+    if options.draft_kind == "eagle3":
+        return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
+    heads = {"markov_rank": options.markov_rank, "markov_head_type": options.markov_head_type}
+    facts |= WITHOUT_HEADS if options.draft_kind == "dflash" else heads
+    return DSparkDraftModel(DSparkConfig.from_target(target.config, **facts))

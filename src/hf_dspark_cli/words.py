@@ -1,0 +1,464 @@
+"""The words that `hf-dspark` understands: a function per command adds its options, and its docstring is the help.
+
+Imports the standard library alone, so that help and mistakes are answered at once.
+"""
+
+import importlib.util
+import sys
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from inspect import cleandoc
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NoReturn
+
+PROGRAM = "hf-dspark"
+WRONG_WORDS = 2
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")
+THRESHOLD = "threshold="
+EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
+
+exit codes: 0 done, 1 failed, 2 wrong words or input, 130 interrupted.
+HF_DSPARK_DEBUG=1 shows where an error came from."""
+POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1]"
+PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
+
+
+class Parser(ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_WORDS, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class HelpAll(Action):
+    """Shows the arguments of the training, too, which only transformers can list."""
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
+        from .train import trainer_parser
+
+        parser.print_help()
+        trainer_parser().print_help()
+        parser.exit()
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """Return what a command line says: the values of the command's options, and what the command was declared with.
+
+    Raises:
+        SystemExit: If help was asked for, or the words are wrong.
+    """
+    parser, parsers = build_parsers()
+    options, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
+    options.trainer_words = unknown
+    if unknown and options.command != "train":
+        parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    try:
+        for check in (_check_target, _check_decoding, options.check):
+            check(options)
+    except ValueError as error:
+        parsers[options.command].error(str(error))
+    return options
+
+
+def build_parsers() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of all words, and that of each command."""
+    parser = Parser(
+        PROGRAM,
+        description="DSpark speculative decoding for transformers: faster generate(), the same tokens.",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('hf_dspark')}")
+    commands = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", dest="command", required=True)
+    for declare in COMMANDS:
+        parts = cleandoc(declare.__doc__).split("\n\n")
+        command = commands.add_parser(
+            declare.__name__.strip("_"),
+            help=parts[0].rstrip("."),
+            description="\n\n".join([*(fill(part, 79) for part in parts[:-1]), parts[-1]]),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.set_defaults(check=lambda options: None, kept="nothing was written")
+        declare(command)
+        command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+        command.add_argument("--quiet", action="store_true", help="show neither progress nor notes")
+    return parser, commands.choices
+
+
+def _with_underscores(word: str) -> str:
+    """Spell `--max-new-tokens` as `--max_new_tokens`: both are understood, one is shown."""
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
+
+
+# ---- commands, in the order in which help lists them
+
+
+def generate(parser: ArgumentParser) -> None:
+    """Answer prompts with a draft, faster and with the same tokens.
+
+    Prompts are words, lines of a file, or stdin. Answers go to stdout, a single one while it grows;
+    times and tokens per round go to stderr.
+
+    example: hf-dspark generate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
+      --dtype float32 --temperature 0 --compare $'Question: How much are 4 pens at 3 dollars?\\nAnswer:'
+    """
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="without any, and without --prompts_file, stdin is one")
+    add("--prompts_file", type=existing, metavar="FILE", help=PROMPTS)
+    add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
+    add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
+    add("--compare", action="store_true", help="also decode without the draft; show both times, and equal answers")
+    _add_models(parser)
+    parser.set_defaults(module="generate", check=_check_generate, kept="finished answers stand above")
+
+
+def regenerate(parser: ArgumentParser) -> None:
+    """Let a target answer prompts itself, to train a draft on.
+
+    Writes one JSON line per answer to --output_file, and what it was made with to FILE.settings.json. The same
+    command goes on where it was interrupted, and tries failed prompts again.
+
+    example: hf-dspark regenerate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
+      --prompts_file examples/gsm8k_pair/prompts.jsonl --output_file out/answers.jsonl --temperature 1
+    """
+    add = parser.add_argument
+    add("--prompts_file", type=existing, required=True, metavar="FILE", help=PROMPTS)
+    add("--output_file", required=True, metavar="FILE", help="JSON Lines of answers")
+    add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
+    add("--num_samples", type=count, default=1, metavar="N", help="answers per prompt (%(default)s)")
+    add("--batch_size", type=count, default=8, metavar="N", help="prompts answered together at most (%(default)s)")
+    add("--endpoint", metavar="URL", help="OpenAI-compatible server that answers, such as http://localhost:8000/v1")
+    add("--model", metavar="NAME", help="name by which that server knows the target")
+    add("--concurrency", type=count, default=8, metavar="N", help="requests to the server at a time (%(default)s)")
+    add("--api_key_env", metavar="VARIABLE", help="environment variable that holds the server's key")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="that a request may take (%(default)s)")
+    _add_models(parser, needs_target=False, without_draft="; slower without one")
+    kept = "finished answers are kept: the same command goes on from there"
+    parser.set_defaults(module="generate", check=_check_regenerate, kept=kept)
+
+
+def train(parser: ArgumentParser) -> None:
+    """Train a draft for a target, or fine-tune one.
+
+    Trains on what the target writes (see regenerate). Writes the draft, its card, checkpoints and results into
+    --output_dir. On several GPUs: torchrun --nproc_per_node 8 -m hf_dspark train ...
+
+    All arguments of DSparkTrainingArguments can be given, and with them those of transformers' Trainer: --num_anchors,
+    --packing, --max_length, --learning_rate, --bf16, --resume_from_checkpoint (a folder, or last), ...
+
+    example: hf-dspark train --target Qwen/Qwen3-4B --train_file answers.jsonl --eval_rows 200 --output_dir my-draft
+      --bf16 --packing --max_length 4096 --num_anchors 512 --learning_rate 6e-4 --num_train_epochs 6
+    """
+    add = parser.add_argument_group("data and draft").add_argument
+    add("--train_file", type=existing, required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
+    add("--eval_file", type=existing, metavar="FILE", help="held-out rows")
+    add("--eval_rows", type=int, default=0, metavar="N", help="rows to hold out of the training file (%(default)s)")
+    add("--output_dir", required=True, metavar="FOLDER", help="where draft, card, checkpoints and results go")
+    add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
+    add("--draft_kind", choices=("dspark", "dflash", "eagle3"), default="dspark", help="of a new draft (%(default)s)")
+    add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
+    add("--block_size", type=count, default=7, metavar="N", help="tokens per block of a new draft (%(default)s)")
+    add("--markov_rank", type=int, default=256, metavar="N", help="of a new dspark draft's Markov head (%(default)s)")
+    add("--markov_head_type", choices=("vanilla", "gated", "rnn"), default="vanilla", help="of a new dspark draft")
+    add("--target_layer_ids", type=int, nargs="+", metavar="LAYER", help="of the target, that a new draft reads")
+    add("--help_all", action=HelpAll, nargs=0, help="list all arguments of the training, too (takes seconds)")
+    _add_target(parser)
+    kept = "checkpoints are kept: --resume_from_checkpoint last goes on from the newest"
+    parser.set_defaults(module="train", check=_check_train, kept=kept)
+
+
+def calibrate(parser: ArgumentParser) -> None:
+    """Fit a draft's confidences, which schedulers rely on.
+
+    Decodes prompts, and fits one temperature per draft position, so that predicted acceptance is true. Do it once with
+    --temperature 0 and once without. Writes them into the draft's config.json, and a result of the kind calibration.
+
+    example: hf-dspark calibrate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
+      --prompts_file examples/gsm8k_pair/prompts.jsonl --temperature 0 --output_dir out/calibrated
+    """
+    add = parser.add_argument
+    add("--prompts_file", type=existing, required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
+    add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
+    add("--domain", metavar="NAME", help="to keep the temperatures under; greedy or sampled unless given")
+    add("--output_dir", type=empty, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
+    add("--rounds_file", metavar="FILE", help="where rounds are recorded; the same command goes on from there")
+    add("--result_file", metavar="FILE", help="results/calibration-DOMAIN.json in the draft's folder unless given")
+    _add_models(parser)
+    parser.set_defaults(module="measure", kept="rounds in --rounds_file are kept: the same command goes on from there")
+
+
+def profile(parser: ArgumentParser) -> None:
+    """Measure what a step costs on this machine, which schedulers rely on.
+
+    Times drafting and verifying. Writes the table where generate() finds it by itself, and to --output_file.
+
+    example: hf-dspark profile --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
+      --batch_sizes 1 4 16 --output_file out/sps.json
+    """
+    add = parser.add_argument
+    add("--batch_sizes", type=count, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="requests per pass")
+    add("--context_lengths", type=count, nargs="+", default=[64, 512], metavar="N", help="cached tokens per request")
+    add("--repetitions", type=count, default=5, metavar="N", help="timed passes per setting (%(default)s)")
+    add("--output_file", metavar="FILE", help="also write the table to this file")
+    add("--format", choices=("hf_dspark", "sglang"), default="hf_dspark", help="of that file (%(default)s)")
+    add("--no_cache", action="store_true", help="do not remember the table for generate() on this machine")
+    add("--overwrite", action="store_true", help="replace the file if it exists")
+    _add_models(parser, decodes=False)
+    parser.set_defaults(module="measure", check=_check_profile)
+
+
+def eval_(parser: ArgumentParser) -> None:
+    """Measure how much of its drafts a target accepts, and how fast it decodes.
+
+    Decodes the prompts of one or more tasks, turn by turn. Prints tokens per round (tau), acceptance by position,
+    calibration and speed, and writes them with every round to --result_file.
+
+    example: hf-dspark eval --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft --temperature 0
+      --prompts math=examples/gsm8k_pair/prompts.jsonl --num_prompts 20 --compare --result_file out/math.json
+    """
+    add = parser.add_argument
+    add("--prompts", "--tasks", nargs="+", required=True, metavar="NAME=FILE", help=f"tasks to measure. {PROMPTS}")
+    add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
+    add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
+    add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
+    add("--compare", action="store_true", help="also decode each turn without the draft; show the speed-up")
+    add("--result_file", "--output", default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
+    add("--baseline", type=existing, metavar="FILE", help="result of an earlier eval to compare with")
+    add("--overwrite", action="store_true", help="replace the result file if it exists")
+    _add_models(parser, without_draft="; without one, plain decoding is measured")
+    kept = "finished turns are kept: the same command goes on from there"
+    parser.set_defaults(module="measure", check=_check_eval, kept=kept)
+
+
+def check(parser: ArgumentParser) -> None:
+    """Check that a target decodes rows together as it decodes each alone.
+
+    Takes seconds. Run it once for an architecture that is new to you.
+
+    example: hf-dspark check --target examples/gsm8k_pair/target --dtype float32
+    """
+    _add_target(parser)
+    parser.set_defaults(module="measure")
+
+
+def convert(parser: ArgumentParser) -> None:
+    """Write a draft in another project's format, or read one.
+
+    DeepSpec's format is also read by vLLM, SGLang and llama.cpp's converter, speculators' by vLLM; transformers'
+    is its own DFlash. What a format cannot hold is refused with the reason.
+
+    example: hf-dspark convert --to deepspec examples/gsm8k_pair/draft out/deepspec --target examples/gsm8k_pair/target
+    """
+    add = parser.add_argument
+    add("source", type=model, metavar="SOURCE", help="Hub id or folder of the draft")
+    add("destination", type=empty, metavar="DESTINATION", help="folder to write")
+    add("--to", choices=FORMATS, required=True, help="format to write")
+    add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
+    add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
+    layout = "of the source, if its files do not say: whether the anchor's slot predicts the first token (anchor)"
+    add("--block_layout", choices=("anchor", "fill_in"), help=layout)
+    parser.set_defaults(module="share")
+
+
+def push(parser: ArgumentParser) -> None:
+    """Publish a draft on the Hub, with a card made from results.
+
+    Publishes weights, config, results, card, and the code that lets the draft decode where only transformers is
+    installed. Log in first: hf auth login.
+
+    example: hf-dspark push my-draft me/my-draft --private --results my-draft/results evaluation.json
+    """
+    add = parser.add_argument
+    add("folder", type=model, metavar="FOLDER", help="folder of the draft")
+    add("repository", metavar="REPOSITORY", help="such as me/my-draft")
+    add("--results", type=existing, nargs="+", metavar="FILE", help="or folders of them; FOLDER/results unless given")
+    add("--target", metavar="MODEL", help="Hub id of the target; as the results say unless given")
+    add("--license", metavar="ID", help="of the draft, as the Hub abbreviates it, such as mit")
+    add("--private", action="store_true", help="make a new repository private")
+    parser.set_defaults(module="share", kept="the repository is as it was, or new and empty")
+
+
+COMMANDS: tuple[Callable[[ArgumentParser], None], ...] = (
+    generate, regenerate, train, calibrate, profile, eval_, check, convert, push,
+)  # fmt: skip
+
+
+# ---- options that several commands have
+
+
+def _add_models(
+    parser: ArgumentParser, needs_target: bool = True, without_draft: str = "", decodes: bool = True
+) -> None:
+    """Add the options of a target and its draft, and of how they decode."""
+    _add_target(parser, needs_target)
+    add = parser.add_argument_group("draft").add_argument
+    what = f"Hub id or folder of the draft{without_draft}"
+    add("--draft", type=model, required=not without_draft, metavar="MODEL", help=what)
+    add("--draft_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
+    add("--draft_dtype", choices=DTYPES, default="auto", help="of the draft's weights (%(default)s: as in its files)")
+    if not decodes:
+        return
+    group = parser.add_argument_group("chat template")
+    group.add_argument("--no_chat_template", action="store_true", help="continue texts as they are")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--enable_thinking", action="store_true", default=None, help="tell it that the target may think first")
+    add("--no_thinking", action="store_false", dest="enable_thinking", help="tell it that the target may not think")
+    add = parser.add_argument_group("decoding, as the target's generation config recommends unless given").add_argument
+    add("--max_new_tokens", type=count, default=256, metavar="N", help="longest answer, in tokens (%(default)s)")
+    add("--temperature", type=positive, metavar="T", help="0 decodes greedily, 1 samples the target's distribution")
+    add("--top_k", type=int, metavar="N", help="sample among the N most likely tokens; 0 is all")
+    add("--top_p", type=share, metavar="P", help="sample among the likeliest tokens that together have probability P")
+    add("--min_p", type=share, metavar="P", help="sample among tokens with P times the best one's probability or more")
+    add("--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)")
+
+
+def _add_target(parser: ArgumentParser, required: bool = True) -> None:
+    group = parser.add_argument_group("target")
+    add = group.add_argument
+    add("--target", type=model, required=required, metavar="MODEL", help="Hub id or folder of the target")
+    add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
+    add("--tokenizer", type=folder_or_id, metavar="MODEL", help="Hub id or folder; the target's unless given")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights; only float32 keeps every greedy token")
+    add("--device_map", metavar="WHERE", help="auto, cpu, cuda:0, ...; the accelerator, if there is one, unless given")
+    add("--trust_remote_code", action="store_true", help="run the code of the target's repository; read it first")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--load_in_8bit", action="store_true", help="quantise the target (needs bitsandbytes)")
+    add("--load_in_4bit", action="store_true", help="quantise the target (needs bitsandbytes)")
+
+
+# ---- values
+
+
+def within(kind: type, least: float, most: float = sys.float_info.max) -> Callable[[str], float]:
+    """Return a reader of numbers in `[least, most]`."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not least <= number <= most:  # NaN, too
+            limits = f"at least {least}" if most == sys.float_info.max else f"in [{least}, {most}]"
+            raise ArgumentTypeError(f"must be {limits}, got {number}")
+        return number
+
+    read.__name__ = kind.__name__
+    return read
+
+
+count, positive, share = within(int, 1), within(float, 0), within(float, 0, 1)
+
+
+def folder_or_id(name: str) -> str:
+    """Accept a folder, or what can be a Hub id."""
+    is_id = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
+    if not Path(name).is_dir() and (Path(name).exists() or not is_id):
+        raise ArgumentTypeError(f"there is no folder {name}")
+    return name
+
+
+def model(name: str) -> str:
+    """Accept a folder that holds a model, or what can be a Hub id."""
+    path = Path(folder_or_id(name))
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise ArgumentTypeError(f"the folder {name} holds no model, which needs a config.json")
+    return name
+
+
+def existing(path: str) -> str:
+    """Accept a file or a folder that exists, or `-`."""
+    if path != "-" and not Path(path).exists():
+        raise ArgumentTypeError(f"there is no file {path}")
+    return path
+
+
+def empty(path: str) -> str:
+    """Accept a folder that can be filled."""
+    if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
+        raise ArgumentTypeError(f"{path} exists and is not empty: name another folder, or empty it")
+    return path
+
+
+def policy(text: str) -> str:
+    """Accept the name of a policy."""
+    try:
+        if text not in ("default", "full", "scheduled"):
+            share(text.removeprefix(THRESHOLD) if text.startswith(THRESHOLD) else "nan")
+    except (ValueError, ArgumentTypeError):
+        raise ArgumentTypeError(f"must be one of {POLICIES}; got {text!r}") from None
+    return text
+
+
+def _require_new(path: str | None, overwrite: bool) -> None:
+    if path is not None and (Path(path).is_dir() or (Path(path).exists() and not overwrite)):
+        raise ValueError(f"{path} exists: name another file, or give --overwrite to replace a file")
+
+
+# ---- values that do not go together
+
+
+def _check_target(options: Namespace) -> None:
+    quantised = getattr(options, "load_in_8bit", False) or getattr(options, "load_in_4bit", False)
+    if quantised and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("quantising needs bitsandbytes: pip install 'hf_dspark[quantization]'")
+
+
+def _check_decoding(options: Namespace) -> None:
+    if "temperature" not in options:
+        return
+    if options.no_chat_template and options.enable_thinking is not None:
+        raise ValueError("thinking is a matter of the chat template: drop --no_chat_template, or the other")
+    given = [name for name in ("top_k", "top_p", "min_p") if getattr(options, name) is not None]
+    if options.temperature == 0 and given:
+        raise ValueError(f"--temperature 0 decodes greedily, which needs no --{given[0]}: drop one of them")
+
+
+def _check_generate(options: Namespace) -> None:
+    if options.prompts and options.prompts_file is not None:
+        raise ValueError("prompts are given as words and as --prompts_file: give one of them")
+    if not all(options.prompts):
+        raise ValueError("a prompt is empty")
+    if not options.prompts and options.prompts_file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise ValueError("there is no prompt: give it as a word, as --prompts_file, or on stdin")
+
+
+def _check_regenerate(options: Namespace) -> None:
+    if (options.endpoint is None) != (options.model is None):
+        raise ValueError("--endpoint and --model belong together: give both, or --target")
+    if options.endpoint is None and options.target is None:
+        raise ValueError("no model to answer: give --target, or --endpoint with --model")
+    if options.endpoint is not None and options.draft is not None:
+        raise ValueError("--draft helps a target in this process, not one at an --endpoint: drop one of them")
+
+
+def _check_train(options: Namespace) -> None:
+    if options.eval_rows < 0 or (options.eval_rows and options.eval_file is not None):
+        raise ValueError("--eval_rows must be 0 or positive, and excludes --eval_file")
+    if options.draft_kind == "dspark" and options.draft is None and options.markov_rank < 1:
+        raise ValueError("--markov_rank must be at least 1: a draft without a Markov head is --draft_kind dflash")
+
+
+def _check_profile(options: Namespace) -> None:
+    if options.no_cache and options.output_file is None:
+        raise ValueError("--no_cache needs --output_file: otherwise the measurement is discarded")
+    _require_new(options.output_file, options.overwrite)
+
+
+def _check_eval(options: Namespace) -> None:
+    _require_new(options.result_file, options.overwrite)
+    given = next((name for name in ("policy", "compare", "baseline") if getattr(options, name)), None)
+    if options.draft is None and given is not None:
+        raise ValueError(f"--{given} needs --draft: give it, or drop --{given}")
+    tasks: dict[str, str] = {}
+    for word in options.prompts:  # NAME=FILE, or FILE, whose name is then the task's
+        name, _, path = word.rpartition("=") if not Path(word).is_file() else ("", "", word)
+        name = name or Path(path).stem
+        if name in tasks:
+            raise ValueError(f"--prompts names the task {name!r} twice: give NAME=FILE with different names")
+        if not Path(path).is_file():
+            raise ValueError(f"--prompts: there is no file {path}")
+        tasks[name] = path
+    options.prompts = tasks

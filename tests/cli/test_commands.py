@@ -1,0 +1,397 @@
+"""`hf-dspark`: what every command does with a tiny pair, and what it says about models and files that are wrong."""
+
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_dspark import DSparkDraftModel, Eagle3DraftModel
+from hf_dspark.decoding import regenerate as regeneration
+from hf_dspark.decoding import step_costs
+from hf_dspark.evaluation import run as evaluation_run
+from hf_dspark.evaluation.results import read_results
+from hf_dspark_cli import main
+
+PAIR = "--target target --draft draft --dtype float32"
+TRAIN = (
+    "train --target target --max_steps 2 --save_steps 1 --num_anchors 4 --per_device_train_batch_size 2 --use_cpu "
+    "--num_hidden_layers 1 --target_layer_ids 0 2 --block_size 3 --markov_rank 4 --json"
+)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, make_target, make_draft, chat_tokenizer, monkeypatch):
+    """A tiny pair on disk, in the working folder; its tokenizer has a chat template."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
+    step_costs.known_profiles.cache_clear()
+    target = make_target()
+    target.save_pretrained("target")
+    chat_tokenizer.save_pretrained("target")
+    make_draft(target).save_pretrained("draft")
+    Path("prompts.jsonl").write_text('{"prompt": "what is up"}\n"what is"\n{"turns": ["what is up"]}\n')
+    yield tmp_path
+    step_costs.known_profiles.cache_clear()
+
+
+@pytest.fixture
+def answer(capsys):
+    """Run a command that succeeds; return its JSON document, which is all of stdout."""
+
+    def run_it(words: str) -> dict:
+        capsys.readouterr()
+        assert main(shlex.split(f"{words} --json")) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run_it
+
+
+@pytest.fixture
+def refusal(capsys):
+    """Run a command that fails; return the one line that it says in the end."""
+
+    def run_it(words: str, code: int = 2) -> str:
+        capsys.readouterr()
+        try:
+            assert main(shlex.split(words)) == code
+        except SystemExit as stop:
+            assert stop.code == code
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        line = printed.err.rstrip("\n").split("\n")[-1]
+        assert line.startswith(f"hf-dspark {words.split()[0]}: ")
+        return line
+
+    return run_it
+
+
+# ---- generate
+
+
+def test_generate_gives_the_tokens_of_plain_generate_and_says_so(answer):
+    found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 --compare 'what is up' 'much'")
+    assert found["plain"]["identical_answers"] == 2 and len(found["answers"]) == 2
+    assert [len(part["token_ids"]) for part in found["answers"]] == [12, 12]
+    assert found["tokens"] == 24 and found["rounds"] > 0 and found["tau"] >= 1 and found["seconds"] > 0
+    assert found["sampling"] == {"do_sample": False, "max_new_tokens": 12}
+
+
+def test_generate_answers_files_in_batches_as_it_answers_words(answer):
+    words = f"generate {PAIR} --temperature 0 --max_new_tokens 8"
+    (alone,) = answer(f"{words} 'what is up'")["answers"]
+    together = answer(f"{words} --prompts_file prompts.jsonl --batch_size 3")["answers"]
+    assert [part["index"] for part in together] == [0, 1, 2]
+    assert together[0]["token_ids"] == together[2]["token_ids"] == alone["token_ids"]
+
+
+def test_generate_uses_the_chat_template_unless_told_otherwise(answer, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "hf_dspark_cli.generate.timed_call",
+        lambda target, ids, *args, **kwargs: (
+            seen.append(ids[0]) or evaluation_run.timed_call(target, ids, *args, **kwargs)
+        ),
+    )
+    answer(f"generate {PAIR} --max_new_tokens 2 'what is up'")
+    answer(f"generate {PAIR} --max_new_tokens 2 --no_chat_template 'what is up'")
+    tokenizer = AutoTokenizer.from_pretrained("target")
+    assert tokenizer.decode(seen[0]) == "user what is up <eos> assistant"
+    assert tokenizer.decode(seen[1]) == "what is up"
+
+
+def test_generate_tells_the_chat_template_about_thinking(answer):
+    template = Path("target/chat_template.jinja")
+    template.write_text("{{ 'much ' if enable_thinking is defined and not enable_thinking else 'not ' }}")
+    tokens = {}
+    for option in ("--no_thinking", "--enable_thinking", ""):
+        found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 {option} up")
+        tokens[option] = found["answers"][0]["token_ids"]
+    assert tokens["--enable_thinking"] == tokens[""] != tokens["--no_thinking"]
+
+
+def test_generate_streams_a_single_answer_to_stdout_and_statistics_to_stderr(answer, capsys, monkeypatch):
+    words = f"generate {PAIR} --temperature 0 --max_new_tokens 6"
+    printed = {}
+    for quiet in ("", "--quiet"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("what is up\n"))
+        assert main(shlex.split(f"{words} {quiet}")) == 0
+        printed[quiet] = capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("what is up\n"))
+    assert printed[""].out.strip() == printed["--quiet"].out.strip() == answer(words)["answers"][0]["text"].strip()
+    assert "6 tokens in" in printed[""].err and "tokens/s" in printed[""].err
+    assert "it/s" not in printed[""].err and printed["--quiet"].err == ""
+
+
+def test_generate_reports_a_prompt_that_fails_and_answers_the_others(capsys):
+    Path("mixed.jsonl").write_text('"what is up"\n' + json.dumps("what " * 300) + "\n")
+    words = f"generate {PAIR} --temperature 0 --max_new_tokens 4 --json --no_chat_template --prompts_file mixed.jsonl"
+    assert main(shlex.split(words)) == 1
+    good, bad = json.loads(capsys.readouterr().out)["answers"]
+    assert len(good["token_ids"]) == 4 and "error" not in good and "256" in bad["error"]
+
+
+@pytest.mark.parametrize("policy, name", [("full", "FullBlock()"), ("threshold=0.5", "ConfidenceThreshold")])
+def test_generate_verifies_as_the_policy_says(answer, policy, name):
+    assert answer(f"generate {PAIR} --policy {policy} --max_new_tokens 4 up")["policy"].startswith(name)
+
+
+# ---- regenerate, train
+
+
+def test_answers_are_written_trained_on_and_kept_when_run_again(answer, refusal):
+    words = f"regenerate {PAIR} --prompts_file prompts.jsonl --output_file answers.jsonl --max_new_tokens 12"
+    assert answer(words)["num_answers"] == 3
+    before = Path("answers.jsonl").read_bytes()
+    assert answer(words)["num_answers"] == 3 and Path("answers.jsonl").read_bytes() == before
+
+    train = f"{TRAIN} --train_file answers.jsonl --eval_rows 1"
+    found = answer(f"{train} --output_dir trained")
+    assert found["kind"] == "training" and found["steps"] == 2 and found["num_rows"] == 2
+    draft = DSparkDraftModel.from_pretrained("trained")
+    assert (draft.config.block_size, draft.config.markov_rank, draft.config.num_hidden_layers) == (3, 4, 1)
+    assert "--resume_from_checkpoint last" in refusal(f"{train} --output_dir trained")
+    assert answer(f"{train} --output_dir trained --resume_from_checkpoint last")["steps"] == 2
+    before = Path("draft/config.json").read_bytes()
+    elsewhere = "--output_dir draft --resume_from_checkpoint trained/checkpoint-1"
+    assert "draft holds a model already" in refusal(f"{train} {elsewhere}")
+    assert Path("draft/config.json").read_bytes() == before
+    answer("generate --target target --draft trained --max_new_tokens 4 --temperature 0 up")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind):
+    Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
+    arguments = answer(f"{TRAIN} --train_file rows.jsonl --draft_kind {kind} --output_dir out")["arguments"]
+    hard, soft = (arguments[name] for name in ("cross_entropy_weight", "soft_cross_entropy_weight"))
+    assert (hard, soft) == ((1.0, 0.0) if kind == "dflash" else (0.0, 1.0)) and arguments["l1_weight"] == 0
+    model_class = DSparkDraftModel if kind == "dflash" else Eagle3DraftModel
+    assert model_class.from_pretrained("out").config.markov_rank == 0
+
+
+def test_fine_tuning_starts_from_the_draft_that_is_given(capsys):
+    row = '{"prompt": "what is", "completion": " up not much up not much"}\n'
+    Path("rows.jsonl").write_text(2 * row + "{oops\n[1]\n")
+    words = f"{TRAIN} --draft draft --train_file rows.jsonl --learning_rate 1e-9 --output_dir out"
+    assert main(shlex.split(words)) == 0
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["skipped_lines"]) == 2
+    assert "rows.jsonl line 3 is not JSON" in printed.err and "line 4 is no JSON object" in printed.err
+    before, after = (DSparkDraftModel.from_pretrained(name).state_dict() for name in ("draft", "out"))
+    assert all(torch.allclose(after[name], value, atol=1e-6) for name, value in before.items())
+
+
+def test_arguments_of_the_training_are_checked_and_listed(capsys, refusal):
+    words = f"{TRAIN} --train_file prompts.jsonl --output_dir out"
+    assert "['--speed', '9']" in refusal(f"{words} --speed 9")
+    assert "num_anchors must be at least 1" in refusal(f"{words} --num_anchors 0")
+    assert "nothing to train on" in refusal(f"{words} --eval_rows 9")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help_all"])
+    assert stop.value.code == 0 and "--num_anchors" in capsys.readouterr().out
+
+
+def test_an_interruption_keeps_answers_and_ends_with_130(answer, refusal, monkeypatch):
+    session, calls = regeneration._Session, []
+    real = session._answer_batch
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(session, "_answer_batch", interrupted)
+    words = "regenerate --target target --prompts_file prompts.jsonl --output_file answers.jsonl --batch_size 1"
+    words += " --max_new_tokens 4 --temperature 1"
+    assert "interrupted; finished answers are kept" in refusal(words, code=130)
+    assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 1
+    monkeypatch.setattr(session, "_answer_batch", real)
+    assert answer(words)["num_answers"] == 3
+
+
+# ---- eval, calibrate, profile, check
+
+
+def test_eval_writes_a_result_that_a_later_one_is_compared_with(capsys, refusal):
+    talk = '{"turns": ["what is", "not much"]}\n{"messages": [{"role": "user", "content": "up"}]}\n'
+    Path("talk.jsonl").write_text(talk)
+    words = f"eval {PAIR} --temperature 1 --max_new_tokens 8 --prompts chat=talk.jsonl prompts.jsonl"
+    assert main(shlex.split(f"{words} --result_file first.json")) == 0
+    assert "| chat | 2 | 3 |" in capsys.readouterr().out
+    (result,) = read_results(["first.json"])
+    assert result["tasks"].keys() == {"chat", "prompts", "all"} and result["policy"] == "FullBlock()"
+    assert result["sampling"] == {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 8, "seed": 0}
+    for changed, said in (
+        (words.replace("--temperature 1", "--temperature 0"), "way of decoding, temperature 1, than this run, greedy"),
+        (f"{words} --policy threshold=0.5", "another policy, FullBlock(), than this run, ConfidenceThreshold("),
+        (words.replace("_tokens 8", "_tokens 9"), "another max_new_tokens, 8, than this run, 9"),
+        (f"{words} --dtype bfloat16", "another dtype of the target, torch.float32, than this run, torch.bfloat16"),
+        (f"{words} --num_prompts 1", "another number of prompts of chat, 2, than this run, 1"),
+        (words.replace(" prompts.jsonl", ""), "another set of tasks"),
+    ):
+        assert said in refusal(f"{changed} --result_file second.json --baseline first.json")
+    assert main(shlex.split(f"{words} --result_file second.json --baseline first.json")) == 0
+    assert "| +0% |" in capsys.readouterr().out  # the same seed, the same tokens
+
+
+def test_eval_compares_with_plain_decoding_and_lists_what_failed(capsys):
+    Path("mixed.jsonl").write_text('"what is up"\n' + json.dumps("what " * 300) + '\n{"turns": ["up", "much"]}\n')
+    words = f"eval {PAIR} --tasks talk=mixed.jsonl --temperature 0 --max_new_tokens 6 --compare --output out.json"
+    assert main(shlex.split(f"{words} --no_chat_template")) == 1  # a part failed
+    printed = capsys.readouterr()
+    assert "| talk | 2 | 3 |" in printed.out and "3 of 3" in printed.out
+    assert "talk line 2 failed: a prompt of 300 tokens" in printed.err
+    (result,) = read_results(["out.json"])
+    assert [(part["task"], part["line"]) for part in result["failed"]] == [("talk", 2)]
+    assert result["tasks"]["talk"]["speedup"]["identical"] == 3
+
+
+def test_eval_measures_a_target_alone(answer):
+    words = "eval --target target --dtype float32 --prompts prompts.jsonl --max_new_tokens 4 --temperature 0"
+    found = answer(f"{words} --batch_size 2")
+    assert found["draft"] == {} and found["tasks"]["prompts"]["tokens_per_second"] > 0
+
+
+def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
+    words = f"eval {PAIR} --prompts prompts.jsonl --max_new_tokens 4 --temperature 1 --result_file out.json"
+    real, calls = evaluation_run.timed_call, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(evaluation_run, "timed_call", interrupted)
+    assert "the same command goes on from there" in refusal(words, code=130) and not Path("out.json").exists()
+    assert main(shlex.split(words)) == 0 and len(calls) == 3 + 1 + 2  # the warm-up, and the two that were missing
+    assert len(read_results(["out.json"])[0]["records"]) == 3
+    calls.clear()
+    refusal(f"{words} --seed 1 --overwrite", code=130)
+    assert "differs in seed (1 there, 0 now)" in refusal(f"{words} --overwrite")
+
+
+def test_malformed_lines_are_named_and_the_others_are_answered(capsys):
+    Path("mixed.jsonl").write_bytes(b'"up"\n{"prompt": \n\n{"turns": []}\n{"text": "up"}\n"\xff"\n"what"\n')
+    assert main(shlex.split(f"eval {PAIR} --prompts mixed.jsonl --max_new_tokens 4 --json")) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["tasks"]["mixed"]["prompts"] == 2 and [part["line"] for part in found["failed"]] == [2, 4, 5, 6]
+    assert len(found["skipped_lines"]) == 4 and all(fault in printed.err for fault in found["skipped_lines"])
+
+
+def test_calibrate_changes_the_config_alone_and_keeps_each_regime(answer):
+    weights, config = Path("draft/model.safetensors").read_bytes(), json.loads(Path("draft/config.json").read_text())
+    words = f"calibrate {PAIR} --draft_dtype bfloat16 --prompts_file prompts.jsonl --max_new_tokens 12"
+    assert answer(f"{words} --temperature 0")["domain"] == "greedy"
+    answer(f"{words} --temperature 1")
+    temperatures = DSparkDraftModel.from_pretrained("draft").config.sts_temperatures
+    assert temperatures.keys() == {"default", "greedy", "sampled"} and len(temperatures["greedy"]) == 4
+    assert Path("draft/model.safetensors").read_bytes() == weights
+    assert json.loads(Path("draft/config.json").read_text()) == config | {"sts_temperatures": temperatures}
+    results = read_results(["draft/results"])
+    assert [result["domain"] for result in results] == ["greedy", "sampled"]
+    assert all(result["num_prompts"] == 3 and len(result["temperatures"]) == 4 for result in results)
+
+
+def test_calibrate_leaves_the_draft_alone_when_another_folder_is_named(answer, refusal):
+    Path("talk.jsonl").write_text('{"turns": ["what is", "not much"]}\n"up"\n')
+    words = f"calibrate {PAIR} --prompts_file talk.jsonl --max_new_tokens 12 --domain math/greedy --temperature 0"
+    assert answer(f"{words} --output_dir calibrated")["num_prompts"] == 2
+    assert DSparkDraftModel.from_pretrained("draft").config.sts_temperatures is None
+    assert "math/greedy" in DSparkDraftModel.from_pretrained("calibrated").config.sts_temperatures
+    assert Path("calibrated/results/calibration-math-greedy.json").exists()
+    assert "not empty" in refusal(f"{words} --output_dir calibrated")
+
+
+def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal):
+    assert "hf-dspark profile" in refusal(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")
+    words = f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 1"
+    table = answer(f"{words} --output_file sps.json --format sglang")["table"]
+    assert json.loads(Path("sps.json").read_text()) == table
+    policy = answer(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")["policy"]
+    assert policy.startswith("AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
+
+
+def test_check_compares_rows_together_with_rows_alone(answer):
+    assert answer("check --target target --dtype float32")["difference"] < 1e-3
+
+
+# ---- convert, push
+
+
+def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
+    assert answer("convert --to deepspec --target target draft there")["format"] == "deepspec"
+    answer("convert --to hf_dspark there back")
+    tokens = {}
+    for name in ("draft", "there", "back"):
+        found = answer(f"generate --target target --draft {name} --max_new_tokens 8 --temperature 1 up")
+        tokens[name] = found["answers"][0]["token_ids"]
+    assert tokens["draft"] == tokens["there"] == tokens["back"]
+    assert "no place for temperatures" in refusal(
+        f"calibrate {PAIR.replace('draft draft', 'draft there')} --prompts_file prompts.jsonl"
+    )
+
+
+def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
+    answer(
+        f"eval {PAIR} --temperature 0 --max_new_tokens 4 --prompts prompts.jsonl --result_file draft/results/a.json"
+    )
+    calls = []
+
+    def push_draft(draft, repo_id, results=(), **kwargs):
+        calls.append((draft, repo_id, list(results), kwargs["private"]))
+        return "https://hub/me/mine"
+
+    monkeypatch.setattr("hf_dspark.sharing.hub.push_draft", push_draft)
+    assert answer("push draft me/mine --private")["url"] == "https://hub/me/mine"
+    assert calls == [("draft", "me/mine", ["draft/results"], True)]
+    monkeypatch.undo()
+
+
+def test_push_that_fails_while_uploading_ends_with_one(refusal):
+    line = refusal("push draft me/mine", code=1)  # no Hub is reachable in the tests
+    assert "the draft could not be uploaded to me/mine" in line
+
+
+# ---- models and files that are wrong
+
+WRONG = {
+    "a target as draft": ("generate --target target --draft target up", "holds a 'qwen3' model, which is no draft"),
+    "swapped": ("generate --target draft --draft target up", "holds a 'qwen3' model, which is no draft"),
+    "a draft as target": ("check --target draft", "--target draft is a draft"),
+    "draft of another target": ("generate --target other --draft draft up", "does not fit the target other"),
+    "no prompts": (f"eval {PAIR} --prompts empty.jsonl", "empty.jsonl holds no prompt"),
+    "key that is not set": (
+        "regenerate --endpoint http://x --model m --api_key_env NO_SUCH_KEY --prompts_file prompts.jsonl "
+        "--output_file o", "NO_SUCH_KEY is not set",
+    ),
+    "result that is none": (f"eval {PAIR} --prompts prompts.jsonl --baseline empty.jsonl", "empty.jsonl"),
+    "no checkpoint": (
+        f"{TRAIN} --train_file prompts.jsonl --output_dir out --resume_from_checkpoint last", "there is no checkpoint",
+    ),
+    "damaged draft": ("generate --target target --draft damaged up", "damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_models_and_files_are_one_line_and_end_with_two(refusal, make_target, name):
+    make_target(vocab_size=40, hidden_size=16).save_pretrained("other")
+    AutoTokenizer.from_pretrained("target").save_pretrained("other")
+    DSparkDraftModel.from_pretrained("draft").save_pretrained("damaged")
+    weights = Path("damaged/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    Path("empty.jsonl").write_text("\n")
+    words, said = WRONG[name]
+    assert said in refusal(words)
+
+
+def test_a_draft_in_a_foreign_format_is_loaded(refusal, fixtures):
+    foreign = next(path.parent for path in sorted((fixtures / "speculators").rglob("config.json")))
+    line = refusal(f"eval --target target --draft {foreign} --prompts prompts.jsonl")  # of another target, but a draft
+    assert f"the draft {foreign} does not fit the target target" in line

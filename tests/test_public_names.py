@@ -1,0 +1,68 @@
+"""What `import hf_dspark` offers, and what it does not load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_dspark
+
+
+def loaded_by(program: str) -> set[str]:
+    """Return the modules that a program has imported in a process of its own."""
+    program += "\nimport sys; print(*sys.modules, sep='\\n')"
+    return set(
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    )
+
+
+def test_public_names_exist_are_sorted_and_listed():
+    assert hf_dspark.__all__ == sorted(hf_dspark.__all__) and set(hf_dspark.__all__) <= set(dir(hf_dspark))
+    for name in hf_dspark.__all__:
+        assert getattr(hf_dspark, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        hf_dspark.nonsense  # noqa: B018
+
+
+def test_public_names_are_few_and_none_is_private():
+    assert len(hf_dspark.__all__) <= 30 and not any(name.startswith("_") for name in hf_dspark.__all__)
+
+
+def test_editors_are_told_of_every_public_name():
+    tree = ast.parse(Path(hf_dspark.__file__).read_text())
+    told = {alias.asname or alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+            for alias in node.names}  # fmt: skip
+    assert {name: told.get(name) for name in hf_dspark.__all__} == hf_dspark._MODULES
+
+
+def test_importing_the_package_loads_no_more_than_registering_drafts_takes():
+    base = loaded_by("from transformers import AutoModelForCausalLM, GenerationMixin")
+    more = loaded_by("from transformers import AutoModelForCausalLM, GenerationMixin\nimport hf_dspark") - base
+    ours = {name for name in more if name.startswith("hf_dspark")}
+    assert not {name.split(".")[0] for name in more} & {"scipy", "accelerate", "datasets", "matplotlib", "peft"}
+    assert "transformers.modeling_utils" not in more and "transformers.trainer" not in more
+    folders = {name.split(".")[1] for name in ours if "." in name}
+    assert folders <= {"decoding", "models", "formats", "maths"} and len(ours) <= 20, sorted(ours)
+    decoding = {name.split(".")[2] for name in ours if name.startswith("hf_dspark.decoding.")}
+    assert decoding == {"install", "pipelines"}
+
+
+def test_a_loaded_draft_assists_after_nothing_but_the_import(pair, tmp_path):
+    for name, model in zip(("target", "draft"), pair, strict=True):
+        model.save_pretrained(tmp_path / name)
+    program = f"""
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+import hf_dspark
+target = AutoModelForCausalLM.from_pretrained({str(tmp_path / "target")!r})
+draft = AutoModel.from_pretrained({str(tmp_path / "draft")!r})
+assert type(draft) is hf_dspark.DSparkDraftModel
+ids = torch.tensor([[1, 2, 3]])
+options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+plain = target.generate(ids, **options)
+assert torch.equal(target.generate(ids, assistant_model=draft, **options), plain)
+assert draft.last_stats.rounds > 0
+"""
+    assert "hf_dspark.decoding.loop" in loaded_by(program)
