@@ -201,11 +201,9 @@ class _Answers:
         return len(self._finished)
 
     def lack(self, index: int, sample: int) -> bool:
-        """Tell whether an answer is missing."""
         return (index, sample) not in self._finished
 
     def append(self, index: int, sample: int, **outcome: Any) -> None:
-        """Write a line."""
         line = {"index": index, "sample": sample, "prompt": self._prompts[index]} | outcome
         self._journal.append(line)
         self.bar.update()
@@ -310,7 +308,6 @@ class _Session:
         return [new_tokens(row, self.ends) for row in output[:, input_ids.shape[1] :].tolist()]
 
     def note(self, job: _Job, ids: Sequence[int]) -> None:
-        """Write an answer."""
         completion = list(ids[: job.room])
         finished = len(completion) < job.room or completion[-1] in self.ends
         text = self.processing_class.decode(completion, skip_special_tokens=True)
@@ -318,7 +315,6 @@ class _Session:
         self.answers.append(job.index, job.sample, prompt_ids=job.prompt_ids, **outcome)
 
     def fail(self, job: _Job, error: str) -> None:
-        """Write an error."""
         self.answers.append(job.index, job.sample, prompt_ids=job.prompt_ids, error=error)
 
 
