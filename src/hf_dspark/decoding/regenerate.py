@@ -1,4 +1,4 @@
-"""Answers in the target's own words, to train a draft on: by the model in this process, or by one behind a server."""
+"""Answers in the target's own words, to train a draft on: by the model in this process, or on a server."""
 
 import math
 import warnings
@@ -119,7 +119,9 @@ def regenerate(
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
     if endpoint is not None:
         if draft is not None:
-            raise ValueError("a draft helps a target in this process, not one behind an endpoint: drop one of them")
+            raise ValueError(
+                "a draft helps a target in this process, not one on a server: drop the draft or the endpoint"
+            )
         server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         return _answer_by_server(
             server, str(target), read, processing_class, output_file, num_samples, batch_size, enable_thinking, seed,
@@ -322,7 +324,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- a target behind a server
+# ---- a target on a server
 
 
 def _answer_by_server(
