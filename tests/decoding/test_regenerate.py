@@ -407,7 +407,7 @@ def test_wrong_endpoint_options_are_raised_before_any_request(ask, server, token
     for options, words in (
         ({"num_samples": 2, "temperature": 0}, "decoding is greedy"),
         ({"batch_size": 0}, "batch_size"),
-        ({"draft": object()}, "cannot help a target on a server"),
+        ({"draft": object()}, "not one on a server"),
         ({"prompts": [[1, 2]]}, "prompt of token ids cannot become a message"),
         ({"tokenizer": PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)}, "no chat template"),
     ):
