@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, BatchEncoding
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkDraftModel, FullBlock, calibrate
 from hf_dspark.evaluation import calibrate as collection
 from hf_dspark.evaluation.calibrate import collect_rounds, recorded_round
-from hf_dspark.maths.calibration import CalibrationRounds
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -256,13 +255,3 @@ def test_a_single_calibration_serves_every_regime(target, draft):
     calibrate(target, draft, PROMPTS, max_new_tokens=24)
     only = draft.config.sts_temperatures["default"]
     assert draft.config.temperatures_for(None, True) == draft.config.temperatures_for(None, False) == only
-
-
-def test_the_report_serialises(target, draft):
-    report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
-    assert json.dumps([vars(part) for part in report.after])
-    assert [part.position for part in report.before] == [1, 2, 3, 4]
-
-
-def test_recorded_rounds_are_calibration_rounds(target, draft):
-    assert isinstance(records(target, draft), CalibrationRounds)

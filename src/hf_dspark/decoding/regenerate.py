@@ -1,4 +1,4 @@
-"""Answers in the target's own words, to train a draft on: by the model in this process, or by one behind a server."""
+"""Answers in the target's own words, to train a draft on: by the model in this process, or on a server."""
 
 import math
 import warnings
@@ -119,7 +119,9 @@ def regenerate(
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
     if endpoint is not None:
         if draft is not None:
-            raise ValueError("a draft helps a target in this process, not one behind an endpoint: drop one of them")
+            raise ValueError(
+                "a draft helps a target in this process, not one on a server: drop the draft or the endpoint"
+            )
         server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         return _answer_by_server(
             server, str(target), read, processing_class, output_file, num_samples, batch_size, enable_thinking, seed,
@@ -201,11 +203,9 @@ class _Answers:
         return len(self._finished)
 
     def lack(self, index: int, sample: int) -> bool:
-        """Tell whether an answer is missing."""
         return (index, sample) not in self._finished
 
     def append(self, index: int, sample: int, **outcome: Any) -> None:
-        """Write a line."""
         line = {"index": index, "sample": sample, "prompt": self._prompts[index]} | outcome
         self._journal.append(line)
         self.bar.update()
@@ -310,7 +310,6 @@ class _Session:
         return [new_tokens(row, self.ends) for row in output[:, input_ids.shape[1] :].tolist()]
 
     def note(self, job: _Job, ids: Sequence[int]) -> None:
-        """Write an answer."""
         completion = list(ids[: job.room])
         finished = len(completion) < job.room or completion[-1] in self.ends
         text = self.processing_class.decode(completion, skip_special_tokens=True)
@@ -318,7 +317,6 @@ class _Session:
         self.answers.append(job.index, job.sample, prompt_ids=job.prompt_ids, **outcome)
 
     def fail(self, job: _Job, error: str) -> None:
-        """Write an error."""
         self.answers.append(job.index, job.sample, prompt_ids=job.prompt_ids, error=error)
 
 
@@ -326,7 +324,7 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- a target behind a server
+# ---- a target on a server
 
 
 def _answer_by_server(
