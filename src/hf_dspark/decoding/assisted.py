@@ -5,7 +5,6 @@ One sequence at a time. transformers verifies and commits; what it does not tell
 
 import time
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,13 +21,7 @@ from .rounds import RoundSeconds
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
-    """Drafts for transformers' assisted loop. Enter it as a context manager: hooks live exactly as long.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
-        call ([`Call`]): Whose options hold; of one sequence.
-    """
+    """Drafts for transformers' assisted loop. Enter it as a context manager: hooks live exactly as long."""
 
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}
@@ -51,9 +44,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._entered.callback(self._target.register_forward_hook(self._end_pass).remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._entered.close()
 
     def _start_pass(self, *_: Any) -> None:
@@ -73,18 +64,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         n_last_matches: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Draft one block after the committed tokens and cut it.
+        """Draft one block after the committed tokens `[1, S]`, of which the last one is the anchor, and cut it.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `[1, S]`): Committed tokens; the last one is the anchor.
-            model_kwargs (`dict`): The target's; the attention mask says which prompt positions are padding.
-            model_outputs (`ModelOutput`): Not read, the features come by hooks.
-            is_first_iteration (`bool`): True before the prefill, when there are no features yet.
-            n_last_matches (`int`): Draft tokens accepted in the last round.
-
-        Returns:
-            The committed tokens with l draft tokens after them `[1, S+l]`, and the log draft law `[1, l, V]`: `None`
-            when l = 0 or when drafts are arg-max.
+        Returns them with l draft tokens after them, `[1, S+l]`, and the log draft law `[1, l, V]`: `None` when l = 0
+        or when drafts are arg-max. The first call comes before the prefill, when there are no features yet.
         """
         self._proposal = _nothing()
         if is_first_iteration:
@@ -93,7 +76,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         features = self._capture.take(self.draft.device, self.draft.dtype)[0]
         if self._request is None:
             self._request = self._first_request(input_ids[0])
-            self._request.features.append(_without_padding(features, model_kwargs))
+            mask = (model_kwargs or {}).get("attention_mask")
+            if mask is not None:  # left padding of the prompt is no context
+                features = features[mask[0, : len(features)].bool().to(features.device)]
+            self._request.features.append(features)
         else:
             # The last pass saw [old anchor, drafts]; of these the old anchor and the accepted drafts are committed.
             self._request.features.append(features[: int(n_last_matches) + 1])
@@ -119,22 +105,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int | torch.Tensor
     ) -> None:
-        """Record the outcome of a round.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `[1, S]`): Committed tokens.
-            scores (`torch.FloatTensor` of shape `[1, l+1, V]`): The target's processed scores of the round.
-            num_matches (`int`): Draft tokens accepted.
-        """
+        """Record the outcome of a round; the target's processed scores are `[1, l+1, V]`."""
         if self._request is None:  # it was the prefill
             return
         now, num_matches = time.perf_counter(), int(num_matches)
         seconds = RoundSeconds(1, self._proposal.seconds, self._pass_seconds, now - self._round_started)
         self._round_started = now  # what the loop does between two rounds belongs to the next one
         num_accepted = torch.tensor([self._num_accepted(input_ids, num_matches)], device="cpu")
-        self._drafter.learn(
-            [self._request], self._proposal, num_accepted, [num_matches + 1], Scores(scores[0]), seconds
-        )
+        scores = Scores(scores[0])
+        self._drafter.learn([self._request], self._proposal, num_accepted, [num_matches + 1], scores, seconds)
 
     def _num_accepted(self, input_ids: torch.Tensor, num_matches: int) -> int:
         """Return the accepted drafts: transformers counts an accepted end-of-sequence draft as the bonus.
@@ -149,9 +128,3 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
 def _nothing() -> Proposal:
     return Proposal(torch.zeros(1, dtype=torch.long, device="cpu"))
-
-
-def _without_padding(features: torch.Tensor, model_kwargs: dict[str, Any] | None) -> torch.Tensor:
-    """Return the features `[n, m*d]` of a prompt: left padding is no context."""
-    mask = (model_kwargs or {}).get("attention_mask")
-    return features if mask is None else features[mask[0, : len(features)].bool().to(features.device)]

@@ -24,19 +24,7 @@ from .request import Call, Request, StopRule, own_criteria
 def decode_call(
     target: PreTrainedModel, draft: DraftModel, call: Call
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
-    """Decode all rows of a call.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
-        call ([`Call`]): What to decode.
-
-    Returns:
-        What `generate()` returns: rows that ended early are padded on the right.
-
-    Raises:
-        MemoryError: If there is no memory for so many or so long sequences.
-    """
+    """Decode all rows of a call, and return what `generate()` does: rows that ended early are padded on the right."""
     config, given = call.generation_config, call.model_kwargs.get("past_key_values")
     cache = open_cache(given, len(call.input_ids), num_layers(target))
     prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
@@ -68,14 +56,7 @@ def decode_call(
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
-    """Return the request that decodes a row of a call.
-
-    Args:
-        call ([`Call`]): The call.
-        row (`int`): Its row.
-        request_id (`int`): Key of its noise.
-        prompt ([`PromptRow`]): The row's.
-    """
+    """Return the request that decodes a row of a call."""
     num_rows = len(call.input_ids)
     processors = processors_of_row(call.logits_processor, row, num_rows, prompt.padding, prompt.token_ids[None])
     return Request(

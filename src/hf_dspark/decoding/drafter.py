@@ -23,29 +23,18 @@ WAITING_AT_MOST = 128
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one round sends to verification.
+    """What one round sends to verification."""
 
-    Attributes:
-        lengths (`torch.LongTensor` of shape `[R]`): Draft tokens l of each request, on the CPU.
-        block ([`DraftBlock`], *optional*): The drafts; `None` when nothing was drafted.
-        confidence (`torch.FloatTensor` of shape `[R, n]`, *optional*): Calibrated.
-        seconds (`float`): Host time that drafting took.
-    """
-
-    lengths: torch.Tensor
-    block: DraftBlock | None = None
-    confidence: torch.Tensor | None = None
-    seconds: float = 0.0
+    lengths: torch.Tensor  # `[R]`, draft tokens l of each request, on the CPU
+    block: DraftBlock | None = None  # `None` when nothing was drafted
+    confidence: torch.Tensor | None = None  # `[R, n]`, calibrated
+    seconds: float = 0.0  # host time that drafting took
 
 
 class ProcessedSampler:
     """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
 
-    Args:
-        processor ([`BlockProcessor`]): Of the call; stateless.
-        requests (`Sequence[Request]`): Who drafts.
-        uniform (`torch.DoubleTensor` of shape `[R, γ]`, *optional*): Noise of the draws; `None` draws the arg-max.
-        vocab_size (`int`): V.
+    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn.
     """
 
     def __init__(
@@ -79,11 +68,7 @@ class ProcessedSampler:
 class Drafter:
     """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted.
 
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft; gets bound to the target.
-        call ([`Call`]): Whose options hold. Its policy gets a fresh state.
-        cache ([`SlotCache`], *optional*): The draft's context of the requests that will be decoded.
+    The draft gets bound to the target, the call's policy gets a fresh state, and the cache is the draft's.
     """
 
     def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call, cache: SlotCache | None = None) -> None:
@@ -108,11 +93,7 @@ class Drafter:
         return block_noise(self._seed, ids, blocks, self.draft.config.block_size, self.draft.device)
 
     def propose(self, requests: Sequence[Request], noise: BlockNoise | None) -> Proposal:
-        """Draft one block per request and cut it. The requests share one verification budget.
-
-        Args:
-            requests (`Sequence[Request]`): In the order of the draft cache's rows.
-            noise ([`BlockNoise`], *optional*): Of their coming blocks; `None` drafts the arg-max.
+        """Draft one block per request, in the order of the cache's rows, and cut it: the requests share one budget.
 
         DSpark Eq. 3-7, Algorithm 1.
         """
@@ -162,7 +143,10 @@ class Drafter:
         self, requests: Sequence[Request], sampler: ProcessedSampler | None = None, num_tokens: int | None = None
     ) -> DraftBlock | None:
         """Let the draft read all features that it has not seen, and draft if there is a sampler."""
-        features, num_features = self._waiting_features(requests), _num_features(requests)
+        draft, num_features = self.draft, _num_features(requests)
+        width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+        nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
+        features = torch.cat([nothing, *(part for request in requests for part in request.features)])
         anchors = torch.cat([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.
         pairs = zip(requests, num_features, strict=True)
@@ -170,20 +154,15 @@ class Drafter:
         before = self.cache.lengths
         try:
             if sampler is None:
-                self.draft.read_block(anchors, features, self.cache, num_features, committed_ids)
+                draft.read_block(anchors, features, self.cache, num_features, committed_ids)
                 return None
-            return self.draft.draft_block(
+            return draft.draft_block(
                 anchors, features, self.cache, sampler, num_features, committed_ids, num_tokens=num_tokens
             )
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):
                 if length > known:  # in the cache now, even if a processor failed afterwards
                     request.features.clear()
-
-    def _waiting_features(self, requests: Sequence[Request]) -> torch.Tensor:
-        width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size
-        nothing = torch.empty(0, width, device=self.draft.device, dtype=self.draft.dtype)
-        return torch.cat([nothing, *(part for request in requests for part in request.features)])
 
     def _planned_lengths(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
@@ -216,19 +195,15 @@ class Drafter:
     ) -> None:
         """Record the outcome of a round, and let the policy learn from it.
 
-        Args:
-            requests (`Sequence[Request]`): As proposed.
-            proposal ([`Proposal`]): What was verified.
-            num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, on the CPU.
-            num_committed (`Sequence[int]`): Tokens that each request gained: less than accepted + 1 where it ended.
-            scores ([`Scores`] of shape `[T]`): The target's, after each anchor and each verified token.
-            seconds ([`RoundSeconds`]): How long the round took.
+        `num_accepted`, `[R]`, is on the CPU. A request gains less than accepted + 1 tokens where it ended. The scores
+        are the target's, after each anchor and each verified token.
         """
         stats, observer = self.statistics, self._options.observer
         if stats.first_round_at is None:
             stats.first_round_at = time.perf_counter() - seconds.total
+        request_ids = tuple(request.id for request in requests)
         stats.seconds.append(seconds)
-        stats.request_ids += [request.id for request in requests]
+        stats.request_ids += request_ids
         stats.proposed += proposal.lengths.tolist()
         stats.accepted += num_accepted.tolist()
         stats.committed += num_committed
@@ -238,7 +213,7 @@ class Drafter:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + proposal.lengths).tolist())
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         outcome = RoundOutcome(
-            request_ids=tuple(request.id for request in requests),
+            request_ids=request_ids,
             confidence=proposal.confidence,
             lengths=proposal.lengths,
             num_accepted=num_accepted,

@@ -7,7 +7,7 @@ through.
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,14 +22,7 @@ from ..models.options import DecodingOptions
 from ..targets.slot_attention import require_no_state
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
-from .checks import (
-    check_adapters,
-    check_options,
-    check_policy,
-    check_processors,
-    check_rows,
-    loop_obstacle,
-)
+from .checks import check_adapters, check_options, check_policy, check_processors, check_rows, loop_obstacle
 from .request import Call
 from .step_costs import find_cost
 
@@ -39,109 +32,88 @@ CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "n
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
 
 
-def _wrap_prepare(original):
-    """Remember which cut-off arguments the user set, before they are filled with defaults."""
-
-    @functools.wraps(original)
-    def prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
-        chosen = chosen_cutoff(kwargs, generation_config, self.generation_config)
-        prepared, model_kwargs = original(self, generation_config, **kwargs)
-        prepared._hf_dspark_cutoff = chosen
-        return prepared, model_kwargs
-
-    return prepare_generation_config
-
-
-def chosen_cutoff(kwargs: Mapping[str, Any], *configs: GenerationConfig | None) -> dict[str, Any]:
-    """Return the cut-off arguments that the user set: the call's own ones first, then those of each configuration."""
-    sources = (kwargs, *(vars(config) for config in configs if config is not None))
-    return {
-        name: next((source[name] for source in sources if source.get(name) is not None), None)
-        for name in CUTOFF_ARGUMENTS
-    }
+def _prepare_generation_config(
+    original: Callable, target: PreTrainedModel, /, generation_config: GenerationConfig | None, **kwargs: Any
+):
+    """Remember which cut-off arguments the user set, before they are filled with defaults: the call's come first."""
+    configs = [config for config in (generation_config, target.generation_config) if config is not None]
+    sources = [kwargs, *map(vars, configs)]
+    chosen = {}
+    for name in CUTOFF_ARGUMENTS:
+        chosen[name] = next((source[name] for source in sources if source.get(name) is not None), None)
+    prepared, model_kwargs = original(target, generation_config, **kwargs)
+    prepared._hf_dspark_cutoff = chosen
+    return prepared, model_kwargs
 
 
-def _wrap_validate(original):
+def _validate_generation_mode(
+    original: Callable, target: PreTrainedModel, /, generation_mode, generation_config, generation_mode_kwargs
+):
     """Refuse what cannot work before anything is computed, and choose the policy of the call."""
-
-    @functools.wraps(original)
-    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        draft = generation_mode_kwargs.get("assistant_model")
-        if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
-            require_draft(draft)
-        if is_draft(draft):
-            has_tokenizer = generation_mode_kwargs.get("assistant_tokenizer") is not None
-            plan = _plan(self, draft, draft.decoding, generation_config, generation_mode, 1, has_tokenizer)
-            generation_config._hf_dspark_plan = plan
-            if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
-                generation_config = copy.copy(generation_config)
-                generation_config.num_return_sequences = 1
-        return original(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    return validate_generation_mode
+    draft = generation_mode_kwargs.get("assistant_model")
+    if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
+        require_draft(draft)
+    if is_draft(draft):
+        has_tokenizer = generation_mode_kwargs.get("assistant_tokenizer") is not None
+        plan = _plan(target, draft, draft.decoding, generation_config, generation_mode, 1, has_tokenizer)
+        generation_config._hf_dspark_plan = plan
+        if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
+    return original(target, generation_mode, generation_config, generation_mode_kwargs)
 
 
-def _wrap_get_generator(original):
-    @functools.wraps(original)
-    def get_candidate_generator(self, *args: Any, **kwargs: Any) -> CandidateGenerator:
-        generator = _active_generator.get()
-        if generator is not None and kwargs.get("assistant_model") is generator.draft:
-            return generator
-        return original(self, *args, **kwargs)
-
-    return get_candidate_generator
+def _get_candidate_generator(original: Callable, *args: Any, **kwargs: Any) -> CandidateGenerator:
+    generator = _active_generator.get()
+    if generator is not None and kwargs.get("assistant_model") is generator.draft:
+        return generator
+    return original(*args, **kwargs)
 
 
-def _wrap_decoding(original):
+def _assisted_decoding(
+    original: Callable,
+    target: PreTrainedModel,
+    /,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model: PreTrainedModel | None = None,
+    **kwargs: Any,
+):
     """Decode by our loop where the target allows it, else by transformers' own with our drafts."""
-
-    @functools.wraps(original)
-    def assisted_decoding(
-        self,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        assistant_model: PreTrainedModel | None = None,
-        **kwargs: Any,
-    ):
-        def by_transformers():
-            return original(
-                self,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                assistant_model=assistant_model,
-                **kwargs,
-            )
-
-        if not is_draft(assistant_model):
+    by_transformers = functools.partial(
+        original,
+        target,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        assistant_model=assistant_model,
+        **kwargs,
+    )
+    if not is_draft(assistant_model):
+        return by_transformers()
+    draft, plan = assistant_model, generation_config._hf_dspark_plan
+    call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, draft.decoding)
+    check_adapters(target, len(input_ids))
+    obstacle = loop_obstacle(target, call, len(input_ids))
+    check_rows(target, call, obstacle)
+    check_processors(logits_processor, input_ids, draft.config.vocab_size)
+    if obstacle is None:
+        return decode_call(target, draft, call)
+    generator = DSparkCandidateGenerator(target, draft, call)
+    token = _active_generator.set(generator)
+    try:
+        with generator:
             return by_transformers()
-        draft, plan = assistant_model, generation_config._hf_dspark_plan
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, draft.decoding)
-        check_adapters(self, len(input_ids))
-        obstacle = loop_obstacle(self, call, len(input_ids))
-        check_rows(self, call, obstacle)
-        check_processors(logits_processor, input_ids, draft.config.vocab_size)
-        if obstacle is None:
-            return decode_call(self, draft, call)
-        generator = DSparkCandidateGenerator(self, draft, call)
-        token = _active_generator.set(generator)
-        try:
-            with generator:
-                return by_transformers()
-        finally:
-            _active_generator.reset(token)
-
-    return assisted_decoding
+    finally:
+        _active_generator.reset(token)
 
 
 WRAPS = {
-    "_prepare_generation_config": _wrap_prepare,
-    "_validate_generation_mode": _wrap_validate,
-    "_get_candidate_generator": _wrap_get_generator,
-    "_assisted_decoding": _wrap_decoding,
+    wrap.__name__: wrap
+    for wrap in (_prepare_generation_config, _validate_generation_mode, _get_candidate_generator, _assisted_decoding)
 }
 
 
@@ -167,13 +139,7 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
 def prepare_with(
     draft: DraftModel, batch_size: int = 1, options: DecodingOptions | None = None
 ) -> Callable[..., Call]:
-    """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`].
-
-    Args:
-        draft ([`DraftModel`]): The target's draft.
-        batch_size (`int`): Sequences that will be decoded together, if more than the call has.
-        options ([`DecodingOptions`], *optional*): As for [`decode_with`].
-    """
+    """Return a `custom_generate` that decodes nothing, and returns the [`Call`], checked for so many sequences."""
     require_draft(draft)
 
     def prepare(

@@ -27,11 +27,7 @@ WRAPPED_PARAMETERS = {
 
 
 def install() -> None:
-    """Wrap the four methods of `GenerationMixin`. Does nothing the second time.
-
-    Raises:
-        ImportError: If this transformers version lacks a method or a parameter.
-    """
+    """Wrap the four methods of `GenerationMixin`. Does nothing the second time."""
     for name, parameters in WRAPPED_PARAMETERS.items():
         method = getattr(GenerationMixin, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -46,15 +42,11 @@ def install() -> None:
 
 
 def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.cache
-    def wrap() -> Callable[..., Any]:
-        from .hook import WRAPS
-
-        return WRAPS[name](original)
-
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return wrap()(*args, **kwargs)
+        from .hook import WRAPS
+
+        return WRAPS[name](original, *args, **kwargs)
 
     method._hf_dspark_wrapped = True
     return method

@@ -29,17 +29,8 @@ from .rounds import RoundSeconds
 class DecodingLoop:
     """Decodes requests together, each accepting its own number of tokens per round.
 
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        drafter ([`Drafter`]): Drafts; has the draft's cache.
-        call ([`Call`]): Whose options hold.
-        cache ([`SlotCache`]): The target's; row i belongs to `requests[i]`.
-        recording ([`Recording`], *optional*): Keeps scores and hidden states.
-        keeps_rows (`bool`): Whether caches of requests that ended are needed afterwards.
-
-    Attributes:
-        requests (`list[Request]`): Those that go on, in the order of the caches' rows.
-        ended_rows (`dict[int, int]`): The cache row of each request that ended, by its id; with `keeps_rows`.
+    Row i of the target's cache and of the drafter's belongs to `requests[i]`. With `keeps_rows`, the rows of requests
+    that ended are kept: `ended_rows`, by request id.
     """
 
     def __init__(
@@ -105,13 +96,9 @@ class DecodingLoop:
     def _forward(
         self, tokens: torch.Tensor, layout: SlotLayout, *, logits_at: Sequence[int] | None = None, verifying: bool
     ) -> TargetOutput:
-        """Run packed tokens through the target.
+        """Run packed tokens, ids `[T]` or embeddings `[T, d]`, through the target; logits at some of them, or at all.
 
-        Args:
-            tokens (`torch.Tensor` of shape `[T]` or `[T, d]`): Ids or embeddings.
-            layout ([`SlotLayout`]): Where they belong.
-            logits_at (`Sequence[int]`, *optional*): The tokens whose logits are wanted. Default: all.
-            verifying (`bool`): Whether these are blocks, not prompts: plain decoding would see them token by token.
+        `verifying` says that these are blocks, not prompts: plain decoding would see them token by token.
         """
         inputs = {"input_ids" if tokens.dim() == 1 else "inputs_embeds": tokens.to(self._input_device)[None]}
         only_last = logits_at == [len(tokens) - 1]
@@ -219,14 +206,10 @@ class DecodingLoop:
     def admit(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None = None
     ) -> None:
-        """Prefill new requests and draw the first token of each.
+        """Prefill new requests, in the rows after those in use, and draw the first token of each.
 
-        Args:
-            requests (`Sequence[Request]`): They get the rows after those in use; `cache.lengths` says what is there
-                already.
-            prompts (`Sequence[torch.Tensor]`): The part of each prompt that is not cached: ids `[n]` or embeddings
-                `[n, d]`, at least one position.
-            chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
+        `prompts` are their parts that are not cached: ids `[n]` or embeddings `[n, d]`, at least one position each,
+        of which a forward pass gets `chunk_size` at most.
         """
         with self._at_work():
             started = time.perf_counter()

@@ -27,31 +27,19 @@ SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 
 @dataclass(frozen=True)
 class Call:
-    """A `generate()` call, prepared by transformers and found feasible.
+    """A `generate()` call, prepared by transformers and found feasible."""
 
-    Attributes:
-        input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts; empty when given as embeddings.
-        logits_processor (`LogitsProcessorList`): Stateless.
-        stopping_criteria (`StoppingCriteriaList`): All of them.
-        generation_config (`GenerationConfig`): Prepared.
-        model_kwargs (`dict`): Attention mask, cache, embeddings, streamer.
-        policy ([`Policy`]): Decides how much is drafted and verified.
-        max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
-        options ([`DecodingOptions`]): The others; their policy has been resolved to `policy`.
-    """
-
-    input_ids: torch.Tensor
-    logits_processor: LogitsProcessorList
+    input_ids: torch.Tensor  # `[B, S]`, left-padded prompts; empty when given as embeddings
+    logits_processor: LogitsProcessorList  # stateless
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    model_kwargs: dict[str, Any]
+    model_kwargs: dict[str, Any]  # attention mask, cache, embeddings, streamer
     policy: Policy
-    max_drafts: int | None = None
-    options: DecodingOptions = field(default_factory=DecodingOptions)
+    max_drafts: int | None = None  # draft tokens per round at most, besides γ
+    options: DecodingOptions = field(default_factory=DecodingOptions)  # their policy has been resolved to `policy`
 
     @property
     def streamer(self) -> BaseStreamer | None:
-        """Gets the tokens as they are committed; for one row."""
         return self.model_kwargs.get("streamer")
 
     @property
@@ -62,13 +50,11 @@ class Call:
 
     @property
     def pad_token_id(self) -> int | None:
-        """Fills rows that ended early."""
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
 
     @property
     def eos_token_ids(self) -> torch.Tensor | None:
-        """The end-of-sequence ids, on the CPU."""
         eos = getattr(self.generation_config, "_eos_token_tensor", None)
         return None if eos is None else eos.cpu()
 
@@ -93,9 +79,6 @@ class StopRule:
 
     Lengths and end-of-sequence ids are looked up, and the time is asked for once a round. Any other criterion is
     called after every committed token in turn, as plain decoding would, and never after the end.
-
-    Args:
-        criteria (`StoppingCriteriaList`): Of the call.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -106,7 +89,6 @@ class StopRule:
         self._others = [criterion for criterion in criteria if not isinstance(criterion, known)]
 
     def ends_within(self, token_ids: torch.Tensor) -> bool:
-        """Tell whether a token ends its sequence."""
         return not self._eos_token_ids.isdisjoint(token_ids.tolist())
 
     def guard(self, wrap: Callable) -> None:
@@ -116,13 +98,9 @@ class StopRule:
     def cut(
         self, token_ids: torch.Tensor, new_tokens: Sequence[int], max_length: int, scores: Sequence[torch.Tensor] = ()
     ) -> tuple[int, bool]:
-        """Return how many new tokens of a sequence stay, and whether it ends there.
+        """Return how many of the new tokens that end a sequence `[S]` stay, and whether it ends there.
 
-        Args:
-            token_ids (`torch.LongTensor` of shape `[S]`): The sequence, which ends with them.
-            new_tokens (`Sequence[int]`): The new tokens.
-            max_length (`int`): Tokens at which it ends.
-            scores (`Sequence[torch.Tensor]`): Processed scores `[V]` of all its tokens, if they are kept.
+        `scores` are the processed ones of all its tokens, `[V]` each, if they are kept.
         """
         for count, token in enumerate(new_tokens, start=1):
             length, left_out = len(token_ids) - len(new_tokens) + count, len(new_tokens) - count
@@ -142,36 +120,22 @@ class StopRule:
 
 @dataclass
 class Request:
-    """One sequence that is being decoded.
+    """One sequence that is being decoded."""
 
-    Attributes:
-        id (`int`): Key of its noise, distinct among all requests of a call.
-        token_ids (`torch.LongTensor` of shape `[S]`): Prompt and committed tokens; the last one is the anchor.
-        max_length (`int`): Tokens at which it ends.
-        processors (`LogitsProcessorList`): As for this sequence alone.
-        stop_rule ([`StopRule`]): Tells where it ends.
-        hidden_prompt (`int`): Prompt positions that have no id in `token_ids`.
-        earlier_ids (`torch.LongTensor` of shape `[hidden_prompt]`, *optional*): Their ids, if known.
-        blocks (`int`): Blocks drawn so far: the counter of its noise.
-        features (`list[torch.Tensor]`): Tapped target layers of committed tokens that the draft has not seen,
-            `[n, m*d]` each; the anchor excluded.
-        ended (`bool`): Whether its last token is there.
-    """
-
-    id: int
-    token_ids: torch.Tensor
-    max_length: int
-    processors: LogitsProcessorList
+    id: int  # key of its noise, distinct among all requests of a call
+    token_ids: torch.Tensor  # `[S]`, prompt and committed tokens; the last one is the anchor
+    max_length: int  # tokens at which it ends
+    processors: LogitsProcessorList  # as for this sequence alone
     stop_rule: StopRule
-    hidden_prompt: int = 0
-    earlier_ids: torch.Tensor | None = None
-    blocks: int = 0
+    hidden_prompt: int = 0  # prompt positions that have no id in `token_ids`
+    earlier_ids: torch.Tensor | None = None  # their ids, if known
+    blocks: int = 0  # drawn so far: the counter of its noise
+    # Tapped target layers of committed tokens that the draft has not seen, `[n, m*d]` each; the anchor excluded.
     features: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
 
     @property
     def length(self) -> int:
-        """Committed tokens, the prompt's included."""
         return len(self.token_ids)
 
     @property
@@ -190,12 +154,7 @@ class Request:
         self.blocks += 1
 
     def commit(self, new_tokens: Sequence[int], scores: Sequence[torch.Tensor] = ()) -> int:
-        """Add tokens up to the sequence's end, and return how many were added; none if a criterion raises.
-
-        Args:
-            new_tokens (`Sequence[int]`): Verified tokens.
-            scores (`Sequence[torch.Tensor]`): As for [`StopRule.cut`].
-        """
+        """Add tokens up to the sequence's end, and return how many were added; none if a criterion raises."""
         longer = self._with(torch.tensor(new_tokens, device="cpu"))
         kept, self.ended = self.stop_rule.cut(longer, new_tokens, self.max_length, scores)
         self.token_ids = longer[: self.length + kept]
