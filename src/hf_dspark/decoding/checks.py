@@ -26,22 +26,11 @@ from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
 from ..targets.slot_attention import rope_parameters, slot_cache_obstacle
 from .request import Call, copy_of
 
-# Arguments of the target's forward, or of the assisted loop, that our loop reads or has its own answer to.
-KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "synced_gpus",
-    "streamer",
-    "inputs_tensor",
-    "tokenizer",
-    "assistant_tokenizer",
-}
+# Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.
+INPUT_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "inputs_tensor"}
+OUTPUT_ARGUMENTS = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"}
+LOOP_ARGUMENTS = {"synced_gpus", "streamer", "tokenizer", "assistant_tokenizer"}
+KNOWN_ARGUMENTS = INPUT_ARGUMENTS | OUTPUT_ARGUMENTS | LOOP_ARGUMENTS
 # Which tokens of a prompt are images: all zero for text.
 MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -58,13 +47,7 @@ EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 
 
 def loop_obstacle(target: PreTrainedModel, call: Call, num_rows: int) -> str | None:
-    """Return why our loop cannot decode a call.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        call ([`Call`]): What it is asked.
-        num_rows (`int`): Sequences that will be decoded together.
-    """
+    """Return why our loop cannot decode so many sequences of a call together."""
     config, kwargs = call.generation_config, call.model_kwargs
     if call.options.use_transformers_loop:
         return "draft.decoding.use_transformers_loop is set"
@@ -122,18 +105,11 @@ def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
 
 
 def check_options(mode: GenerationMode, config: GenerationConfig, schedule: str | None, has_tokenizer: bool) -> None:
-    """Refuse options of `generate()` that a draft has no answer to.
-
-    Args:
-        mode (`GenerationMode`): What the options ask for.
-        config (`GenerationConfig`): Prepared.
-        schedule (`str`, *optional*): The `num_assistant_tokens_schedule` that the user chose.
-        has_tokenizer (`bool`): Whether there is an `assistant_tokenizer`.
-    """
+    """Refuse options of `generate()` that a draft has no answer to."""
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"the draft cannot assist {mode.value!r}: speculative decoding keeps one hypothesis. Use "
-            "num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
+            f"the draft cannot assist {mode.value!r}: speculative decoding keeps one hypothesis. Use num_beams=1 and "
+            "no penalty_alpha or dola_layers, or drop assistant_model."
         )
     if not config.use_cache:
         raise ValueError("the draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
@@ -148,11 +124,9 @@ def check_options(mode: GenerationMode, config: GenerationConfig, schedule: str 
         raise ValueError(
             "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
         )
-    others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
+    others = " and ".join(name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False))
     if others:
-        raise ValueError(
-            f"{' and '.join(others)} asks for other drafts than those of assistant_model: drop one of them"
-        )
+        raise ValueError(f"{others} asks for other drafts than those of assistant_model: drop one of them")
     if schedule not in (None, "constant"):
         raise ValueError(
             f"num_assistant_tokens_schedule={schedule!r} is not known to this draft: drop it. A policy adapts the "
@@ -180,13 +154,7 @@ def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> Non
 
 
 def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> None:
-    """Refuse prompts that cannot be decoded as they are.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        call ([`Call`]): The call.
-        obstacle (`str`, *optional*): Why transformers' own loop has to decode it, if so.
-    """
+    """Refuse prompts that cannot be decoded as they are; an obstacle leaves them to transformers' own loop."""
     input_ids, kwargs = call.input_ids, call.model_kwargs
     embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
     num_rows, columns = (input_ids if embeds is None else embeds).shape[:2]
@@ -203,16 +171,14 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
         raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
     text = target.config.get_text_config(decoder=True)
     size = getattr(target.get_input_embeddings(), "num_embeddings", text.vocab_size)  # adapters do not tell it
-    if embeds is None and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
+    if embeds is None and not 0 <= (lowest := int(input_ids.min())) <= (highest := int(input_ids.max())) < size:
         raise ValueError(
-            f"the prompt has token ids from {int(input_ids.min())} to {int(input_ids.max())}, the target knows 0 to "
-            f"{size - 1}: use the target's tokenizer"
+            f"the prompt has token ids from {lowest} to {highest}, the target knows 0 to {size - 1}: use the target's "
+            "tokenizer"
         )
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and int(lengths.max()) > longest:
-        raise ValueError(
-            f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"
-        )
+    context, longest = getattr(text, "max_position_embeddings", None), int(lengths.max())
+    if context is not None and longest > context:
+        raise ValueError(f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it")
     if cache is not None and "Static" in type(cache).__name__:
         raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
     if obstacle is not None:
@@ -263,9 +229,9 @@ def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: 
         )
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
-            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
-            f"conversation as input_ids without past_key_values, or drop assistant_model ({obstacle})"
+            f"past_key_values already holds {cache.get_seq_length()} tokens, and transformers' assisted loop would "
+            "feed the whole prompt again on top of them: pass the whole conversation as input_ids without "
+            f"past_key_values, or drop assistant_model ({obstacle})"
         )
     if isinstance(cache, SlotCache):
         raise ValueError("the draft needs a dynamic cache here, got SlotCache: pass a DynamicCache or none")

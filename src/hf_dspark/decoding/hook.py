@@ -1,6 +1,6 @@
 """How `target.generate()` reaches a draft: wraps made at import for `assistant_model=draft`, and `custom_generate`.
 
-The only file that names private transformers generation API. Every call without a DSpark draft passes straight
+This file and `install` alone name private transformers generation API. Every call without a DSpark draft passes straight
 through.
 """
 

@@ -36,22 +36,13 @@ from .request import Call, Request, own_criteria
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one prompt.
+    """What became of one prompt."""
 
-    Attributes:
-        index (`int`): Of the prompt.
-        prompt (`str` or `Sequence[int]`): The prompt.
-        token_ids (`torch.LongTensor` of shape `[n]`): What was generated, up to and including its end. If the prompt
-            failed, what it had got so far.
-        text (`str`, *optional*): The same decoded without special tokens; with a tokenizer.
-        error (`Exception`, *optional*): Why it failed.
-    """
-
-    index: int
+    index: int  # of the prompt
     prompt: str | Sequence[int]
-    token_ids: torch.Tensor
-    text: str | None = None
-    error: Exception | None = None
+    token_ids: torch.Tensor  # `[n]`, generated up to and including the end, or until the prompt failed
+    text: str | None = None  # the same decoded without special tokens; with a tokenizer
+    error: Exception | None = None  # why it failed
 
 
 @dataclass
@@ -129,7 +120,7 @@ class _Queue:
         self.total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
         self._returned: deque[_Job] = deque()
-        self._options = dict(generate_kwargs)
+        self._options = generate_kwargs
         self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
         stop_strings = self._options.pop("stop_strings", None)
         if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
@@ -229,12 +220,12 @@ def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> I
                 yield _completion(job, queue.tokenizer)
 
 
-def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> list[_Job]:
-    """Put jobs back to the queue that failed to be admitted only because of others; return them."""
+def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> int:
+    """Put jobs back to the queue that failed to be admitted only because of others; return how many."""
     inside = {request.id for request in loop.requests}
     waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
     _put_back(queue, running, waiting)
-    return waiting
+    return len(waiting)
 
 
 def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
@@ -247,20 +238,19 @@ def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
 
 def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage: str) -> int:
     """Send sequences back to the queue, the youngest first; return how many run together from now on."""
-    waiting = _return_unadmitted(queue, loop, running)
-    together = len(running) if waiting and running else (len(running) + len(waiting)) // 2
+    num_waiting = _return_unadmitted(queue, loop, running)
+    together = len(running) if num_waiting and running else (len(running) + num_waiting) // 2
     if together == 0:
-        hopeless = running[0] if running else queue.take()
-        if hopeless not in running:
-            running.append(hopeless)
+        if not running:
+            running.append(queue.take())
+        hopeless, together = running[0], 1
         hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {shortage}")
         hopeless.request.ended = True
-    leaving = running[max(1, together) :]
+    leaving = running[together:]
     for job in leaving:
         job.request.ended = True
     loop.release_ended()
     _put_back(queue, running, leaving)
-    together = max(1, together)
     loop.shrink(together)
     warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
     return together

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
@@ -33,19 +34,12 @@ NO_OPTIONS = (
 
 @dataclass(frozen=True)
 class RegenerationReport:
-    """What the file of answers holds.
-
-    Attributes:
-        output_file (`Path`): The file.
-        num_answers (`int`): Answers in it, from earlier runs too.
-        num_unfinished (`int`): Answers among them that were cut by their length.
-        num_failed (`int`): Prompts times samples that have an error instead of an answer.
-    """
+    """What the file of answers holds."""
 
     output_file: Path
-    num_answers: int
-    num_unfinished: int
-    num_failed: int
+    num_answers: int  # from earlier runs, too
+    num_unfinished: int  # of them, cut by their length
+    num_failed: int  # prompts times samples that have an error instead of an answer
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class _Job:
     index: int
     sample: int
     prompt_ids: list[int]
-    room: int
+    room: int  # tokens at most
 
 
 def regenerate(
@@ -78,9 +72,8 @@ def regenerate(
     `<output_file>.settings.json` says what it was made with. Called again, answers that are there are skipped, failed
     prompts are tried again, and `num_samples` may be raised.
 
-    `seed` and the prompt's place decide every draw. With a draft an answer depends on nothing else, but for the
-    rounding of other neighbours in the batch, so an interruption changes nothing. Without one, the answers of a batch
-    share its draws: the same `batch_size` gives the same answers, interrupted or not.
+    `seed` and the prompt's place decide every draw, so an interruption changes nothing. Without a draft the answers of
+    a batch share its draws, so they depend on `batch_size`, too; with one, other neighbours only round differently.
 
     A target too big for this process can answer from a server. Only text comes back, so a line holds `messages` (the
     prompt and the answer) in place of the token ids. The chat template makes tokens of it later, which is less exact.
@@ -119,9 +112,7 @@ def regenerate(
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
     if endpoint is not None:
         if draft is not None:
-            raise ValueError(
-                "a draft helps a target in this process, not one on a server: drop the draft or the endpoint"
-            )
+            raise ValueError("a draft helps a target in this process, not one on a server: drop one of them")
         server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         return _answer_by_server(
             server, str(target), read, processing_class, output_file, num_samples, batch_size, enable_thinking, seed,
@@ -134,15 +125,10 @@ def regenerate(
         options["max_new_tokens"] = config.max_new_tokens = DEFAULT_NEW_TOKENS
     _check_samples(num_samples, not config.do_sample)
     prompt_ids = [_prompt_ids(prompt, index, processing_class, enable_thinking) for index, prompt in enumerate(read)]
-    known_otherwise = ("generation_config", *NO_OPTIONS)
-    settings = {
-        "prompts": digest(prompt_ids),
-        "enable_thinking": enable_thinking,
-        "seed": seed,
-        "target": fingerprint(target),
-        **plain_json({name: value for name, value in config.to_diff_dict().items() if name not in NO_OPTIONS}),
-        **plain_json({name: value for name, value in options.items() if name not in known_otherwise}),
-    }
+    chosen = config.to_diff_dict() | {name: each for name, each in options.items() if name != "generation_config"}
+    settings = {"prompts": digest(prompt_ids), "enable_thinking": enable_thinking, "seed": seed}
+    settings |= {"target": fingerprint(target)}
+    settings |= plain_json({name: value for name, value in chosen.items() if name not in NO_OPTIONS})
     jobs = _jobs(prompt_ids, num_samples, config, target)
     shown = [processing_class.decode(prompt.content) if prompt.is_token_ids else prompt.content for prompt in read]
     answers = _Answers(output_file, settings, shown, len(jobs))
@@ -215,27 +201,20 @@ class _Answers:
             self._finished[index, sample] = line["finished"]
 
     def report(self) -> RegenerationReport:
-        """Return what is in the file; warn of failures."""
-        if self._num_failed:
-            warnings.warn(
-                f"{self._num_failed} prompts failed: see 'error' in {self._journal.path}; the same call tries them "
-                "again",
-                stacklevel=3,
-            )
-        unfinished = sum(not finished for finished in self._finished.values())
-        return RegenerationReport(self._journal.path, len(self), unfinished, self._num_failed)
+        path, failed = self._journal.path, self._num_failed
+        if failed:
+            message = f"{failed} prompts failed: see 'error' in {path}; the same call tries them again"
+            warnings.warn(message, stacklevel=3)
+        return RegenerationReport(path, len(self), sum(not each for each in self._finished.values()), failed)
 
 
 def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], bool] | None:
     return None if "error" in line else ((line["index"], line["sample"]), line["finished"])
 
 
-# ---- the target in this process
-
-
 @dataclass(frozen=True)
 class _Session:
-    """The target at work."""
+    """The target in this process at work."""
 
     target: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
@@ -324,9 +303,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- a target on a server
-
-
 def _answer_by_server(
     server: Endpoint,
     model: str,
@@ -339,13 +315,10 @@ def _answer_by_server(
     seed: int,
     options: dict[str, Any],
 ) -> RegenerationReport:
-    from huggingface_hub import constants
-
     if constants.is_offline_mode():
         raise ValueError("HF_HUB_OFFLINE is set, which also forbids requests to other servers: unset it")
-    fields = {"max_new_tokens": DEFAULT_NEW_TOKENS} | {
-        name: value for name, value in options.items() if value is not None
-    }
+    given = {name: value for name, value in options.items() if value is not None}
+    fields = {"max_new_tokens": DEFAULT_NEW_TOKENS} | given
     if fields.pop("do_sample", True) is False:
         fields["temperature"] = 0
     _check_samples(num_samples, fields.get("temperature") == 0)
@@ -353,16 +326,11 @@ def _answer_by_server(
     conversations = [as_messages(prompt) for prompt in prompts]
     if processing_class is not None:
         answered = [*conversations[0].content, {"role": "assistant", "content": "An answer."}]
-        tokenize_row(
-            {"messages": answered, "tools": conversations[0].tools}, processing_class, chat_template_kwargs=thinking
-        )
-    settings = {
-        "prompts": digest([[prompt.content, prompt.tools] for prompt in conversations]),
-        "model": model,
-        "enable_thinking": enable_thinking,
-        "seed": seed,
-        **plain_json(fields),
-    }
+        row = {"messages": answered, "tools": conversations[0].tools}
+        tokenize_row(row, processing_class, chat_template_kwargs=thinking)
+    asked = digest([[prompt.content, prompt.tools] for prompt in conversations])
+    settings = {"prompts": asked, "model": model, "enable_thinking": enable_thinking, "seed": seed}
+    settings |= plain_json(fields)
     fields["max_tokens"] = fields.pop("max_new_tokens")
     jobs = [(index, sample) for sample in range(num_samples) for index in range(len(conversations))]
     answers = _Answers(output_file, settings, [prompt.content for prompt in conversations], len(jobs))
