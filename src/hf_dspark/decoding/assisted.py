@@ -75,7 +75,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._round_started = self._round_started or time.perf_counter()
         features = self._capture.take(self.draft.device, self.draft.dtype)[0]
         if self._request is None:
-            self._request = self._first_request(input_ids[0])
+            if has_outliers(self._target):  # from now on, the target sees blocks where plain decoding sees tokens
+                self._entered.enter_context(outliers_of_each(()))
+            rule = StopRule(StoppingCriteriaList())  # transformers' loop stops by its own rules
+            max_length = self._call.generation_config.max_length
+            self._request = Request(0, input_ids[0], max_length, self._call.logits_processor, rule)
             mask = (model_kwargs or {}).get("attention_mask")
             if mask is not None:  # left padding of the prompt is no context
                 features = features[mask[0, : len(features)].bool().to(features.device)]
@@ -94,13 +98,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if block.law is None:
             return candidate_ids, None
         return candidate_ids, block.law[:, :length].dense(self.draft.config.vocab_size).probs.log()
-
-    def _first_request(self, token_ids: torch.Tensor) -> Request:
-        if has_outliers(self._target):  # from now on, the target sees blocks where plain decoding sees tokens
-            self._entered.enter_context(outliers_of_each(()))
-        rule = StopRule(StoppingCriteriaList())  # transformers' loop stops by its own rules
-        max_length = self._call.generation_config.max_length
-        return Request(0, token_ids, max_length, self._call.logits_processor, rule)
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int | torch.Tensor

@@ -56,7 +56,6 @@ def decode_call(
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
-    """Return the request that decodes a row of a call."""
     num_rows = len(call.input_ids)
     processors = processors_of_row(call.logits_processor, row, num_rows, prompt.padding, prompt.token_ids[None])
     return Request(

@@ -8,15 +8,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import parse
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
@@ -24,7 +16,7 @@ from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
 from ..targets.slot_attention import rope_parameters, slot_cache_obstacle
-from .request import Call, copy_of
+from .request import KNOWN_CRITERIA, Call, copy_of
 
 # Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.
 INPUT_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "inputs_tensor"}
@@ -40,7 +32,6 @@ OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit",
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 # The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
 INPUTS_EMBEDS_SINCE = parse("5.23.0")
-EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 
 
 # ---- reasons to leave a call to transformers' loop
@@ -104,9 +95,9 @@ def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
         raise ValueError(f"{type(target).__name__} cannot be assisted as it is: {obstacle}")
 
 
-def check_options(mode: GenerationMode, config: GenerationConfig, schedule: str | None, has_tokenizer: bool) -> None:
-    """Refuse options of `generate()` that a draft has no answer to."""
-    if mode != GenerationMode.ASSISTED_GENERATION:
+def check_options(config: GenerationConfig, schedule: str | None) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
             f"the draft cannot assist {mode.value!r}: speculative decoding keeps one hypothesis. Use num_beams=1 and "
             "no penalty_alpha or dola_layers, or drop assistant_model."
@@ -118,8 +109,6 @@ def check_options(mode: GenerationMode, config: GenerationConfig, schedule: str 
             f"the draft needs a dynamic cache, got cache_implementation={config.cache_implementation!r}: rejected "
             "tokens must be cropped away. Drop cache_implementation, or drop assistant_model."
         )
-    if has_tokenizer:
-        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError(
             "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
@@ -208,7 +197,6 @@ def _is_plain(cache: Cache) -> bool:
 
 
 def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: str) -> None:
-    """Refuse what transformers' own assisted loop gets wrong."""
     embeds, mask, cache = (
         call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
     )
@@ -236,7 +224,7 @@ def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: 
     if isinstance(cache, SlotCache):
         raise ValueError("the draft needs a dynamic cache here, got SlotCache: pass a DynamicCache or none")
     for criterion in call.stopping_criteria:
-        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
+        if not isinstance(criterion, KNOWN_CRITERIA):
             raise ValueError(
                 f"the stopping criterion {type(criterion).__name__} cannot be combined with transformers' own "
                 "assisted loop, which checks it once per block and would return tokens beyond the stop "

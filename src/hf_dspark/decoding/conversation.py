@@ -30,7 +30,6 @@ class PromptRow:
 
     @property
     def length(self) -> int:
-        """Positions of the prompt."""
         return self.cached + len(self.fed)
 
     @property
@@ -73,7 +72,8 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
         call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
     )
     columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    width = (call.mask_width or columns) if mask is None else mask.shape[1]
+    # transformers drops a mask that is all ones.
+    width = getattr(call.generation_config, "_mask_length", columns) if mask is None else mask.shape[1]
     real = torch.ones(width, dtype=torch.bool, device="cpu") if mask is None else mask[row].bool().cpu()
     before, own = real[: width - columns], real[width - columns :]
     place = {"columns": real.nonzero()[:, 0], "width": width}

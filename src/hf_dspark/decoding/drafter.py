@@ -80,7 +80,8 @@ class Drafter:
         self._processor = BlockProcessor(call.logits_processor, draft.config.vocab_size, tie_margin=0)
         self._do_sample = call.generation_config.do_sample
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
-        self._eos_token_ids = call.eos_token_ids
+        eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
+        self._eos_token_ids = None if eos_token_ids is None else eos_token_ids.cpu()
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)

@@ -1,7 +1,7 @@
 """How `target.generate()` reaches a draft: wraps made at import for `assistant_model=draft`, and `custom_generate`.
 
-This file and `install` alone name private transformers generation API. Every call without a DSpark draft passes straight
-through.
+Only this file and `install` name private transformers generation API. Every call without a DSpark draft passes
+straight through.
 """
 
 import copy
@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import CandidateGenerator, GenerationMode
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import CandidateGenerator
 
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models.auto import is_draft, require_draft
@@ -54,9 +54,9 @@ def _validate_generation_mode(
     if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
         require_draft(draft)
     if is_draft(draft):
-        has_tokenizer = generation_mode_kwargs.get("assistant_tokenizer") is not None
-        plan = _plan(target, draft, draft.decoding, generation_config, generation_mode, 1, has_tokenizer)
-        generation_config._hf_dspark_plan = plan
+        if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+            raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
+        generation_config._hf_dspark_plan = _plan(target, draft, draft.decoding, generation_config, 1)
         if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
             generation_config = copy.copy(generation_config)
             generation_config.num_return_sequences = 1
@@ -70,36 +70,17 @@ def _get_candidate_generator(original: Callable, *args: Any, **kwargs: Any) -> C
     return original(*args, **kwargs)
 
 
-def _assisted_decoding(
-    original: Callable,
-    target: PreTrainedModel,
-    /,
-    input_ids: torch.LongTensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    assistant_model: PreTrainedModel | None = None,
-    **kwargs: Any,
-):
+def _assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids: torch.LongTensor, **prepared: Any):
     """Decode by our loop where the target allows it, else by transformers' own with our drafts."""
-    by_transformers = functools.partial(
-        original,
-        target,
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        assistant_model=assistant_model,
-        **kwargs,
-    )
-    if not is_draft(assistant_model):
+    by_transformers = functools.partial(original, target, input_ids, **prepared)
+    draft = prepared.get("assistant_model")
+    if not is_draft(draft):
         return by_transformers()
-    draft, plan = assistant_model, generation_config._hf_dspark_plan
-    call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, draft.decoding)
+    call = Call.of(input_ids, prepared, *prepared["generation_config"]._hf_dspark_plan, draft.decoding)
     check_adapters(target, len(input_ids))
     obstacle = loop_obstacle(target, call, len(input_ids))
     check_rows(target, call, obstacle)
-    check_processors(logits_processor, input_ids, draft.config.vocab_size)
+    check_processors(call.logits_processor, input_ids, draft.config.vocab_size)
     if obstacle is None:
         return decode_call(target, draft, call)
     generator = DSparkCandidateGenerator(target, draft, call)
@@ -128,7 +109,7 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
         draft ([`DraftModel`]): The target's draft.
         options ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
     """
-    prepare = prepare_with(draft, options=options)
+    prepare = prepare_with(draft, 1, options)
 
     def decode(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any):
         return decode_call(target, draft, prepare(target, input_ids, **prepared))
@@ -136,52 +117,34 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
     return decode
 
 
-def prepare_with(
-    draft: DraftModel, batch_size: int = 1, options: DecodingOptions | None = None
-) -> Callable[..., Call]:
+def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | None) -> Callable[..., Call]:
     """Return a `custom_generate` that decodes nothing, and returns the [`Call`], checked for so many sequences."""
     require_draft(draft)
 
-    def prepare(
-        target: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Call:
+    def prepare(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Call:
         require_no_state(target)
         decoding, num_rows = options or draft.decoding, max(len(input_ids), batch_size)
-        mode = generation_config.get_generation_mode()
-        if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            mode = GenerationMode.ASSISTED_GENERATION
-        plan = _plan(target, draft, decoding, generation_config, mode, num_rows)
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, decoding)
+        plan = _plan(target, draft, decoding, prepared["generation_config"], num_rows)
+        call = Call.of(input_ids, prepared, *plan, decoding)
         obstacle = loop_obstacle(target, call, num_rows)
         if obstacle is not None:
             raise ValueError(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
         check_rows(target, call, obstacle)
-        check_processors(logits_processor, input_ids, draft.config.vocab_size)
+        check_processors(call.logits_processor, input_ids, draft.config.vocab_size)
         return call
 
     return prepare
 
 
 def _plan(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    options: DecodingOptions,
-    config: GenerationConfig,
-    mode: GenerationMode,
-    num_rows: int,
-    has_tokenizer: bool = False,
+    target: PreTrainedModel, draft: DraftModel, options: DecodingOptions, config: GenerationConfig, num_rows: int
 ) -> tuple[Policy, int | None]:
     """Check what is known before the prompt is read; return the policy of the call and its limit of draft tokens."""
     check_fits(draft.config, target)
     check_adapters(target, num_rows)
     cutoff = getattr(config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
     threshold, max_drafts, schedule = (cutoff[name] for name in CUTOFF_ARGUMENTS)
-    check_options(mode, config, schedule, has_tokenizer)
+    check_options(config, schedule)
     if max_drafts is not None and max_drafts < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
     if threshold is None:

@@ -83,7 +83,6 @@ class DecodingLoop:
             self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
 
     def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:
-        """Return anchor and scheduled drafts of each request, `[T]`, and where they belong."""
         counts = tuple(1 + length for length in proposal.lengths.tolist())
         layout = SlotLayout(tuple(request.anchor_position for request in requests), counts)
         anchors = torch.cat([request.anchor for request in requests])
@@ -199,7 +198,6 @@ class DecodingLoop:
             self.requests.pop()
 
     def shrink(self, num_rows: int) -> None:
-        """Give the memory of rows back that are not in use."""
         for cache in (self.cache, self.drafter.cache):
             cache.shrink(num_rows)
 

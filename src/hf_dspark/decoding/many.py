@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from ..data.prompts import read_prompt as as_prompt
 from ..data.prompts import several, token_ids
@@ -129,7 +124,6 @@ class _Queue:
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
-        """Let `generate()` prepare a prompt."""
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
         mask, criteria = torch.ones_like(ids[None]), own_criteria(self._criteria)
         return self.target.generate(ids[None], attention_mask=mask, stopping_criteria=criteria, **self._options)

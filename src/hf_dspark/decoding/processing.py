@@ -58,7 +58,6 @@ class Scores:
         return TokenLaw(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
 
     def best(self) -> torch.Tensor:
-        """Return the arg-max token of each position, `[n]`."""
         return best_tokens(self.values, self.candidate_ids)
 
     def dense(self, vocab_size: int) -> torch.Tensor:

@@ -7,21 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..maths.policies import Policy
 from ..models.options import DecodingOptions
 from .processing import Prefix
 
+# Looked up without a call.
+KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 
 
@@ -38,13 +33,19 @@ class Call:
     max_drafts: int | None = None  # draft tokens per round at most, besides γ
     options: DecodingOptions = field(default_factory=DecodingOptions)  # their policy has been resolved to `policy`
 
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, prepared: dict[str, Any], *others: Any) -> "Call":
+        """Sort what `generate()` passes to a decoding method."""
+        names = ("logits_processor", "stopping_criteria", "generation_config")
+        model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
+        return cls(input_ids, *(prepared[name] for name in names), model_kwargs, *others)
+
     @property
     def streamer(self) -> BaseStreamer | None:
         return self.model_kwargs.get("streamer")
 
     @property
     def max_length(self) -> int:
-        """Columns at which every row ends."""
         limits = [rule.max_length for rule in self.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
         return min([self.generation_config.max_length, *limits])
 
@@ -52,16 +53,6 @@ class Call:
     def pad_token_id(self) -> int | None:
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
-
-    @property
-    def eos_token_ids(self) -> torch.Tensor | None:
-        eos = getattr(self.generation_config, "_eos_token_tensor", None)
-        return None if eos is None else eos.cpu()
-
-    @property
-    def mask_width(self) -> int | None:
-        """Columns of the attention mask if transformers has dropped it, all being ones."""
-        return getattr(self.generation_config, "_mask_length", None)
 
     @property
     def fills_users_cache(self) -> bool:
@@ -85,14 +76,12 @@ class StopRule:
         eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
         self._eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
         self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
-        known = (EosTokenCriteria, MaxTimeCriteria, MaxLengthCriteria)
-        self._others = [criterion for criterion in criteria if not isinstance(criterion, known)]
+        self._others = [criterion for criterion in criteria if not isinstance(criterion, KNOWN_CRITERIA)]
 
     def ends_within(self, token_ids: torch.Tensor) -> bool:
         return not self._eos_token_ids.isdisjoint(token_ids.tolist())
 
     def guard(self, wrap: Callable) -> None:
-        """Replace every custom criterion by what `wrap` makes of it."""
         self._others = [wrap(criterion) for criterion in self._others]
 
     def cut(
@@ -140,7 +129,6 @@ class Request:
 
     @property
     def anchor(self) -> torch.Tensor:
-        """x_0, `[1]`."""
         return self.token_ids[-1:]
 
     @property
@@ -149,7 +137,6 @@ class Request:
         return self.hidden_prompt + self.length - 1
 
     def append(self, new_tokens: Sequence[int]) -> None:
-        """Add tokens without asking whether the sequence ends there."""
         self.token_ids = self._with(torch.tensor(new_tokens, device="cpu"))
         self.blocks += 1
 

@@ -122,7 +122,6 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def known_profiles() -> dict[str, ThroughputProfile]:
-    """Return this user's measurements, then the shipped ones, by origin."""
     origins = {f"{path}": path for path in sorted(cache_folder().glob("*.json"))}
     origins |= {f"shipped {path.name}": path for path in sorted(SHIPPED_TABLES.glob("*.json"))}
     profiles = {}
