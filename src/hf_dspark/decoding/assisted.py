@@ -33,7 +33,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._target = target
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
         self._request: Request | None = None
-        self._proposal = _nothing()
+        self._proposal: Proposal | None = None
         self._entered = ExitStack()
         self._pass_started = self._pass_seconds = 0.0
         self._round_started: float | None = None  # None in the prefill
@@ -69,7 +69,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Returns them with l draft tokens after them, `[1, S+l]`, and the log draft law `[1, l, V]`: `None` when l = 0
         or when drafts are arg-max. The first call comes before the prefill, when there are no features yet.
         """
-        self._proposal = _nothing()
         if is_first_iteration:
             return input_ids, None
         self._round_started = self._round_started or time.perf_counter()
@@ -121,7 +120,3 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return num_matches
         following = input_ids[0, self._request.length + num_matches]
         return num_matches + int(following == self._proposal.block.token_ids[0, num_matches])
-
-
-def _nothing() -> Proposal:
-    return Proposal(torch.zeros(1, dtype=torch.long, device="cpu"))

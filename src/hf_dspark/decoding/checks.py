@@ -34,9 +34,6 @@ STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthI
 INPUTS_EMBEDS_SINCE = parse("5.23.0")
 
 
-# ---- reasons to leave a call to transformers' loop
-
-
 def loop_obstacle(target: PreTrainedModel, call: Call, num_rows: int) -> str | None:
     """Return why our loop cannot decode so many sequences of a call together."""
     config, kwargs = call.generation_config, call.model_kwargs
@@ -45,11 +42,8 @@ def loop_obstacle(target: PreTrainedModel, call: Call, num_rows: int) -> str | N
     obstacle = slot_cache_obstacle(target)
     if obstacle is not None:
         return obstacle
-    unknown = sorted(
-        name
-        for name, value in kwargs.items()
-        if name not in KNOWN_ARGUMENTS and value is not None and not _is_of_text_alone(target, name, value)
-    )
+    others = {name: each for name, each in kwargs.items() if name not in KNOWN_ARGUMENTS and each is not None}
+    unknown = sorted(name for name, each in others.items() if not _is_of_text_alone(target, name, each))
     if unknown:
         return f"the target gets arguments that belong to whole prompts, such as images ({', '.join(unknown)})"
     position_ids = kwargs.get("position_ids")
@@ -84,9 +78,6 @@ def _are_usual(position_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return usual.shape[1] == position_ids.shape[1] and bool(((position_ids == usual) | (mask == 0)).all())
 
 
-# ---- refusals
-
-
 def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
     """Refuse adapters that drafting or packed rows would get wrong."""
     obstacle = adapter_obstacle(target, num_rows)
@@ -99,20 +90,16 @@ def check_options(config: GenerationConfig, schedule: str | None) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
-            f"the draft cannot assist {mode.value!r}: speculative decoding keeps one hypothesis. Use num_beams=1 and "
-            "no penalty_alpha or dola_layers, or drop assistant_model."
+            f"the draft cannot assist {mode.value!r}, it keeps one hypothesis: use num_beams=1 and neither "
+            "penalty_alpha nor dola_layers, or drop assistant_model"
         )
     if not config.use_cache:
         raise ValueError("the draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
     if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        raise ValueError(
-            f"the draft needs a dynamic cache, got cache_implementation={config.cache_implementation!r}: rejected "
-            "tokens must be cropped away. Drop cache_implementation, or drop assistant_model."
-        )
+        name = config.cache_implementation
+        raise ValueError(f"rejected tokens need a dynamic cache, got cache_implementation={name!r}: drop it")
     if getattr(config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError(
-            "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
-        )
+        raise ValueError("assistant_ensemble_weight changes the output distribution, a draft must not: drop it")
     others = " and ".join(name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False))
     if others:
         raise ValueError(f"{others} asks for other drafts than those of assistant_model: drop one of them")
@@ -136,9 +123,8 @@ def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> Non
             inner = inner.policy
         raise ValueError(
             f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
-            "confidences that were computed from that token, so sampled output would not follow the target's "
-            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or give "
-            f"{type(inner).__name__} accept_bias=True for an experiment."
+            "confidences computed from that token, so sampled output would not follow the target's distribution "
+            "(DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or pass accept_bias=True."
         )
 
 
@@ -184,10 +170,7 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
         raise ValueError(f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time")
     ends_apart = any(not isinstance(criterion, MaxLengthCriteria) for criterion in call.stopping_criteria)
     if num_rows > 1 and call.pad_token_id is None and ends_apart:
-        raise ValueError(
-            "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
-            "eos_token_id"
-        )
+        raise ValueError("rows may end at different lengths: set pad_token_id, for example to the eos_token_id")
 
 
 def _is_plain(cache: Cache) -> bool:
@@ -226,9 +209,8 @@ def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: 
     for criterion in call.stopping_criteria:
         if not isinstance(criterion, KNOWN_CRITERIA):
             raise ValueError(
-                f"the stopping criterion {type(criterion).__name__} cannot be combined with transformers' own "
-                "assisted loop, which checks it once per block and would return tokens beyond the stop "
-                f"({obstacle}). Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
+                f"transformers' assisted loop asks {type(criterion).__name__} once per block, and would return tokens "
+                f"beyond the stop ({obstacle}): use eos_token_id, max_new_tokens or max_time, or drop assistant_model"
             )
 
 
@@ -239,9 +221,8 @@ def check_processors(processors: LogitsProcessorList, input_ids: torch.Tensor, v
         built_in = type(processor).__module__.startswith("transformers.")
         if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
             raise ValueError(
-                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on "
-                "tokens that may be rejected, and change the output. Drop it, make its result depend on its "
-                "arguments alone, or drop assistant_model."
+                f"the logits processor {name} keeps state between calls, and would be called on tokens that may be "
+                "rejected: drop it, make its result depend on its arguments alone, or drop assistant_model"
             )
 
 

@@ -16,13 +16,8 @@ WRAPPED_PARAMETERS = {
     "_prepare_generation_config": ("generation_config",),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
     "_get_candidate_generator": ("generation_config", "assistant_model"),
-    "_assisted_decoding": (
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "assistant_model",
-    ),
+    "_assisted_decoding": ("input_ids", "generation_config", "assistant_model")
+    + ("logits_processor", "stopping_criteria"),
 }
 
 

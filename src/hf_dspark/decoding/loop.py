@@ -117,11 +117,10 @@ class DecodingLoop:
                 output_hidden_states=self.recording.wants_hidden_states,
                 return_dict=True,
             )
-        logits, states = outputs.logits[0], None
+        logits = outputs.logits[0]
         if logits_at is not None and not target_picks:
             logits = logits[torch.tensor(logits_at, device=logits.device)]
-        if self.recording.wants_hidden_states:
-            states = tuple(layer[0] for layer in outputs.hidden_states)
+        states = tuple(layer[0] for layer in outputs.hidden_states) if self.recording.wants_hidden_states else None
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 

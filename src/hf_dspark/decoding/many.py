@@ -1,7 +1,6 @@
 """More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
 
-A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue with what they
-have.
+A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue.
 """
 
 import warnings
@@ -128,8 +127,12 @@ class _Queue:
         mask, criteria = torch.ones_like(ids[None]), own_criteria(self._criteria)
         return self.target.generate(ids[None], attention_mask=mask, stopping_criteria=criteria, **self._options)
 
-    def put_back(self, jobs: Sequence[_Job]) -> None:
-        self._returned.extendleft(reversed(jobs))
+    def take_back(self, running: list[_Job], leaving: list[_Job]) -> None:
+        for job in leaving:
+            running.remove(job)
+            job.request.ended = False
+            job.request.features.clear()  # the tokens will be prefilled again
+        self._returned.extendleft(reversed(leaving))
 
     def take(self) -> _Job | None:
         """Return the next prompt, prepared or with its error; `None` when there is none."""
@@ -146,10 +149,10 @@ class _Queue:
         return job
 
     def _prepare(self, job: _Job) -> None:
-        job.call = call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
-        prompt = read_prompt(call, 0, SlotCache())
+        job.call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
+        prompt = read_prompt(job.call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
-        job.request = make_request(call, 0, job.index, prompt)
+        job.request = make_request(job.call, 0, job.index, prompt)
         job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
         job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
 
@@ -218,16 +221,8 @@ def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -
     """Put jobs back to the queue that failed to be admitted only because of others; return how many."""
     inside = {request.id for request in loop.requests}
     waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
-    _put_back(queue, running, waiting)
+    queue.take_back(running, waiting)
     return len(waiting)
-
-
-def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
-    for job in leaving:
-        running.remove(job)
-        job.request.ended = False
-        job.request.features.clear()  # the tokens will be prefilled again
-    queue.put_back(leaving)
 
 
 def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage: str) -> int:
@@ -244,7 +239,7 @@ def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage:
     for job in leaving:
         job.request.ended = True
     loop.release_ended()
-    _put_back(queue, running, leaving)
+    queue.take_back(running, leaving)
     loop.shrink(together)
     warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
     return together

@@ -90,21 +90,15 @@ class BlockProcessor:
         self._processors = processors
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
-        while self._fused_from > 0:
-            truncation = Truncation.of(processors[self._fused_from - 1 :], tie_margin)
-            if truncation is None:
-                break
-            self._fused_from, self._truncation = self._fused_from - 1, truncation
+        while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], tie_margin)):
+            self._fused_from, self._truncation = self._fused_from - 1, longer
         # Stretches of processors that read prefixes, and of those that do not.
         reads_prefix = [kind not in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
         lengths = [len(list(group)) for _, group in groupby(reads_prefix)]
         self._stretches = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def __call__(
-        self,
-        logits: torch.Tensor,
-        candidate_ids: torch.Tensor | None = None,
-        prefixes: Sequence[Prefix | None] = (),
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
     ) -> Scores:
         """Process raw logits `[n, V]` or `[n, candidates]`, without changing them.
 
@@ -129,11 +123,11 @@ class BlockProcessor:
         if truncated is None:  # more ties, or a flatter law, than the candidates have room for
             logits = logits.to(torch.float32, copy=True)
             return Scores(self._at_once(logits, slice(self._fused_from, None)), candidate_ids)
-        if truncated.candidate_ids is None:
-            return Scores(truncated.values, candidate_ids)
         if candidate_ids is None:
             return truncated
-        return Scores(truncated.values, candidate_ids.gather(-1, truncated.candidate_ids))
+        if truncated.candidate_ids is not None:
+            candidate_ids = candidate_ids.gather(-1, truncated.candidate_ids)
+        return Scores(truncated.values, candidate_ids)
 
     def _at_once(self, scores: torch.Tensor, stretch: slice) -> torch.Tensor:
         no_ids = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)

@@ -49,9 +49,9 @@ class Recording:
         """Keep the hidden states of a stretch of a prompt; all stretches are one step."""
         if output.hidden_states is not None:
             states = tuple(layer[tokens] for layer in output.hidden_states)
-            before = self.hidden_states.get(request_id)
-            if before:
-                states = tuple(torch.cat(pair) for pair in zip(before[0], states, strict=True))
+            if request_id in self.hidden_states:
+                before = self.hidden_states[request_id][0]
+                states = tuple(torch.cat(pair) for pair in zip(before, states, strict=True))
             self.hidden_states[request_id] = [states]
 
     def add(

@@ -4,13 +4,13 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import constants
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..data.conversations import tokenize_row
@@ -124,12 +124,20 @@ def regenerate(
     if config.max_new_tokens is None and config.max_length in (None, UNCHOSEN_LENGTH):
         options["max_new_tokens"] = config.max_new_tokens = DEFAULT_NEW_TOKENS
     _check_samples(num_samples, not config.do_sample)
-    prompt_ids = [_prompt_ids(prompt, index, processing_class, enable_thinking) for index, prompt in enumerate(read)]
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+    first_jobs = []
+    for index, prompt in enumerate(read):
+        try:
+            ids = token_ids(prompt, processing_class, enable_thinking)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
+        longest = config.max_length - len(ids) if config.max_new_tokens is None else config.max_new_tokens
+        first_jobs.append(_Job(index, 0, ids, int(min(longest, context - len(ids)))))
+    jobs = [replace(job, sample=sample) for sample in range(num_samples) for job in first_jobs]
     chosen = config.to_diff_dict() | {name: each for name, each in options.items() if name != "generation_config"}
-    settings = {"prompts": digest(prompt_ids), "enable_thinking": enable_thinking, "seed": seed}
-    settings |= {"target": fingerprint(target)}
+    asked = digest([job.prompt_ids for job in first_jobs])
+    settings = {"prompts": asked, "enable_thinking": enable_thinking, "seed": seed, "target": fingerprint(target)}
     settings |= plain_json({name: value for name, value in chosen.items() if name not in NO_OPTIONS})
-    jobs = _jobs(prompt_ids, num_samples, config, target)
     shown = [processing_class.decode(prompt.content) if prompt.is_token_ids else prompt.content for prompt in read]
     answers = _Answers(output_file, settings, shown, len(jobs))
     session = _Session(target, processing_class, answers, end_token_ids(config), seed, options)
@@ -142,28 +150,6 @@ def regenerate(
         else:
             session.answer_with_draft(draft, jobs, batch_size)
     return answers.report()
-
-
-def _prompt_ids(
-    prompt: Prompt, index: int, processing_class: PreTrainedTokenizerBase, enable_thinking: bool | None
-) -> list[int]:
-    try:
-        return token_ids(prompt, processing_class, enable_thinking)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from error
-
-
-def _jobs(
-    prompt_ids: Sequence[list[int]], num_samples: int, config: GenerationConfig, target: PreTrainedModel
-) -> list[_Job]:
-    """Return all answers to be written: all prompts once, then again."""
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
-    jobs = []
-    for sample in range(num_samples):
-        for index, ids in enumerate(prompt_ids):
-            longest = config.max_length - len(ids) if config.max_new_tokens is None else config.max_new_tokens
-            jobs.append(_Job(index, sample, ids, int(min(longest, context - len(ids)))))
-    return jobs
 
 
 def _check_samples(num_samples: int, greedy: bool) -> None:
@@ -229,9 +215,8 @@ class _Session:
         # `None` fails at once, and keeps the numbers of the others.
         prompts = [None if job is None else job.prompt_ids for job in todo]
         torch.manual_seed(self.seed)
-        for result in generate_many(
-            self.target, draft, prompts, self.processing_class, batch_size, progress=False, **self.options
-        ):
+        options = self.options | {"batch_size": batch_size, "progress": False}
+        for result in generate_many(self.target, draft, prompts, self.processing_class, **options):
             job = todo[result.index]
             if job is not None and result.error is None:
                 self.note(job, result.token_ids.tolist())
@@ -279,13 +264,9 @@ class _Session:
         input_ids, attention_mask = left_padded([job.prompt_ids for job in batch], padding, device)
         limits = {"max_length": None, "max_new_tokens": max(job.room for job in batch)}
         torch.manual_seed(int(digest(key), 16) % 2**63)
-        output = self.target.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            **{"pad_token_id": padding, **self.options, **limits},
-            tokenizer=self.processing_class,
-            return_dict_in_generate=False,
-        )
+        fixed = {"tokenizer": self.processing_class, "return_dict_in_generate": False}
+        options = {"pad_token_id": padding} | self.options | limits | fixed
+        output = self.target.generate(input_ids, attention_mask=attention_mask, **options)
         return [new_tokens(row, self.ends) for row in output[:, input_ids.shape[1] :].tolist()]
 
     def note(self, job: _Job, ids: Sequence[int]) -> None:
