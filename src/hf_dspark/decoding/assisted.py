@@ -1,7 +1,5 @@
-"""A draft in transformers' own assisted loop, for what hf_dspark's loop does not decode: images, ALiBi, attentions.
-
-One sequence at a time. transformers verifies and commits; what it does not tell is found by hooks on the target.
-"""
+"""A draft in transformers' own assisted loop, for what our loop does not decode: images, ALiBi, attentions. One
+sequence at a time. transformers verifies and commits; what it does not tell is found by hooks on the target."""
 
 import time
 from contextlib import ExitStack

@@ -1,10 +1,8 @@
 """From the arguments of a `generate()` call to requests, and from ended requests to what the call returns.
-
-Rows lose their padding here and get it back at the end.
-"""
+Rows lose their padding here and get it back at the end."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,8 +30,7 @@ def decode_call(
     cache.limit = max(request.hidden_prompt + request.max_length for request in requests)
     conversation = Conversation.begin_turn(cache, draft, requests)
     drafter = Drafter(target, draft, call, conversation.draft_cache)
-    recording, keeps_rows = Recording.of(config), bool(config.return_dict_in_generate or call.fills_users_cache)
-    loop = DecodingLoop(target, drafter, call, cache, recording, keeps_rows)
+    loop = DecodingLoop(target, drafter, call, cache, Recording.of(call))
     try:
         loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
         while loop.requests:
@@ -44,15 +41,18 @@ def decode_call(
     if call.streamer is not None:
         call.streamer.end()
 
-    sequences = _sequences(call, requests, prompts)
-    if keeps_rows:
+    generated = [request.token_ids[len(prompt.token_ids) :] for request, prompt in zip(requests, prompts, strict=True)]
+    # Without a padding token all rows end together.
+    continuation = torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=call.pad_token_id or 0)
+    sequences = torch.cat([call.input_ids, continuation.to(call.input_ids.device)], dim=1)
+    if loop.recording.wants_rows:
         conversation.end_turn(cache, loop.ended_rows, requests, prompts)
     if call.fills_users_cache and given is not cache:
         fill_users_cache(given, cache, prompts)
     if not config.return_dict_in_generate:
         return sequences
     kept = given if call.fills_users_cache else cache
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=kept, **recording.by_step(requests))
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=kept, **loop.recording.by_step(requests))
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
@@ -67,13 +67,6 @@ def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Re
         hidden_prompt=prompt.hidden,
         earlier_ids=prompt.earlier_ids,
     )
-
-
-def _sequences(call: Call, requests: Sequence[Request], prompts: Sequence[PromptRow]) -> torch.Tensor:
-    generated = [request.token_ids[len(prompt.token_ids) :] for request, prompt in zip(requests, prompts, strict=True)]
-    # Without a padding token all rows end together.
-    continuation = torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=call.pad_token_id or 0)
-    return torch.cat([call.input_ids, continuation.to(call.input_ids.device)], dim=1)
 
 
 def effective_config(target: PreTrainedModel, generate_kwargs: Mapping[str, Any]) -> GenerationConfig:

@@ -1,7 +1,5 @@
-"""What cannot be decoded with a draft, or not by our own loop; found before any work.
-
-A check raises a `ValueError`. An obstacle is a reason to leave a call to transformers' loop; `None` if there is none.
-"""
+"""What cannot be decoded with a draft, or not by our own loop; found before any work. A check raises a `ValueError`.
+An obstacle is a reason to leave a call to transformers' loop; `None` if there is none."""
 
 from typing import Any
 

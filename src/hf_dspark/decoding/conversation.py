@@ -1,7 +1,5 @@
 """Turns of a conversation: what of a prompt an earlier call has left in a cache, and what this one leaves.
-
-A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry none, and are continued all the same.
-"""
+A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry none, and are continued, too."""
 
 import weakref
 from collections.abc import Mapping, Sequence

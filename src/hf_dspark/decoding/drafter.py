@@ -31,38 +31,36 @@ class Proposal:
     seconds: float = 0.0  # host time that drafting took
 
 
+@dataclass(frozen=True)
 class ProcessedSampler:
     """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
 
     `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn.
     """
 
-    def __init__(
-        self, processor: BlockProcessor, requests: Sequence[Request], uniform: torch.Tensor | None, vocab_size: int
-    ) -> None:
-        self._processor = processor
-        self._requests = requests
-        self._uniform = uniform
-        self._vocab_size = vocab_size
+    processor: BlockProcessor
+    requests: Sequence[Request]
+    uniform: torch.Tensor | None
+    vocab_size: int
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
     ) -> tuple[torch.Tensor, TokenLaw | None]:
         prefixes = []
-        if self._processor.reads_prefixes:
-            prefixes = [request.prefix(drafts) for request, drafts in zip(self._requests, drafted_ids, strict=True)]
-        scores = self._processor(logits, candidate_ids, prefixes)
-        if self._processor.may_forbid_all:
+        if self.processor.reads_prefixes:
+            prefixes = [request.prefix(drafts) for request, drafts in zip(self.requests, drafted_ids, strict=True)]
+        scores = self.processor(logits, candidate_ids, prefixes)
+        if self.processor.may_forbid_all:
             # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
             dead = scores.values.amax(dim=-1, keepdim=True) == -torch.inf
             if bool(dead.any()):
                 if candidate_ids is not None:
-                    logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
-                scores = self._processor(logits.masked_fill(dead, 0.0), None, prefixes)
-        if self._uniform is None:
+                    logits = scatter_to_vocabulary(logits, candidate_ids, self.vocab_size)
+                scores = self.processor(logits.masked_fill(dead, 0.0), None, prefixes)
+        if self.uniform is None:
             return scores.best(), None
         law = scores.law()
-        return draw(law, self._uniform[:, drafted_ids.shape[1]]), law
+        return draw(law, self.uniform[:, drafted_ids.shape[1]]), law
 
 
 class Drafter:

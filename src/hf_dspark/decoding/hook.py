@@ -1,8 +1,5 @@
 """How `target.generate()` reaches a draft: wraps made at import for `assistant_model=draft`, and `custom_generate`.
-
-Only this file and `install` name private transformers generation API. Every call without a DSpark draft passes
-straight through.
-"""
+Only this file and `install` name private transformers generation API. Calls without a draft pass straight through."""
 
 import copy
 import functools
@@ -157,7 +154,5 @@ def _plan(
 
 def default_policy(draft: DraftModel, target: PreTrainedModel) -> Policy:
     """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block."""
-    if draft.config.sts_temperatures is None:
-        return FullBlock()
-    cost = find_cost(target, draft)
+    cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
     return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost))

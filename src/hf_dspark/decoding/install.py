@@ -1,7 +1,5 @@
 """Four methods of `GenerationMixin` are wrapped when the package is imported, so that `generate()` knows of drafts.
-
-What the wraps do is in `hook`, which the first call of `generate()` imports: importing the package stays quick.
-"""
+What the wraps do is in `hook`, which the first call of `generate()` imports: importing the package stays quick."""
 
 import functools
 import inspect
@@ -11,13 +9,13 @@ from typing import Any
 import transformers
 from transformers.generation import GenerationMixin
 
+PREPARED = ("logits_processor", "stopping_criteria", "generation_config")
 # What each wrapped method must accept; a test checks it on every supported version.
 WRAPPED_PARAMETERS = {
     "_prepare_generation_config": ("generation_config",),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
     "_get_candidate_generator": ("generation_config", "assistant_model"),
-    "_assisted_decoding": ("input_ids", "generation_config", "assistant_model")
-    + ("logits_processor", "stopping_criteria"),
+    "_assisted_decoding": ("input_ids", *PREPARED, "assistant_model"),
 }
 
 

@@ -1,8 +1,5 @@
-"""The decoding loop for any number of requests: draft, cut, verify, commit.
-
-Every pass through the target is packed: it costs what its tokens cost, however unevenly the policy cut the blocks and
-however long the rows are. A request that ends leaves the batch at once.
-"""
+"""The decoding loop for any number of requests: draft, cut, verify, commit. A request that ends leaves it at once.
+Every pass through the target is packed: it costs what its tokens cost, however uneven blocks and rows are."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,26 +26,19 @@ from .rounds import RoundSeconds
 class DecodingLoop:
     """Decodes requests together, each accepting its own number of tokens per round.
 
-    Row i of the target's cache and of the drafter's belongs to `requests[i]`. With `keeps_rows`, the rows of requests
-    that ended are kept: `ended_rows`, by request id.
+    Row i of the target's cache and of the drafter's belongs to `requests[i]`. Rows of requests that ended are kept if
+    the recording wants them: `ended_rows`, by request id.
     """
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        drafter: Drafter,
-        call: Call,
-        cache: SlotCache,
-        recording: Recording | None = None,
-        keeps_rows: bool = False,
+        self, target: PreTrainedModel, drafter: Drafter, call: Call, cache: SlotCache, record: Recording | None = None
     ) -> None:
         self.requests: list[Request] = []
         self.ended_rows: dict[int, int] = {}
         self.drafter = drafter
         self.cache = cache
-        self.recording = recording or Recording()
+        self.recording = record or Recording()
         self._target = target
-        self._keeps_rows = keeps_rows
         self._keeps_some_logits = call.keeps_some_logits
         self._streamer = call.streamer
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
@@ -77,7 +67,7 @@ class DecodingLoop:
             verify_seconds = time.perf_counter() - verifying
             scores = self._process(requests, proposal, output.logits)
             verified = self._verify(proposal, scores, output.layout, noise)
-            num_committed = self._commit(requests, proposal, verified, scores, output)
+            num_committed = self._commit(proposal, verified, scores, output)
             self.release_ended()
             seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
             self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
@@ -146,14 +136,7 @@ class DecodingLoop:
         coins = noise.coins[:, : block.token_ids.shape[1]]
         return verify_block(block, lengths, scores.law(), first_rows, coins, noise.following)
 
-    def _commit(
-        self,
-        requests: Sequence[Request],
-        proposal: Proposal,
-        verified: VerifiedBlock,
-        scores: Scores,
-        output: TargetOutput,
-    ) -> list[int]:
+    def _commit(self, proposal: Proposal, verified: VerifiedBlock, scores: Scores, output: TargetOutput) -> list[int]:
         """Append what was verified up to each request's end; return how many tokens each one gained."""
         columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None]]
         if proposal.block is not None:
@@ -161,7 +144,7 @@ class DecodingLoop:
         num_committed = []
         on_host = torch.cat(columns, dim=1).tolist()  # the round's one synchronisation
         for row, (accepted, following, *drafted) in enumerate(on_host):
-            request, first = requests[row], output.layout.first_tokens[row]
+            request, first = self.requests[row], output.layout.first_tokens[row]
             new_tokens = [*drafted[:accepted], following]
             tokens = slice(first, first + len(new_tokens))
             self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
@@ -185,13 +168,13 @@ class DecodingLoop:
                 continue
             last = len(self.requests) - 1
             for cache in (self.cache, self.drafter.cache):
-                if self._keeps_rows:
+                if self.recording.wants_rows:
                     cache.swap_rows(row, last)
                 elif row == last:
                     cache.truncate(row, 0)
                 else:
                     cache.move_row(last, row)
-            if self._keeps_rows:
+            if self.recording.wants_rows:
                 self.ended_rows[self.requests[row].id] = last
             self.requests[row] = self.requests[last]
             self.requests.pop()

@@ -1,7 +1,5 @@
 """More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
-
-A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue.
-"""
+A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue."""
 
 import warnings
 from collections import deque

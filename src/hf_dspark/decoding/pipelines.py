@@ -1,8 +1,5 @@
-"""Lets `pipeline(..., assistant_model=draft)` take a draft, or the name of its repository.
-
-transformers would look for its class, tokenizer and special tokens, which a draft does not bring: it shares the
-target's. Nothing of that can be registered, so `load_assistant_model` is wrapped.
-"""
+"""Lets `pipeline(..., assistant_model=draft)` take a draft, or the name of its repository. transformers would look for
+its tokenizer, which is the target's. None of that can be registered, so `load_assistant_model` is wrapped."""
 
 import functools
 import importlib.abc

@@ -1,13 +1,9 @@
-"""From logits to laws: the processors of a `generate()` call, applied to many positions at once.
-
-Each sequence is processed as if it were alone: its ids without padding, its own lengths. Temperature, top-k, top-p and
-min-p are computed together on the few tokens that survive.
-"""
+"""From logits to laws: the processors of a `generate()` call, applied to many positions at once, each sequence as if
+alone. Temperature, top-k, top-p and min-p are computed together on the few tokens that survive."""
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -68,8 +64,6 @@ class Scores:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What stands before a position."""
-
     token_ids: torch.Tensor  # `[1, S]`, without padding
     processors: LogitsProcessorList  # of its request
 
@@ -92,10 +86,6 @@ class BlockProcessor:
         self._fused_from, self._truncation = len(processors), None
         while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], tie_margin)):
             self._fused_from, self._truncation = self._fused_from - 1, longer
-        # Stretches of processors that read prefixes, and of those that do not.
-        reads_prefix = [kind not in READ_NO_PREFIX for kind in kinds[: self._fused_from]]
-        lengths = [len(list(group)) for _, group in groupby(reads_prefix)]
-        self._stretches = [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
@@ -107,48 +97,48 @@ class BlockProcessor:
         """
         if not self._processors:
             return Scores(logits, candidate_ids)
-        for stretch in self._stretches:
-            kinds = [type(processor) for processor in self._processors[stretch]]
-            if candidate_ids is not None and not all(kind in READ_SCORES_ONLY for kind in kinds):
-                logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
-            # Processors may write into their argument, and expect float32.
+        if self._fused_from > 0:  # processors may write into their argument, and expect float32
             logits = logits.to(torch.float32, copy=True)
-            if kinds[0] in READ_NO_PREFIX:
-                logits = self._at_once(logits, stretch)
+        for number, processor in enumerate(self._processors[: self._fused_from]):
+            if candidate_ids is not None and type(processor) not in READ_SCORES_ONLY:
+                logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
+            if type(processor) in READ_NO_PREFIX:
+                logits = _at_once(logits, [processor])
             else:
-                logits = self._one_by_one(logits, stretch, prefixes)
+                logits = _one_by_one(logits, number, prefixes)
         if self._truncation is None:
             return Scores(logits, candidate_ids)
         truncated = self._truncation(logits)
         if truncated is None:  # more ties, or a flatter law, than the candidates have room for
             logits = logits.to(torch.float32, copy=True)
-            return Scores(self._at_once(logits, slice(self._fused_from, None)), candidate_ids)
+            return Scores(_at_once(logits, self._processors[self._fused_from :]), candidate_ids)
         if candidate_ids is None:
             return truncated
         if truncated.candidate_ids is not None:
             candidate_ids = candidate_ids.gather(-1, truncated.candidate_ids)
         return Scores(truncated.values, candidate_ids)
 
-    def _at_once(self, scores: torch.Tensor, stretch: slice) -> torch.Tensor:
-        no_ids = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
-        for processor in self._processors[stretch]:
-            scores = processor(no_ids, scores)
-        return scores
 
-    def _one_by_one(self, scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
-        for index, prefix in enumerate(prefixes):
-            if prefix is None:
-                continue
-            row = scores[index : index + 1]
-            for processor in prefix.processors[stretch]:
-                row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
-                if row.shape[0] != 1:
-                    raise ValueError(
-                        f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a "
-                        "batch each row is processed by itself, so its result must not depend on the row's number"
-                    )
-            scores[index] = row[0]
-        return scores
+def _at_once(scores: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
+    no_ids = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
+    for processor in processors:
+        scores = processor(no_ids, scores)
+    return scores
+
+
+def _one_by_one(scores: torch.Tensor, number: int, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
+    for index, prefix in enumerate(prefixes):
+        if prefix is None:
+            continue
+        processor = prefix.processors[number]
+        row = processor(prefix.token_ids, scores[index : index + 1].to(prefix.token_ids.device))
+        if row.shape[0] != 1:
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a batch "
+                "each row is processed by itself, so its result must not depend on the row's number"
+            )
+        scores[index] = row[0]
+    return scores
 
 
 def _can_fuse(warper: LogitsProcessor) -> bool:

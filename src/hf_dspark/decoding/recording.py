@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ..models.slot_cache import SlotLayout
 from .processing import Scores
-from .request import Request
+from .request import Call, Request
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,18 @@ class Recording:
     wants_scores: bool = False
     wants_logits: bool = False
     wants_hidden_states: bool = False
+    wants_rows: bool = False  # the caches' rows of requests that ended
     scores: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     # Of each pass, by layer, `[tokens, d]`; the prompt's first, then one entry per generated token.
     hidden_states: dict[int, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: GenerationConfig) -> "Recording":
+    def of(cls, call: Call) -> "Recording":
+        config = call.generation_config
         wanted = (config.output_scores, config.output_logits, config.output_hidden_states)
-        return cls(*(bool(config.return_dict_in_generate and each) for each in wanted))
+        returned = bool(config.return_dict_in_generate)
+        return cls(*(bool(returned and each) for each in wanted), returned or call.fills_users_cache)
 
     def add_prompt(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
         """Keep the hidden states of a stretch of a prompt; all stretches are one step."""

@@ -44,8 +44,6 @@ class RegenerationReport:
 
 @dataclass(frozen=True)
 class _Job:
-    """One answer to be written."""
-
     index: int
     sample: int
     prompt_ids: list[int]
@@ -167,15 +165,12 @@ class _Answers:
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], prompts: Sequence[Any], total: int) -> None:
         self._journal = Journal(path, settings, _finished)
-        self._finished = dict(self._journal.entries)
+        self.finished = dict(self._journal.entries)
         self._prompts, self._num_failed = prompts, 0
-        self.bar = tqdm(total=total, initial=len(self._finished), desc="answering", unit="answer", disable=None)
-
-    def __len__(self) -> int:
-        return len(self._finished)
+        self.bar = tqdm(total=total, initial=len(self.finished), desc="answering", unit="answer", disable=None)
 
     def lack(self, index: int, sample: int) -> bool:
-        return (index, sample) not in self._finished
+        return (index, sample) not in self.finished
 
     def append(self, index: int, sample: int, **outcome: Any) -> None:
         line = {"index": index, "sample": sample, "prompt": self._prompts[index]} | outcome
@@ -184,14 +179,15 @@ class _Answers:
         if "error" in line:
             self._num_failed += 1
         else:
-            self._finished[index, sample] = line["finished"]
+            self.finished[index, sample] = line["finished"]
 
     def report(self) -> RegenerationReport:
         path, failed = self._journal.path, self._num_failed
         if failed:
             message = f"{failed} prompts failed: see 'error' in {path}; the same call tries them again"
             warnings.warn(message, stacklevel=3)
-        return RegenerationReport(path, len(self), sum(not each for each in self._finished.values()), failed)
+        cut = sum(not finished for finished in self.finished.values())
+        return RegenerationReport(path, len(self.finished), cut, failed)
 
 
 def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], bool] | None:
@@ -200,8 +196,6 @@ def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], bool] | None:
 
 @dataclass(frozen=True)
 class _Session:
-    """The target in this process at work."""
-
     target: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
     answers: _Answers
@@ -243,7 +237,7 @@ class _Session:
         try:
             answers = self._generate(batch, key)
         except Exception as error:  # whatever is wrong with one prompt, the others go on
-            if len(batch) == 1 and not len(self.answers):
+            if len(batch) == 1 and not self.answers.finished:
                 raise  # nothing has worked so far: the options are wrong, not the prompt
             failure = _described(error)  # the error itself would keep the failed pass in memory
         if failure is None:
@@ -332,7 +326,7 @@ def _answer_by_server(
             futures = {executor.submit(line_of, *job): job for job in jobs if answers.lack(*job)}
             for future in as_completed(futures):
                 error = future.exception()
-                if isinstance(error, Refused) or (isinstance(error, ConnectionError) and not len(answers)):
+                if isinstance(error, Refused) or (isinstance(error, ConnectionError) and not answers.finished):
                     raise error
                 outcome = future.result() if error is None else {"error": _described(error)}
                 answers.append(*futures[future], **outcome)

@@ -139,9 +139,8 @@ _told: set[str] = set()
 def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None` with a warning, once.
 
-    Geometry, dtype and kind of device must agree. Measurements with the same cores, threads and versions come first;
-    among equals this user's own, then shipped ones. One of other cores or threads is taken with a warning. The name
-    of the table is in its `provenance`, and in `draft.last_stats.policy`.
+    The nearest by `Machine.distance` wins, among equals this user's own. Other cores or threads are warned of. The
+    table's `provenance` has its name.
     """
     machine = Machine.of(target, draft)
     distances = {name: profile.machine.distance(machine) for name, profile in known_profiles().items()}
