@@ -110,10 +110,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._drafter.learn([self._request], self._proposal, num_accepted, [num_matches + 1], scores, seconds)
 
     def _num_accepted(self, input_ids: torch.Tensor, num_matches: int) -> int:
-        """Return the accepted drafts: transformers counts an accepted end-of-sequence draft as the bonus.
-
-        A rejected token is never drawn again from the residual, so equality tells.
-        """
+        """Return the accepted drafts: transformers counts an accepted end-of-sequence draft as the bonus. A rejected
+        token is never drawn again from the residual, so equality tells."""
         if num_matches == int(self._proposal.lengths[0]):
             return num_matches
         following = input_ids[0, self._request.length + num_matches]

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..models.modeling_draft import DraftModel
-from .conversation import Conversation, PromptRow, fill_users_cache, num_layers, open_cache, read_prompt
+from .conversation import Conversation, PromptRow, num_layers, open_cache, read_prompt
 from .drafter import Drafter
 from .loop import DecodingLoop
 from .processing import processors_of_row
@@ -48,7 +48,9 @@ def decode_call(
     if loop.recording.wants_rows:
         conversation.end_turn(cache, loop.ended_rows, requests, prompts)
     if call.fills_users_cache and given is not cache:
-        fill_users_cache(given, cache, prompts)
+        # In the columns where plain `generate()` would have left it.
+        columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
+        given.layers = cache.to_dynamic_cache(columns).layers
     if not config.return_dict_in_generate:
         return sequences
     kept = given if call.fills_users_cache else cache

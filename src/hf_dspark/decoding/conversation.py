@@ -194,11 +194,5 @@ class Conversation:
         self.in_progress = False
 
 
-def fill_users_cache(given: Cache, cache: SlotCache, prompts: Sequence[PromptRow]) -> None:
-    """Fill the user's own cache with what was decoded, in the columns where plain `generate()` would have left it."""
-    columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
-    given.layers = cache.to_dynamic_cache(columns).layers
-
-
 def num_layers(model: PreTrainedModel) -> int:
     return model.config.get_text_config(decoder=True).num_hidden_layers

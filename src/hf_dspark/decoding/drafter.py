@@ -34,9 +34,7 @@ class Proposal:
 @dataclass(frozen=True)
 class ProcessedSampler:
     """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
-
-    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn.
-    """
+    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn."""
 
     processor: BlockProcessor
     requests: Sequence[Request]
@@ -64,10 +62,8 @@ class ProcessedSampler:
 
 
 class Drafter:
-    """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted.
-
-    The draft gets bound to the target, the call's policy gets a fresh state, and the cache is the draft's.
-    """
+    """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted. It binds the draft
+    to the target, and gives the call's policy a fresh state; the cache is the draft's."""
 
     def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call, cache: SlotCache | None = None) -> None:
         self.draft = draft.bind(target)
@@ -173,10 +169,8 @@ class Drafter:
         return lengths
 
     def _cut_after_eos(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return lengths up to and including the first end-of-sequence token.
-
-        The token itself must stay: dropping a token because of its value would bias the output.
-        """
+        """Return lengths up to and including the first end-of-sequence token. It must stay: dropping a token because
+        of its value would bias the output."""
         if self._eos_token_ids is None:
             return lengths
         is_eos = torch.isin(token_ids.cpu(), self._eos_token_ids)
@@ -192,11 +186,8 @@ class Drafter:
         scores: Scores,
         seconds: RoundSeconds,
     ) -> None:
-        """Record the outcome of a round, and let the policy learn from it.
-
-        `num_accepted`, `[R]`, is on the CPU. A request gains less than accepted + 1 tokens where it ended. The scores
-        are the target's, after each anchor and each verified token.
-        """
+        """Record the outcome of a round, and let the policy learn from it. `num_accepted`, `[R]`, is on the CPU.
+        Requests that ended gain less than accepted + 1 tokens. The scores are the target's, after anchors and drafts."""
         stats, observer = self.statistics, self._options.observer
         if stats.first_round_at is None:
             stats.first_round_at = time.perf_counter() - seconds.total

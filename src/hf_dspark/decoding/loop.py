@@ -86,9 +86,7 @@ class DecodingLoop:
         self, tokens: torch.Tensor, layout: SlotLayout, *, logits_at: Sequence[int] | None = None, verifying: bool
     ) -> TargetOutput:
         """Run packed tokens, ids `[T]` or embeddings `[T, d]`, through the target; logits at some of them, or at all.
-
-        `verifying` says that these are blocks, not prompts: plain decoding would see them token by token.
-        """
+        `verifying` says that these are blocks, not prompts: plain decoding would see them token by token."""
         inputs = {"input_ids" if tokens.dim() == 1 else "inputs_embeds": tokens.to(self._input_device)[None]}
         only_last = logits_at == [len(tokens) - 1]
         target_picks = self._keeps_some_logits and logits_at is not None and (only_last or not self._is_spread)
@@ -179,18 +177,11 @@ class DecodingLoop:
             self.requests[row] = self.requests[last]
             self.requests.pop()
 
-    def shrink(self, num_rows: int) -> None:
-        for cache in (self.cache, self.drafter.cache):
-            cache.shrink(num_rows)
-
     def admit(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None = None
     ) -> None:
-        """Prefill new requests, in the rows after those in use, and draw the first token of each.
-
-        `prompts` are their parts that are not cached: ids `[n]` or embeddings `[n, d]`, at least one position each,
-        of which a forward pass gets `chunk_size` at most.
-        """
+        """Prefill new requests, in the rows after those in use, and draw the first token of each. `prompts` are their
+        parts that are not cached, ids `[n]` or embeddings `[n, d]`; a pass gets `chunk_size` positions of each."""
         with self._at_work():
             started = time.perf_counter()
             logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))

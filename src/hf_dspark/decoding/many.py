@@ -238,7 +238,8 @@ def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage:
         job.request.ended = True
     loop.release_ended()
     queue.take_back(running, leaving)
-    loop.shrink(together)
+    for cache in (loop.cache, loop.drafter.cache):
+        cache.shrink(together)
     warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
     return together
 

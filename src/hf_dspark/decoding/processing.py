@@ -2,7 +2,7 @@
 alone. Temperature, top-k, top-p and min-p are computed together on the few tokens that survive."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,11 +90,8 @@ class BlockProcessor:
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
     ) -> Scores:
-        """Process raw logits `[n, V]` or `[n, candidates]`, without changing them.
-
-        Each position has a prefix if `reads_prefixes`. It is `None` where plain decoding never comes to: what stands
-        after an end is not processed.
-        """
+        """Process raw logits `[n, V]` or `[n, candidates]`, without changing them. Each position has a prefix if
+        `reads_prefixes`; it is `None` after an end, where plain decoding never comes to: nothing is processed."""
         if not self._processors:
             return Scores(logits, candidate_ids)
         if self._fused_from > 0:  # processors may write into their argument, and expect float32
@@ -147,11 +144,8 @@ def _can_fuse(warper: LogitsProcessor) -> bool:
 
 @dataclass(frozen=True)
 class Truncation:
-    """Temperature, top-k, top-p and min-p in one go, on the tokens that can survive.
-
-    Without a tie margin, ties are broken, and top-p is content with the best candidates: that is for drafts, whose law
-    may be any.
-    """
+    """Temperature, top-k, top-p and min-p in one go, on the tokens that can survive. Without a tie margin, ties are
+    broken, and top-p is content with the best candidates: that is for drafts, whose law may be any."""
 
     temperature: float = 1.0
     top_k: int | None = None  # keeps those tied with the last one, too
@@ -170,10 +164,8 @@ class Truncation:
         return cls(**values, tie_margin=tie_margin)
 
     def __call__(self, logits: torch.Tensor) -> Scores | None:
-        """Truncate scores `[n, V]`, in any float type; `None` if some survivors may not be among the candidates.
-
-        Without a tie margin the answer is never `None`.
-        """
+        """Truncate scores `[n, V]`, in any float type; `None` if some survivors may not be among the candidates, which
+        cannot be without a tie margin."""
         if self.top_k is None and self.top_p is None:
             scores = logits.float() / self.temperature
             return Scores(scores if self.min_p is None else self._above_min_p(scores))
@@ -207,15 +199,14 @@ class Truncation:
 def processors_of_row(
     processors: LogitsProcessorList, row: int, num_rows: int, left_padding: int, prompt_ids: torch.Tensor
 ) -> LogitsProcessorList:
-    """Return the processors of a padded batch as they are for one of its rows without its padding.
-
-    Several sequences per prompt count as rows. `prompt_ids`, `[1, S]`, have no padding.
-    """
+    """Return the processors of a padded batch as they are for one of its rows without its padding: `prompt_ids`,
+    `[1, S]`, have none. Several sequences per prompt count as rows."""
     row_processors = LogitsProcessorList()
     for processor in processors:
         name = type(processor).__name__
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            own = PrefixConstrainedLogitsProcessor(_allowed_in_row(processor, row), num_beams=1)
+            allowed = processor._prefix_allowed_tokens_fn
+            own = PrefixConstrainedLogitsProcessor(lambda _, ids, allowed=allowed: allowed(row, ids), num_beams=1)
         elif name == "EncoderRepetitionPenaltyLogitsProcessor":
             own = _changed(processor, encoder_input_ids=prompt_ids)
         elif name == "EncoderNoRepeatNGramLogitsProcessor":
@@ -236,7 +227,3 @@ def _changed(processor: LogitsProcessor, **attributes: Any) -> LogitsProcessor:
     own = copy.copy(processor)
     own.__dict__ |= attributes
     return own
-
-
-def _allowed_in_row(processor: PrefixConstrainedLogitsProcessor, row: int) -> Callable:
-    return lambda _, ids: processor._prefix_allowed_tokens_fn(row, ids)

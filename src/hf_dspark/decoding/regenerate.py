@@ -218,10 +218,8 @@ class _Session:
                 self.fail(job, _described(result.error))
 
     def answer_in_batches(self, jobs: Sequence[_Job], batch_size: int) -> None:
-        """Answer in batches of similar length, the longest first: what does not fit into memory fails early.
-
-        The batches are the same whatever is done already, and one that was interrupted is drawn again as a whole.
-        """
+        """Answer in batches of similar length, the longest first: what does not fit into memory fails early. Batches
+        are the same whatever is done already, and one that was interrupted is drawn again as a whole."""
         rules = ("stop_strings", "stopping_criteria", "max_time")
         if any(self.options.get(name) or getattr(self.target.generation_config, name, None) for name in rules):
             batch_size = 1  # a batch does not say where a rule ended a row: its padding may be a token like others

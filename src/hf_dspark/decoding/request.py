@@ -66,11 +66,8 @@ class Call:
 
 
 class StopRule:
-    """Tells at which token a request ends.
-
-    Lengths and end-of-sequence ids are looked up, and the time is asked for once a round. Any other criterion is
-    called after every committed token in turn, as plain decoding would, and never after the end.
-    """
+    """Tells at which token a request ends. Lengths and end-of-sequence ids are looked up, the time is asked for once a
+    round. Any other criterion is called after every committed token, as plain decoding would, never after the end."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
@@ -87,10 +84,8 @@ class StopRule:
     def cut(
         self, token_ids: torch.Tensor, new_tokens: Sequence[int], max_length: int, scores: Sequence[torch.Tensor] = ()
     ) -> tuple[int, bool]:
-        """Return how many of the new tokens that end a sequence `[S]` stay, and whether it ends there.
-
-        `scores` are the processed ones of all its tokens, `[V]` each, if they are kept.
-        """
+        """Return how many of the new tokens that end a sequence `[S]` stay, and whether it ends there. `scores` are
+        the processed ones of all its tokens, `[V]` each, if they are kept."""
         for count, token in enumerate(new_tokens, start=1):
             length, left_out = len(token_ids) - len(new_tokens) + count, len(new_tokens) - count
             ends = token in self._eos_token_ids or length >= max_length
@@ -169,10 +164,8 @@ class Request:
 
 
 def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own.
-
-    What cannot be copied (a criterion that waits for an event, say) is shared.
-    """
+    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own. What
+    cannot be copied (a criterion that waits for an event, say) is shared."""
     own = StoppingCriteriaList()
     for criterion in criteria:
         if not type(criterion).__module__.startswith("transformers."):

@@ -10,10 +10,7 @@ from ..maths.policies import Policy
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """How long one round took, for all its requests together.
-
-    Host time: on an accelerator, work that is still queued counts for whoever waits for it.
-    """
+    """Host time of one round for all its requests. Work queued on an accelerator counts for what waits for it."""
 
     num_requests: int  # that it served
     draft: float

@@ -137,11 +137,8 @@ _told: set[str] = set()
 
 
 def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | None:
-    """Return the measured cost that fits these models on this machine best, or `None` with a warning, once.
-
-    The nearest by `Machine.distance` wins, among equals this user's own. Other cores or threads are warned of. The
-    table's `provenance` has its name.
-    """
+    """Return the measured cost that fits these models on this machine best, or `None` with a warning, once: the
+    nearest by `Machine.distance`, among equals this user's own. Other cores or threads are warned of."""
     machine = Machine.of(target, draft)
     distances = {name: profile.machine.distance(machine) for name, profile in known_profiles().items()}
     fitting = sorted((name for name in distances if distances[name] is not None), key=distances.get)  # own ones first
