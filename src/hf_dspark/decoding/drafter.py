@@ -187,7 +187,7 @@ class Drafter:
         seconds: RoundSeconds,
     ) -> None:
         """Record the outcome of a round, and let the policy learn from it. `num_accepted`, `[R]`, is on the CPU.
-        Requests that ended gain less than accepted + 1 tokens. The scores are the target's, after anchors and drafts."""
+        Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
         stats, observer = self.statistics, self._options.observer
         if stats.first_round_at is None:
             stats.first_round_at = time.perf_counter() - seconds.total
