@@ -30,6 +30,21 @@ def assert_rows(output, width, expected, pad=0):
         assert set(row[len(tokens) :]) <= {pad}
 
 
+def assert_same_tokens(target, draft, ids, drafting=None, **options):
+    """Decode with the draft and without it; `drafting` holds options that only the first call takes."""
+    plain = target.generate(ids, **(GREEDY | options))
+    assert torch.equal(target.generate(ids, assistant_model=draft, **(GREEDY | options | (drafting or {}))), plain)
+
+
+def assert_as_alone(target, draft, prompts, drafting=None, **options):
+    """Decode a batch with the draft: every row is what its prompt gives alone, without it."""
+    batch = padded(prompts)
+    output = target.generate(**batch, assistant_model=draft, **(GREEDY | options | (drafting or {})))
+    expected = [alone(target, prompt, **options) for prompt in prompts]
+    assert_rows(output, batch["input_ids"].shape[1], expected)
+    return expected
+
+
 def assert_no_hooks(target):
     for module in target.modules():  # transformers keeps hooks of its own
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]

@@ -74,8 +74,7 @@ DRAFTING: dict[str, st.SearchStrategy] = {
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     cuts=st.fixed_dictionaries({}, optional=DRAFTING),
 )
-def test_any_options_give_the_tokens_of_plain_decoding(pair, prompts, options, cuts):
-    target, draft = pair
+def test_any_options_give_the_tokens_of_plain_decoding(target, draft, prompts, options, cuts):
     width = max(map(len, prompts))
     ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

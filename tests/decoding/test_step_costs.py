@@ -28,6 +28,16 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def target(make_target):
+    return make_target()
+
+
+@pytest.fixture
+def draft(make_draft, target):
+    return make_draft(target)
+
+
+@pytest.fixture
 def profile(target, draft):
     return profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
 
