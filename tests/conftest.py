@@ -112,11 +112,10 @@ def make_target():
 
 
 @pytest.fixture
-def make_quantised(make_target, tmp_path):
+def make_quantised(make_target, tmp_path, bitsandbytes):
     """Build a tiny target that bitsandbytes has quantised to 4 or 8 bits; options are those of its configuration."""
 
     def build(bits: int, **options) -> PreTrainedModel:
-        require_bitsandbytes()
         make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path)
         options = {f"load_in_{bits}bit": True, "bnb_4bit_compute_dtype": torch.float32} | options
         return AutoModelForCausalLM.from_pretrained(
@@ -126,7 +125,8 @@ def make_quantised(make_target, tmp_path):
     return build
 
 
-def require_bitsandbytes() -> None:
+@pytest.fixture(scope="session")
+def bitsandbytes() -> None:
     """Skip where bitsandbytes is not installed, or computes on no device of this machine."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     try:

@@ -4,30 +4,31 @@ import threading
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
-from tests.rows import EOS, GREEDY, alone, assert_as_alone, assert_rows, assert_same_tokens, padded
+from tests.rows import (
+    EOS,
+    GREEDY,
+    OPTIONS,
+    EndsAfterTwo,
+    alone,
+    assert_as_alone,
+    assert_rows,
+    assert_same_tokens,
+    padded,
+)
 
-OPTIONS = {
-    "default": {},
-    "eos_list": {"eos_token_id": [EOS, 11, 17]},
-    "no_eos": {"eos_token_id": None},
-    "repetition_penalty": {"repetition_penalty": 1.3},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 3},
-    "min_new_tokens": {"min_new_tokens": 30},
-    "suppress_tokens": {"suppress_tokens": [1, 2, 3]},
-    "bad_words": {"bad_words_ids": [[5], [7, 8]]},
+BATCHED = OPTIONS | {
     "forced_eos": {"forced_eos_token_id": EOS, "max_new_tokens": 9},
     "encoder_penalty": {"encoder_repetition_penalty": 1.4},
     "encoder_ngram": {"encoder_no_repeat_ngram_size": 2},
     "begin_suppress": {"begin_suppress_tokens": [26, 42, 29]},
     "decay": {"exponential_decay_length_penalty": (4, 1.5)},
-    "one_token": {"max_new_tokens": 1},
     "chunked_prefill": {"prefill_chunk_size": 4},
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", BATCHED.values(), ids=BATCHED)
 def test_every_row_is_what_its_prompt_gives_alone(target, draft, prompts, options):
     plain = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
     assert_as_alone(target, draft, prompts, options, **plain)
@@ -98,24 +99,11 @@ def test_a_seed_decides_what_is_sampled(target, draft, prompts):
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-class EndsAfterTwo(StoppingCriteria):
-    """Stops behind the second token it is asked about; counts its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
-        return torch.full((len(input_ids),), self.calls >= 2)
-
-
 def test_custom_criteria_cut_at_the_exact_token_of_each_row(target, draft, prompts):
-    batch = padded(prompts)
-    criteria = StoppingCriteriaList([EndsAfterTwo()])
-    output = target.generate(**batch, assistant_model=draft, stopping_criteria=criteria, **GREEDY)
+    batch, ends = padded(prompts), EndsAfterTwo()
+    output = target.generate(**batch, assistant_model=draft, stopping_criteria=[ends], **GREEDY)
     assert_rows(output, batch["input_ids"].shape[1], [alone(target, prompt)[:2] for prompt in prompts])
-    # Never asked about a token behind the end.
-    assert criteria[0].calls == 2
+    assert ends.calls == 2  # never asked about a token after the end
 
 
 def test_criteria_get_the_scores_they_would_get_from_plain_generate(target, draft, prompts):
@@ -129,25 +117,21 @@ def test_criteria_get_the_scores_they_would_get_from_plain_generate(target, draf
 
     seen = []
     for assistant in ({}, {"assistant_model": draft}):
-        watcher = Watcher()
-        target.generate(
-            torch.tensor(prompts[:1]), stopping_criteria=StoppingCriteriaList([watcher]), output_scores=True,
-            return_dict_in_generate=True, **GREEDY, **assistant,
-        )  # fmt: skip
+        watcher, ask = Watcher(), {"output_scores": True, "return_dict_in_generate": True}
+        target.generate(torch.tensor(prompts[:1]), stopping_criteria=[watcher], **GREEDY, **ask, **assistant)
         seen.append(watcher.seen)
     assert seen[0] == seen[1]
 
 
 def test_criteria_that_cannot_be_copied_are_shared(target, draft, prompts):
-
     class Button(StoppingCriteria):
-        def __init__(self):
-            self.pressed = threading.Event()
+        pressed = None
 
         def __call__(self, input_ids, scores, **kwargs):
             return torch.full((len(input_ids),), self.pressed.is_set())
 
     button = Button()
+    button.pressed = threading.Event()
     button.pressed.set()
     output = target.generate(**padded(prompts), assistant_model=draft, stopping_criteria=[button], **GREEDY)
     assert output.shape[1] == max(map(len, prompts)) + 1
@@ -159,7 +143,7 @@ def test_stop_strings_cut_each_row_at_the_exact_token(target, draft, prompts, to
 
 
 def test_processors_are_asked_only_about_prefixes_that_plain_decoding_visits(target, draft, prompts):
-    """Nothing behind an end-of-sequence token, nothing beyond the last length: a trie has no answer there."""
+    """Nothing after an end-of-sequence token, nothing beyond the last length: a trie has no answer there."""
 
     def allowed(row, ids):
         generated = ids[len(prompts[0]) :].tolist()

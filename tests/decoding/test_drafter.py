@@ -88,12 +88,6 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     assert drafted > 5 and len(seen) > 2 * drafted - 2
 
 
-def test_policy_is_limited_by_num_assistant_tokens(target, draft, prompt_ids):
-    draft.decoding = DecodingOptions(policy=PrefixScheduler(ThroughputTable((1, 100), (1.0, 1.0))))
-    target.generate(prompt_ids[0], assistant_model=draft, num_assistant_tokens=2, **GREEDY)
-    assert set(draft.last_stats.proposed[:-1]) == {2}
-
-
 @pytest.mark.parametrize(
     ("policy", "options", "widths"),
     [

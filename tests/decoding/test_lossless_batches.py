@@ -175,22 +175,16 @@ def test_generate_draws_neighbours_from_their_joint_law(target, draft):
     assert chi_square_p_value(sampled_pairs(target, draft, calls=120), joint_truth(target)) > 1e-3
 
 
-def test_noise_shared_between_rows_is_caught(target, draft, monkeypatch):
+@pytest.mark.parametrize("used_again_by", ["a row", "the next block"])
+def test_noise_used_twice_is_caught(target, draft, monkeypatch, used_again_by):
     honest = drafter_module.block_noise
 
-    def shared(seed, request_ids, blocks, block_size, device):
-        return honest(seed, [request % 16 for request in request_ids], blocks, block_size, device)
+    def again(seed, request_ids, blocks, block_size, device):
+        if used_again_by == "a row":
+            request_ids = [request % 16 for request in request_ids]
+        else:
+            blocks = [0] * len(blocks)
+        return honest(seed, request_ids, blocks, block_size, device)
 
-    monkeypatch.setattr(drafter_module, "block_noise", shared)
-    assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6
-
-
-def test_noise_used_again_in_the_next_block_is_caught(target, draft, monkeypatch):
-    """A row's own next block must have noise of its own, too."""
-    honest = drafter_module.block_noise
-
-    def stuck(seed, request_ids, blocks, block_size, device):
-        return honest(seed, request_ids, [0] * len(blocks), block_size, device)
-
-    monkeypatch.setattr(drafter_module, "block_noise", stuck)
+    monkeypatch.setattr(drafter_module, "block_noise", again)
     assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6

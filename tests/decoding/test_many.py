@@ -70,14 +70,6 @@ class RaisesAt(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-class EndsAfterTwo(StoppingCriteria):
-    calls = 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
-        return torch.full((len(input_ids),), self.calls >= 2)
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_every_prompt_is_decoded_as_if_alone(many, assert_alone, prompts, batch_size):
     results = many(prompts, batch_size=batch_size, **ENDS)
@@ -229,7 +221,7 @@ def test_the_target_is_the_callers_between_results(target, draft, prompts):
 
 
 def test_criteria_that_count_their_calls_count_for_each_prompt(many, prompts):
-    results = many(prompts[:5], batch_size=2, stopping_criteria=[EndsAfterTwo()], **NO_END)
+    results = many(prompts[:5], batch_size=2, stopping_criteria=[rows.EndsAfterTwo()], **NO_END)
     assert [len(result.token_ids) for result in results.values()] == [2] * 5
 
 
