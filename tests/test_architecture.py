@@ -133,10 +133,6 @@ def test_file_is_short_enough_to_be_read(module):
     assert len((PACKAGE / f"{module.replace('.', '/')}.py").read_text().splitlines()) <= 600
 
 
-def test_decoding_and_training_never_import_each_other():
-    assert "training" not in FLOORS["decoding"] and "decoding" not in FLOORS["training"]
-
-
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"decoding.hook", "decoding.install"}))
 def test_private_generation_api_is_named_where_it_is_wrapped_only(module):
     assert not names_in(MODULES[module]) & PRIVATE_GENERATION_NAMES
@@ -157,12 +153,6 @@ def test_lengths_of_a_cache_are_written_by_the_cache_alone(module):
 def test_heavy_packages_are_imported_where_they_are_used(module):
     _, foreign = imports(at_import_time(MODULES[module]), module)
     assert not foreign & IMPORTED_WHERE_USED
-
-
-def test_trainer_is_not_imported_with_the_package():
-    own, _ = imports(at_import_time(MODULES["__init__"]), "__init__")
-    assert "training" not in {folder_of(name) for name in own}
-    assert hf_dspark.DSparkTrainer.__module__ == "hf_dspark.sharing.training"
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "THIRD_PARTY.md", "benchmarks/README.md"])

@@ -194,12 +194,11 @@ def test_truncated_scores_are_those_of_the_warpers(target, draft, prompts):
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_left_padded_embeddings_are_decoded_like_their_ids(target, draft, prompts, with_ids):
     batch = padded(prompts)
-    embeds = target.get_input_embeddings()(batch["input_ids"]).detach()
-    ids = {"input_ids": batch["input_ids"]} if with_ids else {}
-    output = target.generate(
-        inputs_embeds=embeds, attention_mask=batch["attention_mask"], assistant_model=draft, **GREEDY, **ids
-    )
+    batch["inputs_embeds"] = target.get_input_embeddings()(batch["input_ids"]).detach()
     width = batch["input_ids"].shape[1] if with_ids else 0
+    if not with_ids:
+        del batch["input_ids"]
+    output = target.generate(**batch, assistant_model=draft, **GREEDY)
     assert_rows(output, width, [alone(target, prompt) for prompt in prompts])
 
 

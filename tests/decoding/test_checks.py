@@ -214,13 +214,10 @@ def test_options_that_need_confidences_need_a_confidence_head(target, prompt_ids
             target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
 
 
-def test_temperatures_set_by_hand_are_checked(target, draft, prompt_ids):
+def test_temperatures_set_by_hand_and_domains_are_checked(target, draft, prompt_ids):
     draft.config.sts_temperatures = {"default": [2.0]}
     with pytest.raises(ValueError, match="1 temperatures for blocks of"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-
-
-def test_unknown_domains_are_refused(target, draft, prompt_ids):
-    draft.decoding = DecodingOptions(domain="poems")
+    draft.config.sts_temperatures, draft.decoding = None, DecodingOptions(domain="poems")
     with pytest.raises(ValueError, match="no temperatures for the domain 'poems'"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)

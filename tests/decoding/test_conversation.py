@@ -38,14 +38,10 @@ def goes_on(target, draft):
     return decode
 
 
-def test_the_returned_cache_is_a_slot_cache(first_turn, prompts):
-    cache, _ = first_turn(len(prompts))
-    assert isinstance(cache, SlotCache) and cache.get_seq_length() >= max(map(len, prompts))
-
-
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_returned_cache_continues_the_conversation(first_turn, target, draft, rows):
+def test_a_returned_cache_continues_the_conversation(first_turn, target, draft, prompts, rows):
     cache, whole = first_turn(rows, eos_token_id=None)
+    assert isinstance(cache, SlotCache) and cache.get_seq_length() >= max(map(len, prompts[:rows]))
     batch, cached, seen = padded(whole), list(cache.lengths), []
     options = GREEDY | {"eos_token_id": None, "assistant_model": draft}
     handle = target.register_forward_pre_hook(

@@ -58,11 +58,8 @@ def test_decode_with_is_the_same_without_the_wraps(target, draft, prompts, monke
         method = getattr(install.GenerationMixin, name)
         monkeypatch.setattr(install.GenerationMixin, name, getattr(method, "__wrapped__", method))
     assert target.generate(**batch, custom_generate=decode_with(draft), **GREEDY).tolist() == expected.tolist()
-
-
-def test_decode_with_needs_a_draft(pair):
     with pytest.raises(TypeError, match="DSparkDraftModel"):
-        decode_with(pair[0])
+        decode_with(target)
 
 
 def test_threshold_of_the_call_comes_before_the_drafts_policy(target, draft, prompt_ids):

@@ -67,10 +67,9 @@ def test_rounds_reproduce_the_reference_decoder(target, draft, reference, thresh
     case = next(case for case in reference["cases"] if case["confidence_threshold"] == threshold)
     for prompt, expected in zip(reference["prompts"], case["outputs"], strict=True):
         # The reference counts its last block whole and cuts the text afterwards: so generate a block more.
-        ids = target.generate(
-            torch.tensor([prompt]), assistant_model=draft, assistant_confidence_threshold=threshold,
-            do_sample=False, max_new_tokens=reference["max_new_tokens"] + 7, pad_token_id=0,
-        )  # fmt: skip
+        options = GREEDY | {"max_new_tokens": reference["max_new_tokens"] + 7}
+        options["assistant_confidence_threshold"] = threshold
+        ids = target.generate(torch.tensor([prompt]), assistant_model=draft, **options)
         stats, rounds = draft.last_stats, len(expected["acceptance_lengths"])
         assert ids[0, : len(expected["output_ids"])].tolist() == expected["output_ids"]
         assert [accepted + 1 for accepted in stats.accepted[:rounds]] == expected["acceptance_lengths"]
@@ -88,12 +87,11 @@ def test_padding_on_the_left_changes_nothing(target, draft, prompt_ids):
 
 
 def test_sampling_stops_exactly_at_the_first_eos_and_the_length_limit(target, draft, prompt_ids):
+    options = GREEDY | {"do_sample": True, "temperature": 1.5, "top_k": 0, "max_new_tokens": 30}
     for seed in range(12):
         torch.manual_seed(seed)
-        ids = target.generate(
-            prompt_ids[0], assistant_model=draft, do_sample=True, temperature=1.5, top_k=0, max_new_tokens=30,
-            eos_token_id=[EOS, 5, 9], pad_token_id=0,
-        )[0, prompt_ids[0].shape[1] :].tolist()  # fmt: skip
+        output = target.generate(prompt_ids[0], assistant_model=draft, eos_token_id=[EOS, 5, 9], **options)
+        ids = output[0, prompt_ids[0].shape[1] :].tolist()
         stops = [index for index, token in enumerate(ids) if token in (EOS, 5, 9)]
         assert stops == [len(ids) - 1] or (stops == [] and len(ids) == 30)
 
@@ -104,10 +102,8 @@ def test_sampling_stops_exactly_at_the_first_eos_and_the_length_limit(target, dr
 def test_sampled_tokens_stay_in_the_processed_support(target, draft, prompt_ids, options):
     """With return_dict, every returned token has a finite processed score: drafts cannot leave the allowed set."""
     torch.manual_seed(0)
-    output = target.generate(
-        prompt_ids[0], assistant_model=draft, do_sample=True, max_new_tokens=40, pad_token_id=0,
-        return_dict_in_generate=True, output_scores=True, **options,
-    )  # fmt: skip
+    options = GREEDY | {"do_sample": True, "return_dict_in_generate": True, "output_scores": True} | options
+    output = target.generate(prompt_ids[0], assistant_model=draft, **options)
     new_ids = output.sequences[0, prompt_ids[0].shape[1] :]
     assert len(output.scores) == len(new_ids)
     assert all(scores[0, token] > -torch.inf for scores, token in zip(output.scores, new_ids, strict=True))

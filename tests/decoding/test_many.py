@@ -1,7 +1,5 @@
 """More prompts than rows: each as if alone, results as they finish, failures alone."""
 
-import warnings
-
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -198,6 +196,7 @@ def test_a_prompt_that_fits_nowhere_fails_alone(many, assert_alone, prompts, sca
     assert_alone(results, mixed, (0, 2))
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_shortage_in_a_users_processor_fails_no_prompt(many, assert_alone):
     prompts = [[3, 9, 12], [30, 7], [5, 5, 8, 41, 2], [17]]
     left = [1]
@@ -207,9 +206,7 @@ def test_shortage_in_a_users_processor_fails_no_prompt(many, assert_alone):
             left.pop()
             raise torch.OutOfMemoryError("out of memory")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        results = many(prompts, batch_size=4, logits_processor=[Processor(short_once)])
+    results = many(prompts, batch_size=4, logits_processor=[Processor(short_once)])
     assert not left
     assert_alone(results, prompts, range(4))
 

@@ -28,13 +28,9 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def target(make_target):
-    return make_target()
-
-
-@pytest.fixture
-def draft(make_draft, target):
-    return make_draft(target)
+def pair(make_target, make_draft):
+    target = make_target()
+    return target, make_draft(target)
 
 
 @pytest.fixture

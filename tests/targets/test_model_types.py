@@ -122,6 +122,8 @@ def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batche
     assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
     with pytest.raises(ValueError, match="attention of its own.*Call generate"):
         target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
+    with pytest.raises(ValueError, match="attention of its own"):
+        check_target(target)
 
 
 def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decode():
@@ -133,9 +135,8 @@ def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decod
     for prompts in (PROMPTS[:1], PROMPTS):
         with pytest.raises(ValueError, match="stateful"):  # transformers' own words
             target.generate(**padded(prompts), assistant_model=draft, **PLAIN)
-    row = torch.tensor(PROMPTS[:1])
     for refused in (
-        lambda: target.generate(row, custom_generate=decode_with(draft), **PLAIN),
+        lambda: target.generate(**padded(PROMPTS[:1]), custom_generate=decode_with(draft), **PLAIN),
         lambda: list(generate_many(target, draft, [PROMPTS[0]], **PLAIN)),
         lambda: check_target(target),
     ):
