@@ -73,8 +73,8 @@ def is_folder(parts: list[str]) -> bool:
 def at_import_time(tree: ast.AST):
     """Yield the nodes that run when the module is imported: all but functions and what only type checkers read."""
     for child in ast.iter_child_nodes(tree):
-        for_types = isinstance(child, ast.If) and getattr(child.test, "id", None) == "TYPE_CHECKING"
-        if not for_types and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        only_for_editors = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not only_for_editors and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
             yield from at_import_time(child)
 
