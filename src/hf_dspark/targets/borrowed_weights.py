@@ -1,6 +1,5 @@
 """A target's embedding and LM head on their own, in memory and in a file: what training needs of an absent target."""
 
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
