@@ -218,7 +218,6 @@ class SlotCache(Cache):
         self._lengths[destination], self._lengths[source] = length, 0
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchange two rows."""
         if first == second:
             return
         length = max(self._lengths[first], self._lengths[second])
@@ -270,7 +269,6 @@ class SlotCache(Cache):
         return cache
 
     def reset(self) -> None:
-        """Forget everything."""
         self._lengths, self.conversation = [0] * self.num_rows, None
 
     def crop(self, tokens_to_remove: int) -> None:
