@@ -38,7 +38,7 @@ def test_draft_embeds_and_scores_as_with_its_target(name, dtype, tmp_path):
     rows, logits = draft.embed(ids), draft.base_logits(hidden)
     borrowed, names = stored(target, tmp_path)
     assert names == tensors
-    draft._borrowed = (borrowed,)
+    draft._borrowed = borrowed
     assert torch.equal(draft.embed(ids), rows) and torch.equal(draft.base_logits(hidden), logits)
 
 
