@@ -12,17 +12,11 @@ from .rows import Format, Refusal, look_up
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that reads draft checkpoints.
-
-    Attributes:
-        name (`str`): Its name.
-        config_keys (`Mapping[str, tuple[str, ...]]`): By format, what it must find in `config.json`.
-        refusals (`tuple[Refusal, ...]`): Drafts that it cannot run.
-    """
+    """A program that reads draft checkpoints."""
 
     name: str
-    config_keys: Mapping[str, tuple[str, ...]]
-    refusals: tuple[Refusal, ...] = ()
+    config_keys: Mapping[str, tuple[str, ...]]  # by format, what it must find in `config.json`
+    refusals: tuple[Refusal, ...] = ()  # drafts that it cannot run
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -43,52 +43,28 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a safetensors file says of one tensor.
+    """What the header of a safetensors file says of one tensor."""
 
-    Attributes:
-        dtype (`str`): As safetensors writes it, such as `BF16`.
-        shape (`tuple[int, ...]`): Checked against the bytes that the file has.
-        file (`Path`): Where it is.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it, such as `BF16`
+    shape: tuple[int, ...]  # checked against the bytes that the file has
     file: Path
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint that was looked at, not loaded.
+    """A checkpoint that was looked at, not loaded."""
 
-    Attributes:
-        name (`str`): As it was asked for.
-        folder (`Path`): Where `config.json` is.
-        revision (`str`, *optional*): The Hub's commit; `None` for a folder.
-        config (`dict`): `config.json` as it stands.
-        tensors (`dict[str, TensorInfo]`): All tensors by name.
-    """
-
-    name: str
-    folder: Path
-    revision: str | None
-    config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    name: str  # as it was asked for
+    folder: Path  # where `config.json` is
+    revision: str | None  # the Hub's commit; `None` for a folder
+    config: dict[str, Any]  # `config.json` as it stands
+    tensors: dict[str, TensorInfo]  # all of them by name
 
 
 def open_checkpoint(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> CheckpointFiles:
-    """Read a checkpoint's `config.json` and the headers of its safetensors files.
+    """Read `config.json` and the headers of the safetensors files in a folder or a repository on the Hub.
 
-    Args:
-        name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
-        hub_kwargs: `cache_dir`, `force_download`, `local_files_only`, `token`, `revision`, `subfolder`, `proxies`.
-
-    Returns:
-        [`CheckpointFiles`]
-
-    Raises:
-        ValueError: If a file is missing, damaged, too big, pickled, or outside of the checkpoint.
-        TypeError: For another argument.
-        OSError: If the Hub cannot be asked, or does not know the repository.
+    A `ValueError` says what is missing, damaged, too big, pickled, or outside of the checkpoint.
     """
     place = _Place.of(name_or_path, hub_kwargs)
     path = place.require(CONFIG_FILE)
@@ -105,10 +81,7 @@ def read_config(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str,
 
 
 def read_temperatures(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, list[float]] | None:
-    """Read the temperatures of the confidence head, by domain, that lie beside a checkpoint without a field for them.
-
-    Returns `None` if there are none. See [`open_checkpoint`].
-    """
+    """Read the temperatures by domain that lie beside a checkpoint without a field for them; `None` without any."""
     if os.path.isfile(name_or_path):
         return None
     path = _Place.of(name_or_path, hub_kwargs).find(STS_FILE)
@@ -124,17 +97,9 @@ def read_tensor_infos(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dic
 
 
 def load_tensors(infos: Mapping[str, TensorInfo], names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Read tensors on the CPU, in the type they are stored in.
+    """Read the named tensors, or all, in the type they are stored in.
 
-    Args:
-        infos (`Mapping[str, TensorInfo]`): The `tensors` of [`CheckpointFiles`].
-        names (`Collection[str]`, *optional*): Which to read; all of them unless given.
-
-    Returns:
-        `dict[str, torch.Tensor]`: They lie on the mapped files until they are written to or moved.
-
-    Raises:
-        ValueError: If a file has changed since, or torch has no such type.
+    They lie on the mapped files until they are written to or moved.
     """
     wanted = infos.keys() if names is None else names
     loaded = {}
@@ -152,11 +117,7 @@ def load_tensors(infos: Mapping[str, TensorInfo], names: Collection[str] | None 
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file in UTF-8, under limits of its size, depth and numbers.
-
-    Raises:
-        ValueError: If it holds something else; says what is wrong.
-    """
+    """Read a JSON object from a file in UTF-8, under limits of its size, depth and numbers."""
     try:
         content = _read_bytes(path, max_bytes).decode("utf-8")
         parsed = json.loads(

@@ -20,17 +20,11 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a conversion may need to know of the target.
-
-    Attributes:
-        config (`PreTrainedConfig`): Its configuration.
-        name_or_path (`str`, *optional*): Where serving engines find it.
-        embedding_scale (`float`): Factor on its embedding rows.
-    """
+    """What a conversion may need to know of the target."""
 
     config: PreTrainedConfig
-    name_or_path: str | None
-    embedding_scale: float
+    name_or_path: str | None  # where serving engines find it
+    embedding_scale: float  # factor on its embedding rows
 
     @property
     def text(self) -> PreTrainedConfig:
@@ -43,100 +37,60 @@ Write = Callable[[PreTrainedConfig, TargetFacts | None], Any]
 
 @dataclass(frozen=True)
 class Field:
-    """One of our fields and its place in a foreign configuration.
+    """One of our fields and its place in a foreign configuration."""
 
-    Attributes:
-        name (`str`): Ours.
-        path (`str`): Their place, with dots between nested names; our name unless given.
-        default (`Any`): What a missing value means there; without a default it must be there.
-        also (`tuple[str, ...]`): Other places that checkpoints have used; the first one that is filled counts.
-        read (`Callable`, *optional*): Our value from their whole configuration, if no single place holds it.
-        write (`Callable`, *optional*): Their value from our configuration, if it is not ours; [`OMIT`] writes nothing.
-    """
-
-    name: str
-    path: str = ""
-    default: Any = REQUIRED
-    also: tuple[str, ...] = ()
-    read: Callable[[Source], Any] | None = None
-    write: Write | None = None
+    name: str  # ours
+    path: str = ""  # their place, with dots between nested names; our name unless given
+    default: Any = REQUIRED  # what a missing value means there
+    also: tuple[str, ...] = ()  # other places that checkpoints have used; the first one that is filled counts
+    read: Callable[[Source], Any] | None = None  # our value from their configuration, if no single place holds it
+    write: Write | None = None  # their value from our configuration, if it is not ours
 
     @property
     def place(self) -> str:
-        """Where it stands in the foreign configuration."""
         return self.path or self.name
 
     def read_from(self, config: Source) -> Any:
-        """Return our value."""
         return (self.read or any_of(self.place, *self.also, default=self.default))(config)
 
     def value_for(self, config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-        """Return their value."""
         return getattr(config, self.name) if self.write is None else self.write(config, facts)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a format or an engine cannot hold, and why.
+    """What a format or an engine cannot hold, and why."""
 
-    Attributes:
-        applies (`Callable`): From our configuration (when exporting) or from theirs (when importing).
-        reason (`str`): Why, and the way out where there is one.
-    """
-
-    applies: Callable[[Any], bool]
-    reason: str
+    applies: Callable[[Any], bool]  # to our configuration (when exporting) or theirs (when importing)
+    reason: str  # and the way out where there is one
 
 
 @dataclass(frozen=True)
 class Format:
-    """A foreign layout of checkpoints.
+    """A foreign layout of checkpoints."""
 
-    Attributes:
-        name (`str`): By which it is asked for.
-        model_type (`str`): Of our configuration: the kind of draft.
-        recognise (`Callable`): Whether a `config.json` is of this format.
-        fields (`tuple[Field, ...]`): Where our fields stand, both ways.
-        constants (`Mapping[str, Any]`): Our fields that are the same in all checkpoints of the format. It cannot hold
-            drafts with other values, for the reasons in [`REASONS`].
-        engines (`tuple[str, ...]`): Programs that read it.
-        base (`Callable`): What is written before all else.
-        writes (`Mapping[str, Callable]`): Their places that none of our fields fills alone.
-        unreadable (`tuple[Refusal, ...]`): Theirs that cannot be imported.
-        refusals (`tuple[Refusal, ...]`): Ours that cannot be exported for other reasons.
-        renamed (`Mapping[str, str]`): Our names of tensors to theirs.
-        copies (`tuple[str, ...]`): The target's tensors that it holds copies of.
-        needs_target (`bool`): Whether importing needs the target, because the configuration leaves something out.
-        names_target (`bool`): Whether exporting needs the target, because the configuration names it.
-        keeps_target_depth (`bool`): Whether it says how many layers the target has.
-    """
-
-    name: str
-    model_type: str
-    recognise: Callable[[Source], bool]
-    fields: tuple[Field, ...]
-    constants: Mapping[str, Any]
-    engines: tuple[str, ...]
-    base: Callable[[TargetFacts | None], dict[str, Any]] = lambda facts: {}
-    writes: Mapping[str, Write] = field(default_factory=dict)
-    unreadable: tuple[Refusal, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    copies: tuple[str, ...] = ()
-    needs_target: bool = False
-    names_target: bool = False
-    keeps_target_depth: bool = True
+    name: str  # by which it is asked for
+    model_type: str  # of our configuration: the kind of draft
+    recognise: Callable[[Source], bool]  # whether a `config.json` is of this format
+    fields: tuple[Field, ...]  # where our fields stand, both ways
+    constants: Mapping[str, Any]  # our fields that all its checkpoints share; it cannot hold others, see `REASONS`
+    engines: tuple[str, ...]  # programs that read it
+    base: Callable[[TargetFacts | None], dict[str, Any]]  # what is written before all else
+    writes: Mapping[str, Write] = field(default_factory=dict)  # their places that none of our fields fills alone
+    unreadable: tuple[Refusal, ...] = ()  # theirs that cannot be imported
+    refusals: tuple[Refusal, ...] = ()  # ours that cannot be exported for other reasons
+    renamed: Mapping[str, str] = field(default_factory=dict)  # our names of tensors to theirs
+    copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
+    needs_target: bool = False  # for importing, because the configuration leaves something out
+    names_target: bool = False  # so exporting needs the target
+    keeps_target_depth: bool = True  # whether it says how many layers the target has
 
 
 # ---- reading places of a configuration
 
 
 def look_up(config: Source, path: str, default: Any = REQUIRED) -> Any:
-    """Return what stands at a dotted place of a foreign configuration.
-
-    Raises:
-        ValueError: If it is not there and there is no default.
-    """
+    """Return what stands at a dotted place of a foreign configuration."""
     value: Any = config
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
