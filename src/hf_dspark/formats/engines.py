@@ -36,16 +36,10 @@ _SPECULATORS = (
 )
 _SPECFORGE = ("dflash_config.target_layer_ids", "dflash_config.mask_token_id", "dflash_config.projector_type")
 
-_NEEDS_MARKOV_HEAD = (
-    Refusal(
-        lambda c: c.markov_rank == 0 and c.sample_from_anchor,
-        "as DFlash it would drop the anchor's slot, from which this draft predicts its first token, and as DSpark it "
-        "needs a Markov head (markov_rank > 0)",
-    ),
-    Refusal(
-        lambda c: c.markov_rank == 0 and not c.sample_from_anchor,
-        "it needs a Markov head in a DSpark draft (markov_rank > 0)",
-    ),
+_NEEDS_MARKOV_HEAD = Refusal(
+    lambda c: c.markov_rank == 0,
+    "as DFlash it would drop the anchor's slot, from which a draft with sample_from_anchor predicts its first token, "
+    "and as DSpark it needs a Markov head (markov_rank > 0)",
 )
 
 
@@ -58,18 +52,18 @@ ENGINES = (
     Engine(
         "llama.cpp",
         {"deepspec": (*_FLAT, "block_size", "target_layer_ids", "mask_token_id", "markov_rank")},
-        refusals=(_only_vanilla("its converter knows the vanilla Markov head only"), *_NEEDS_MARKOV_HEAD),
+        refusals=(_only_vanilla("its converter knows the vanilla Markov head only"), _NEEDS_MARKOV_HEAD),
     ),
     Engine(
         "vllm",
         {"deepspec": _FLAT_DSPARK, "speculators": (*_SPECULATORS, "speculators_config.verifier.name_or_path")},
-        refusals=(_only_vanilla("it serves the vanilla Markov head only (vLLM 0.33)"), *_NEEDS_MARKOV_HEAD),
+        refusals=(_only_vanilla("it serves the vanilla Markov head only (vLLM 0.33)"), _NEEDS_MARKOV_HEAD),
     ),
     Engine(
         "sglang",
         {"deepspec": _FLAT_DSPARK, "sglang": (*_FLAT_DSPARK, *_SPECFORGE), "speculators": _SPECULATORS},
         refusals=(
-            *_NEEDS_MARKOV_HEAD,
+            _NEEDS_MARKOV_HEAD,
             Refusal(
                 lambda c: c.draft_vocab_size is not None,
                 "it needs the full vocabulary and ignores d2t and the draft's own LM head",

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,8 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
         )
         if not isinstance(parsed, dict):
             raise ValueError(f"a JSON object is needed, it holds {type(parsed).__name__}")
-        _check_depth(parsed)
+        if _depth(parsed) > MAX_JSON_DEPTH:
+            raise RecursionError
     except RecursionError:
         raise ValueError(f"{path} cannot be used: it is nested deeper than {MAX_JSON_DEPTH} levels") from None
     except ValueError as error:
@@ -213,7 +214,11 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
         return _read_header(path)
     index = place.find(INDEX_FILE)
     if index is None:
-        raise ValueError(_without_weights(place))
+        held = f"{place.name} has no {WEIGHTS_FILE} and no {INDEX_FILE}{place.where}"
+        pickles = place.pickles()
+        raise ValueError(
+            f"{held}, only {listed(pickles)}: {_CONVERT}" if pickles else f"{held}. If it has others, {_CONVERT}"
+        )
     place = place.pinned(index)  # whatever is pushed in between
     weight_map = _read_index(index)
     infos: dict[str, TensorInfo] = {}
@@ -221,16 +226,13 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
         shard = place.find(name)
         if shard is None:
             raise ValueError(f"{index} names {name}, which is not there: download the checkpoint again")
-        infos |= _claimed(index, weight_map, name, _read_header(shard))
+        held = _read_header(shard)
+        if strange := sorted(key for key in held if weight_map.get(key) != name):
+            raise ValueError(f"{name} holds tensors that {index} does not list there: {listed(strange)}")
+        infos |= held
     if missing := sorted(weight_map.keys() - infos.keys()):
         raise ValueError(f"{index} lists tensors that no file holds: {listed(missing)}")
     return infos
-
-
-def _without_weights(place: _Place) -> str:
-    held = f"{place.name} has no {WEIGHTS_FILE} and no {INDEX_FILE}{place.where}"
-    pickles = place.pickles()
-    return f"{held}, only {listed(pickles)}: {_CONVERT}" if pickles else f"{held}. If it has others, {_CONVERT}"
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -246,15 +248,6 @@ def _read_index(path: Path) -> dict[str, str]:
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise ValueError(f"{path} cannot be used: weight_map names more than {MAX_SHARDS} files")
     return weight_map
-
-
-def _claimed(
-    index: Path, weight_map: dict[str, str], file: str, infos: dict[str, TensorInfo]
-) -> dict[str, TensorInfo]:
-    """Return a shard's tensors, all of which the index must have listed there."""
-    if strange := sorted(name for name in infos if weight_map.get(name) != file):
-        raise ValueError(f"{file} holds tensors that {index} does not list there: {listed(strange)}")
-    return infos
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
@@ -310,15 +303,6 @@ def _finite(number: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
-    level: Iterable[Any] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)

@@ -44,7 +44,7 @@ class Field:
     default: Any = REQUIRED  # what a missing value means there
     also: tuple[str, ...] = ()  # other places that checkpoints have used; the first one that is filled counts
     read: Callable[[Source], Any] | None = None  # our value from their configuration, if no single place holds it
-    write: Write | None = None  # their value from our configuration, if it is not ours
+    write: Any = None  # a `Write` of their value from our configuration, if it is not ours; `OMIT` writes none
 
     @property
     def place(self) -> str:
@@ -54,7 +54,9 @@ class Field:
         return (self.read or any_of(self.place, *self.also, default=self.default))(config)
 
     def value_for(self, config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-        return getattr(config, self.name) if self.write is None else self.write(config, facts)
+        if callable(self.write):
+            return self.write(config, facts)
+        return getattr(config, self.name) if self.write is None else OMIT
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,8 @@ def slides(config: PreTrainedConfig) -> bool:
     return has_sliding(getattr(config, "layer_types", None))
 
 
-def omit(config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-    """Write nothing."""
-    return OMIT
+def slides_there(config: Source) -> bool:
+    return has_sliding(config.get("layer_types"))
 
 
 def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
@@ -199,27 +200,16 @@ def has_embedding_norm(model_type: str) -> bool:
 
 
 def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ...]:
-    needed = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads",
-    )  # fmt: skip
-    defaults = {
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "attention_dropout": 0.0,
-        "attention_bias": False,
-        "attention_output_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    layers = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    defaults = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *layers), REQUIRED)
+    defaults |= dict.fromkeys(("head_dim", "bos_token_id", "eos_token_id", "pad_token_id"))
+    defaults |= {"hidden_act": "silu", "max_position_embeddings": 40960, "initializer_range": 0.02}
+    defaults |= {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "attention_bias": False}
+    defaults |= {"attention_output_bias": False}
     theirs = {"attention_output_bias": "attention_bias"}  # one flag; drafts whose two differ are refused
     return tuple(
         Field(name, prefix + theirs.get(name, name), default)
-        for name, default in (dict.fromkeys(needed, REQUIRED) | defaults).items()
+        for name, default in defaults.items()
         if name not in without
     )
 
@@ -245,10 +235,7 @@ REASONS = dict.fromkeys(
     ("markov_rank", 0): "it has no Markov head",
     ("enable_confidence_head", False): "it has no confidence head",
     ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",
-    (
-        "draft_top_k",
-        None,
-    ): "it has no field for draft_top_k, which changes the draft law: set draft.config.draft_top_k = None first",
+    ("draft_top_k", None): "it has no field for draft_top_k, which changes the draft law: set it to None first",
     ("sample_from_anchor", False): "it drops the anchor's slot, from which this draft predicts its first token: every "
     "token would be read one position late. Train one with sample_from_anchor=False",
 }

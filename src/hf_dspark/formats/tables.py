@@ -33,9 +33,9 @@ from .rows import (
     integer,
     integers,
     look_up,
-    omit,
     rope,
     slides,
+    slides_there,
     window_if_sliding,
 )
 
@@ -57,7 +57,7 @@ def _deepspec_rope(config: Source) -> dict[str, Any] | None:
 
 
 def _deepspec_window(config: Source) -> int | None:
-    used = config.get("use_sliding_window", True) and has_sliding(config.get("layer_types"))
+    used = config.get("use_sliding_window", True) and slides_there(config)
     return config.get("sliding_window") if used else None
 
 
@@ -65,8 +65,8 @@ def _target_model_type(config: PreTrainedConfig, facts: TargetFacts | None) -> A
     return OMIT if config.target_model_type in (None, "qwen3") else config.target_model_type
 
 
-# DeepSpec leaves out what says nothing about a draft without the head.
-_DEEPSPEC_HEADS = (
+_DEEPSPEC_BLOCK = (
+    # DeepSpec leaves out what says nothing about a draft without the head.
     Field("markov_rank", default=0),
     Field("markov_head_type", default="vanilla", write=lambda c, facts: c.markov_head_type if c.markov_rank else OMIT),
     Field("enable_confidence_head"),
@@ -75,9 +75,6 @@ _DEEPSPEC_HEADS = (
         default=False,
         write=lambda c, facts: c.confidence_head_with_markov if c.markov_rank or c.enable_confidence_head else OMIT,
     ),
-)
-_DEEPSPEC_BLOCK = (
-    *_DEEPSPEC_HEADS,
     *TARGET_LAYERS,
     Field("block_size"),
     Field("mask_token_id"),
@@ -98,7 +95,7 @@ DEEPSPEC_QWEN3 = Format(
         *geometry(),
         *_DEEPSPEC_BLOCK,
         Field("layer_types", default=None),
-        Field("sliding_window", read=_deepspec_window, write=omit),
+        Field("sliding_window", read=_deepspec_window, write=OMIT),
         Field("rope_parameters", read=_deepspec_rope),
         Field("target_model_type", also=("model_type",), write=_target_model_type),
     ),
@@ -139,7 +136,7 @@ DEEPSPEC_GEMMA4 = Format(
         Field("layer_types"),
         Field("attention_k_eq_v", default=False),
         Field("final_logit_softcapping", default=None),
-        Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=omit),
+        Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=OMIT),
         Field(
             "rope_parameters",
             read=_deepspec_rope,
@@ -159,7 +156,7 @@ DEEPSPEC_GEMMA4 = Format(
     unreadable=(
         _ONLY_ANCHORED,
         Refusal(
-            lambda c: has_sliding(c.get("layer_types")),
+            slides_there,
             "Gemma 4 drafts with mixed layer types have two head sizes in one model; only drafts whose layers are all "
             "full_attention are supported",
         ),
@@ -186,7 +183,7 @@ DEEPSPEC_EAGLE3 = Format(
         *TARGET_LAYERS,
         Field("block_size", "ttt_length"),
         Field("rope_parameters", read=_deepspec_rope),
-        Field("target_model_type", "model_type", write=omit),
+        Field("target_model_type", "model_type", write=OMIT),
     ),
     writes={
         "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers,
@@ -199,7 +196,7 @@ DEEPSPEC_EAGLE3 = Format(
     unreadable=(
         Refusal(lambda c: c.get("model_type") != "qwen3", "DeepSpec's Eagle3 drafts are supported for Qwen3 targets"),
         Refusal(
-            lambda c: has_sliding(c.get("layer_types")),
+            slides_there,
             "an Eagle3 draft attends to its whole context, here layer_types says otherwise: train one with "
             "full_attention layers",
         ),
@@ -273,7 +270,7 @@ SPECULATORS = Format(
             read=lambda c: _speculators_slides(c) and not look_up(c, "sliding_window_non_causal", False),
             write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
-        Field("sliding_from_anchor", read=_speculators_slides, write=omit),
+        Field("sliding_from_anchor", read=_speculators_slides, write=OMIT),
         Field("rope_parameters", _LAYERS + "rope_parameters", read=rope(_LAYERS)),
         Field(
             "target_layer_ids",
@@ -362,7 +359,7 @@ def _flat_head(name: str, default: Any, without: Any) -> Field:
 
 
 def _flat_causal(config: Source) -> bool:
-    if not has_sliding(config.get("layer_types")):
+    if not slides_there(config):
         return False
     explicit = _flat("is_causal", None)(config)
     return True if explicit is None else bool(explicit)  # sliding layers are causal unless it says otherwise
@@ -401,11 +398,11 @@ SGLANG = Format(
         Field("layer_types", default=None),
         Field(
             "sliding_window",
-            read=lambda c: c.get("sliding_window") if has_sliding(c.get("layer_types")) else None,
+            read=lambda c: c.get("sliding_window") if slides_there(c) else None,
             write=window_if_sliding,
         ),
-        Field("causal_sliding", read=_flat_causal, write=omit),
-        Field("attention_sinks", read=_flat("attention_sink_bias", False), write=omit),
+        Field("causal_sliding", read=_flat_causal, write=OMIT),
+        Field("attention_sinks", read=_flat("attention_sink_bias", False), write=OMIT),
         Field("rope_parameters", read=rope()),
         Field("sample_from_anchor", read=lambda c: not _is_dflash(c)),
         Field("block_size", read=lambda c: integer(c, "block_size", also=_nested("block_size")) - _is_dflash(c)),
@@ -468,7 +465,7 @@ TRANSFORMERS = Format(
         # Theirs is the largest distance, ours the number of tokens; for layers that do not slide, any number does.
         Field(
             "sliding_window",
-            read=lambda c: integer(c, "sliding_window") + 1 if has_sliding(c.get("layer_types")) else None,
+            read=lambda c: integer(c, "sliding_window") + 1 if slides_there(c) else None,
             write=lambda c, facts: c.sliding_window - 1 if slides(c) else 2048,
         ),
         Field("rope_parameters", read=rope()),
@@ -479,9 +476,7 @@ TRANSFORMERS = Format(
     base=lambda facts: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
     unreadable=(
         Refusal(
-            lambda c: (
-                has_sliding(c.get("layer_types")) and integer(c, "sliding_window") < integer(c, "block_size") - 1
-            ),
+            lambda c: slides_there(c) and integer(c, "sliding_window") < integer(c, "block_size") - 1,
             "sliding_window is shorter than the block: there, the last slots of a block are hidden from the first",
         ),
     ),
