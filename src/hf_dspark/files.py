@@ -15,21 +15,9 @@ _LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\
 class Journal:
     """Finished work, one JSON line each; a run that was interrupted goes on after the last one.
 
-    `<path>.settings.json` says what the lines were made with. It is written with the first line, so a run that failed
-    before it finished anything leaves nothing.
-
-    Args:
-        path (`str` or `Path`): The file; its folder is made. A last line cut short by an interruption is dropped.
-        settings (`Mapping`): What decides about the work, as JSON can hold it.
-        remember (`Callable`, *optional*): Returns what to keep in memory of a line; `None` drops the line from the
-            file. All of it unless given.
-
-    Attributes:
-        path (`Path`): The file.
-        entries (`list`): What is remembered of the work of earlier runs.
-
-    Raises:
-        ValueError: If the file was made with other settings, naming them, or is no journal.
+    `<path>.settings.json` says what the lines were made with; a journal goes on under the same settings only. It is
+    written with the first line, so a run that failed before it finished anything leaves nothing. A last line cut short
+    by an interruption is dropped. `remember` returns what `entries` keep of a line; `None` drops the line.
     """
 
     def __init__(
@@ -60,18 +48,17 @@ class Journal:
         self._settings_path.unlink(missing_ok=True)
 
     def _compare(self) -> None:
+        way_out = "delete it, or name another file"
         try:
             known = json.loads(self._settings_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self.path} does not say what it was made with ({self._settings_path.name} is missing or damaged): "
-                "delete it, or name another file"
-            ) from error
+            what = f"{self._settings_path.name} is missing or damaged"
+            raise ValueError(f"{self.path} does not say what it was made with ({what}): {way_out}") from error
         different = differences(known, self._settings)
         if different:
             raise ValueError(
                 f"{self.path} holds what another run has finished, which differs in {different}: go on as before, "
-                "delete it, or name another file"
+                + way_out
             )
 
     def _read(self, remember: Callable[[Any], Any]) -> None:
@@ -81,9 +68,8 @@ class Journal:
                 try:
                     kept = remember(json.loads(line)) if line.endswith(b"\n") else None
                 except (ValueError, LookupError, TypeError) as error:
-                    raise ValueError(
-                        f"{self.path} line {number + 1} is damaged: delete the file, or the line"
-                    ) from error
+                    where = f"{self.path} line {number + 1}"
+                    raise ValueError(f"{where} is damaged: delete the file, or the line") from error
                 if kept is None:
                     dropped.add(number)
                 else:
@@ -103,11 +89,11 @@ def differences(known: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def plain_json(value: Any) -> Any:
     """Return what JSON can hold of a value; of a configuration, what it sets, and of another object, its type."""
-    return json.loads(json.dumps(value, default=_described))
 
+    def described(value: Any) -> Any:
+        return value.to_diff_dict() if hasattr(value, "to_diff_dict") else type(value).__qualname__
 
-def _described(value: Any) -> Any:
-    return value.to_diff_dict() if hasattr(value, "to_diff_dict") else type(value).__qualname__
+    return json.loads(json.dumps(value, default=described))
 
 
 def digest(value: Any) -> str:

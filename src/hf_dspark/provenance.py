@@ -16,17 +16,8 @@ import torch
 def provenance(device: torch.device | str = "cpu", options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return where and how a measurement is made, for the file that holds its result.
 
-    A result is published. The command line is not read, as it may hold secrets: the options are those of the caller.
-
-    Args:
-        device (`torch.device` or `str`): Where the models were.
-        options (`Mapping`, *optional*): What the program was called with, without secrets. Of a path outside of the
-            working folder, only the last part is shown.
-
-    Returns:
-        `dict`: `command`, `revision` (of the git checkout that the package runs from, with `+changes` if its sources
-        differ from it; absent for an installed package), `hf_dspark`, `python`, `torch`, `transformers`, `device`,
-        `threads`.
+    A result is published. The command line is not read, as it may hold secrets: the caller gives the options. Of a
+    path outside of the working folder, only the last part is shown.
     """
     revision = _revision()
     return {
@@ -63,21 +54,21 @@ def _shown(word: str) -> str:
 
 @functools.cache  # a commit that is made during a long run is not what runs
 def _revision() -> str | None:
-    """Return the revision of the checkout that this file belongs to, or `None` for an installed package."""
+    """Return the revision of the checkout that this file belongs to, or `None` for an installed package.
+
+    With `+changes` if the sources differ from it.
+    """
     sources = Path(__file__).parent
     if sources.parent.name != "src" or not (sources.parent.parent / ".git").exists():
         return None
-    git = ["git", "-C", str(sources)]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=sources, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        revision = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True
-        ).stdout
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return revision.strip() + ("+changes" if changed.strip() else "")
 
 
 @functools.cache

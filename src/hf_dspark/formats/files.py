@@ -82,9 +82,7 @@ def read_config(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str,
 
 def read_temperatures(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, list[float]] | None:
     """Read the temperatures by domain that lie beside a checkpoint without a field for them; `None` without any."""
-    if os.path.isfile(name_or_path):
-        return None
-    path = _Place.of(name_or_path, hub_kwargs).find(STS_FILE)
+    path = None if os.path.isfile(name_or_path) else _Place.of(name_or_path, hub_kwargs).find(STS_FILE)
     if path is None:
         return None
     stored = read_json(path)
@@ -108,11 +106,10 @@ def load_tensors(infos: Mapping[str, TensorInfo], names: Collection[str] | None 
             with safe_open(file, framework="pt", device="cpu") as handle:
                 for name in (name for name in wanted if infos[name].file == file):
                     loaded[name] = handle.get_tensor(name)
+                    if tuple(loaded[name].shape) != infos[name].shape:
+                        raise ValueError(f"{file} has changed while it was being read: load the checkpoint again")
         except (SafetensorError, OSError, KeyError, AttributeError) as error:
             raise _damaged(file, error) from None
-        for name in (name for name in wanted if infos[name].file == file):
-            if tuple(loaded[name].shape) != infos[name].shape:
-                raise ValueError(f"{file} has changed while it was being read: load the checkpoint again")
     return loaded
 
 
@@ -214,11 +211,9 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
         return _read_header(path)
     index = place.find(INDEX_FILE)
     if index is None:
-        held = f"{place.name} has no {WEIGHTS_FILE} and no {INDEX_FILE}{place.where}"
         pickles = place.pickles()
-        raise ValueError(
-            f"{held}, only {listed(pickles)}: {_CONVERT}" if pickles else f"{held}. If it has others, {_CONVERT}"
-        )
+        found = f", only {listed(pickles)}: " if pickles else ". If it has others, "
+        raise ValueError(f"{place.name} has no {WEIGHTS_FILE} and no {INDEX_FILE}{place.where}{found}{_CONVERT}")
     place = place.pinned(index)  # whatever is pushed in between
     weight_map = _read_index(index)
     infos: dict[str, TensorInfo] = {}
@@ -226,10 +221,10 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
         shard = place.find(name)
         if shard is None:
             raise ValueError(f"{index} names {name}, which is not there: download the checkpoint again")
-        held = _read_header(shard)
-        if strange := sorted(key for key in held if weight_map.get(key) != name):
+        inside = _read_header(shard)
+        if strange := sorted(key for key in inside if weight_map.get(key) != name):
             raise ValueError(f"{name} holds tensors that {index} does not list there: {listed(strange)}")
-        infos |= held
+        infos |= inside
     if missing := sorted(weight_map.keys() - infos.keys()):
         raise ValueError(f"{index} lists tensors that no file holds: {listed(missing)}")
     return infos

@@ -59,12 +59,8 @@ class Field:
         return getattr(config, self.name) if self.write is None else OMIT
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """What a format or an engine cannot hold, and why."""
-
-    applies: Callable[[Any], bool]  # to our configuration (when exporting) or theirs (when importing)
-    reason: str  # and the way out where there is one
+# Why a configuration cannot be held or read, and the way out where there is one: whether that applies to it.
+Rules = Mapping[str, Callable[[Any], bool]]
 
 
 @dataclass(frozen=True)
@@ -72,15 +68,15 @@ class Format:
     """A foreign layout of checkpoints."""
 
     name: str  # by which it is asked for
-    model_type: str  # of our configuration: the kind of draft
     recognise: Callable[[Source], bool]  # whether a `config.json` is of this format
     fields: tuple[Field, ...]  # where our fields stand, both ways
     constants: Mapping[str, Any]  # our fields that all its checkpoints share; it cannot hold others, see `REASONS`
     engines: tuple[str, ...]  # programs that read it
     base: Callable[[TargetFacts | None], dict[str, Any]]  # what is written before all else
+    model_type: str = "dspark"  # of our configuration: the kind of draft
     writes: Mapping[str, Write] = field(default_factory=dict)  # their places that none of our fields fills alone
-    unreadable: tuple[Refusal, ...] = ()  # theirs that cannot be imported
-    refusals: tuple[Refusal, ...] = ()  # ours that cannot be exported for other reasons
+    unreadable: Rules = field(default_factory=dict)  # theirs that cannot be imported
+    refusals: Rules = field(default_factory=dict)  # ours that cannot be exported for other reasons
     renamed: Mapping[str, str] = field(default_factory=dict)  # our names of tensors to theirs
     copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
     needs_target: bool = False  # for importing, because the configuration leaves something out
@@ -204,8 +200,8 @@ def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ..
     defaults = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *layers), REQUIRED)
     defaults |= dict.fromkeys(("head_dim", "bos_token_id", "eos_token_id", "pad_token_id"))
     defaults |= {"hidden_act": "silu", "max_position_embeddings": 40960, "initializer_range": 0.02}
-    defaults |= {"rms_norm_eps": 1e-6, "attention_dropout": 0.0, "attention_bias": False}
-    defaults |= {"attention_output_bias": False}
+    defaults |= {"rms_norm_eps": 1e-6, "attention_dropout": 0.0}
+    defaults |= dict.fromkeys(("attention_bias", "attention_output_bias"), False)
     theirs = {"attention_output_bias": "attention_bias"}  # one flag; drafts whose two differ are refused
     return tuple(
         Field(name, prefix + theirs.get(name, name), default)
@@ -214,7 +210,6 @@ def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ..
     )
 
 
-TARGET_LAYERS = (Field("num_target_layers"), Field("target_layer_ids"))
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 # What every format but ours takes for granted, and what most do: Qwen3's layers.
@@ -235,37 +230,35 @@ REASONS = dict.fromkeys(
     ("markov_rank", 0): "it has no Markov head",
     ("enable_confidence_head", False): "it has no confidence head",
     ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",
-    ("draft_top_k", None): "it has no field for draft_top_k, which changes the draft law: set it to None first",
+    ("draft_top_k", None): "it has no field for draft_top_k, which changes the draft law: set draft_top_k = None",
     ("sample_from_anchor", False): "it drops the anchor's slot, from which this draft predicts its first token: every "
     "token would be read one position late. Train one with sample_from_anchor=False",
 }
 QWEN3_BASE = {"model_type": "qwen3", "tie_word_embeddings": False, "max_window_layers": 28, "use_cache": True}
 
-ONE_BIAS_FLAG = Refusal(
-    lambda c: c.attention_bias != c.attention_output_bias,
-    "it has one flag for the biases of q, k, v and o; here they differ",
-)
-ONLY_QWEN3_LAYERS = (
-    Refusal(
-        lambda c: getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5),
-        "it scales attention scores by head_dim ** -0.5 and has no field for another factor",
+ONE_BIAS_FLAG = {
+    "it has one flag for the biases of q, k, v and o; here they differ": lambda c: (
+        c.attention_bias != c.attention_output_bias
     ),
-    Refusal(
-        lambda c: has_embedding_norm(str(c.target_model_type)) and c.embedding_norm,
-        "it reads embedding rows without the norm that this target has inside its embedding, this draft with it",
+}
+ONLY_QWEN3_LAYERS = {
+    "it scales attention scores by head_dim ** -0.5 and has no field for another factor": lambda c: (
+        getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5)
     ),
-    ONE_BIAS_FLAG,
-    Refusal(
-        lambda c: c.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
-        "it rotates whole heads and has no field for partial_rotary_factor",
+    "it reads embedding rows without the norm that this target has in its embedding, this draft with it": lambda c: (
+        has_embedding_norm(str(c.target_model_type)) and c.embedding_norm
     ),
-)
-NO_FILL_IN = Refusal(
-    lambda c: not getattr(c, "sample_from_anchor", True),
+    **ONE_BIAS_FLAG,
+    "it rotates whole heads and has no field for partial_rotary_factor": lambda c: (
+        c.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
+    ),
+}
+NO_FILL_IN = {
     "it drafts from the anchor's slot; this draft has the fill-in layout, whose anchor predicts nothing, and would be "
-    "read one position early: use the format 'speculators'",
-)
-NO_WINDOW_FROM_ANCHOR = Refusal(
-    lambda c: slides(c) and getattr(c, "sliding_from_anchor", False),
-    "its sliding windows count from each slot, this draft's from the anchor: use the format 'speculators'",
-)
+    "read one position early: use the format 'speculators'": lambda c: not getattr(c, "sample_from_anchor", True),
+}
+NO_WINDOW_FROM_ANCHOR = {
+    "its sliding windows count from each slot, this draft's from the anchor: use the format 'speculators'": lambda c: (
+        slides(c) and getattr(c, "sliding_from_anchor", False)
+    ),
+}

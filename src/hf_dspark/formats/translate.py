@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .rows import OMIT, REASONS, Format, Refusal, TargetFacts, has_embedding_norm
+from .rows import OMIT, REASONS, Format, Rules, TargetFacts, has_embedding_norm
 from .tables import DEEPSPEC_GEMMA4, FORMAT_NAMES, FORMATS
 
 _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
@@ -33,9 +33,9 @@ def find_format(name: str, config: PreTrainedConfig) -> Format:
     return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[0]
 
 
-def reasons_of(rules: tuple[Refusal, ...], subject: Any) -> list[str]:
+def reasons_of(rules: Rules, subject: Any) -> list[str]:
     """Return the reasons of all rules that apply to a configuration, ours or theirs."""
-    return [rule.reason for rule in rules if rule.applies(subject)]
+    return [reason for reason, applies in rules.items() if applies(subject)]
 
 
 def config_from_format(
