@@ -1,7 +1,4 @@
-"""From conversations to rows of `input_ids` and `loss_mask`: only tokens that the target wrote are supervised.
-
-Takes what TRL's trainers take.
-"""
+"""From conversations, as TRL's trainers take them, to rows of which only tokens of the target are supervised."""
 
 import itertools
 import json
@@ -29,6 +26,9 @@ ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
 STREAM_CHECK = 1000
 FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
 
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]  # of tokens, first and after the last
+
 
 def tokenize_row(
     row: Mapping[str, Any],
@@ -47,7 +47,8 @@ def tokenize_row(
       messages, of which the answers in the completion are supervised.
     - `text`: everything is supervised.
 
-    A row with `finished` false was cut by its length: no end-of-turn token is taught there.
+    A row with `finished` false was cut by its length: no end-of-turn token is taught there. A conversation without an
+    answer teaches nothing.
 
     Answers are found by the template's own `{% generation %}` marks if it has any. Otherwise the conversation is
     rendered up to each answer, once with the generation prompt and once with the answer. The answer must begin like
@@ -57,8 +58,7 @@ def tokenize_row(
     last answer are dropped.
 
     The row's own `tools` and `chat_template_kwargs` go to the chat template; `chat_template_kwargs` of the call are
-    those of every row. Returns lists of equal length, cut to `max_length`; nothing is supervised in a conversation
-    without an answer.
+    those of every row. Returns lists of equal length, cut to `max_length`.
     """
     given = {name: value for name, value in row.items() if value is not None}
     form = _form_of(given)
@@ -71,12 +71,12 @@ def tokenize_row(
         token_ids, mask = _with_given_mask(given)
     elif form == "completion_ids":
         if "prompt_ids" in given:
-            prompt_ids = _ids(given["prompt_ids"])
+            prompt_ids = list(map(int, given["prompt_ids"]))
         elif isinstance(prompt, str):
             prompt_ids = tokenizer(prompt)["input_ids"]
         else:
             prompt_ids = chat.tokens(chat.render(read_messages(prompt), add_generation_prompt=True))
-        token_ids, mask = _joined(prompt_ids, _ids(given["completion_ids"]))
+        token_ids, mask = _joined(prompt_ids, list(map(int, given["completion_ids"])))
     elif form == "text":
         token_ids, mask = _joined([], tokenizer(given["text"])["input_ids"])
     elif form == "messages":
@@ -129,8 +129,7 @@ def prepare_rows(
         options = {"with_indices": True, "num_proc": num_proc, "desc": "tokenising"}
         prepared = dataset.map(reader, remove_columns=columns, features=datasets.Features(types), **options)
         _check_runs(list(prepared["longest_run"]), block_size, max_length)
-        usable = prepared.filter(_has_anchor, num_proc=num_proc, desc="choosing")
-        return usable.remove_columns("longest_run")
+        return prepared.filter(_has_anchor, num_proc=num_proc, desc="choosing").remove_columns("longest_run")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         columns = _check_stream(dataset, reader, block_size)
         stream = dataset.map(reader, with_indices=True, remove_columns=dataset.column_names or columns)
@@ -143,7 +142,7 @@ def prepare_rows(
     return list(_usable(rows))
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
+def read_messages(messages: Any) -> Messages:
     """Return messages as chat templates take them, from those or ShareGPT's `from` and `value`."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
@@ -169,7 +168,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._tools = _without_nones(json.loads(tools) if isinstance(tools, str) else tools) or None
         self._kwargs = _without_nones(kwargs)
-        self._name = tokenizer.name_or_path or type(tokenizer).__name__
+        self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
     def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
         """Call the chat template; text, unless `kwargs` ask for tokens."""
@@ -189,9 +188,7 @@ class Chat:
         """Tokenise what was rendered; the template wrote the special tokens itself."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def mark_answers(
-        self, messages: list[dict[str, Any]], first: int = 0, finished: bool = True
-    ) -> tuple[list[int], list[int]]:
+    def mark_answers(self, messages: Messages, first: int = 0, finished: bool = True) -> tuple[list[int], list[int]]:
         """Return ids and mask of a conversation; answers before message `first` are context."""
         first_answer = max(first, 1)
         answers = [place for place in range(first_answer, len(messages)) if messages[place]["role"] == "assistant"]
@@ -209,9 +206,7 @@ class Chat:
             mask[last] = int(not self._is_special(token_ids[last]))
         return token_ids, mask
 
-    def _marked_by_template(
-        self, messages: list[dict[str, Any]], first: int
-    ) -> tuple[list[int], list[tuple[int, int]]] | None:
+    def _marked_by_template(self, messages: Messages, first: int) -> tuple[list[int], Spans] | None:
         """Return ids and spans by the marks `{% generation %}`; `None` if there are none."""
         template = self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
         if not self.tokenizer.is_fast or not re.search(r"\{%-?\s*generation\s*-?%\}", template or ""):
@@ -227,9 +222,7 @@ class Chat:
                 spans.append((max(start, begin), place))
         return (token_ids, spans) if spans else None
 
-    def _marked_by_prefixes(
-        self, messages: list[dict[str, Any]], answers: list[int]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+    def _marked_by_prefixes(self, messages: Messages, answers: list[int]) -> tuple[list[int], Spans]:
         """Return ids and spans of the answers that stand in the whole as they were written."""
         whole = self.render(messages)
         token_ids = self.tokens(whole)
@@ -247,19 +240,16 @@ class Chat:
                 spans.append((self._seam(prompt, token_ids, after=True), self._seam(answered, token_ids)))
             elif is_last:
                 same = _common_prefix(prompt, whole)
+                near = slice(max(0, same - 20), same + 20)
                 raise ValueError(
                     f"the chat template of {self._name} does not let the answer be found: a prompt with "
-                    f"{prompt[max(0, same - 20) : same + 20]!r} reads {whole[max(0, same - 20) : same + 20]!r} once "
-                    "it is answered. Mark the answers in the template with {% generation %} ... {% endgeneration %}, "
-                    "or pass rows of 'prompt' and 'completion' texts"
+                    f"{prompt[near]!r} reads {whole[near]!r} once it is answered. Mark the answers in the template "
+                    "with {% generation %} ... {% endgeneration %}, or pass rows of 'prompt' and 'completion' texts"
                 )
         return token_ids, spans
 
     def _seam(self, text: str, token_ids: list[int], after: bool = False) -> int:
-        """Return how many tokens belong to a text that the whole begins with.
-
-        A token that straddles the seam belongs to neither side.
-        """
+        """Return how many tokens belong to a text that the whole begins with; one across the seam to neither side."""
         own = self.tokens(text)
         same = _common_prefix(own, token_ids)
         return min(same + (after and same < len(own)), len(token_ids))
@@ -299,8 +289,7 @@ class _RowReader:
             tokens = tokenize_row(row, self.tokenizer, self.max_length, self.chat_template_kwargs)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
-        wrong = [token for token in tokens["input_ids"] if not 0 <= token < self.vocab_size]
-        if wrong:
+        if wrong := [token for token in tokens["input_ids"] if not 0 <= token < self.vocab_size]:
             raise ValueError(
                 f"row {index}: token id {wrong[0]} is outside of the target's vocabulary (vocab_size "
                 f"{self.vocab_size}): use the target's own tokenizer"
@@ -385,9 +374,9 @@ def _form_of(columns: Collection[str]) -> str:
 
 
 def _with_given_mask(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    token_ids = _ids(row["input_ids"])
+    token_ids = list(map(int, row["input_ids"]))
     names = ["loss_mask"] if "loss_mask" in row else [name for name in MASK_COLUMNS if name in row]
-    masks = {name: _ids(row[name]) for name in names}
+    masks = {name: list(map(int, row[name])) for name in names}
     for name, mask in masks.items():
         if len(mask) != len(token_ids):
             raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(mask)}) differ in length")
@@ -396,10 +385,6 @@ def _with_given_mask(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 def _joined(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[int]]:
     return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
-
-
-def _ids(values: Iterable[Any]) -> list[int]:
-    return [int(value) for value in values]
 
 
 def _iterate(dataset: Any) -> Iterator[Any]:

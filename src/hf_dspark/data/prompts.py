@@ -155,10 +155,7 @@ def as_messages(prompt: Prompt) -> Prompt:
 
 
 def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase) -> Prompt:
-    """Make a text a user's message if there is a chat template; a conversation one text if there is none.
-
-    Such a text has empty lines between the messages, and nothing that tells who said what.
-    """
+    """Make a text a user's message if there is a chat template; a conversation one text if there is none."""
     if not prompt.is_token_ids and processing_class.chat_template:
         return as_messages(prompt)
     if prompt.is_token_ids or isinstance(prompt.content, str):
