@@ -387,7 +387,7 @@ def test_ids_of_another_tokenizer_are_refused():
 
 def test_tables_with_unknown_columns_are_refused_at_once():
     datasets = pytest.importorskip("datasets")
-    with pytest.raises(ValueError, match=re.escape("columns ['question', 'answer'] are not understood")):
+    with pytest.raises(ValueError, match=re.escape("columns ['answer', 'question'] are not understood")):
         prepare_rows(datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}), make_tokenizer(), 4, 200)
 
 
