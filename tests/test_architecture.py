@@ -28,7 +28,7 @@ FLOORS = {
     "evaluation": {"", "maths", "formats", "cpu", "data", "models", "targets", "decoding"},
     "sharing": {"", "maths", "formats", "data", "models", "targets", "training", "decoding", "evaluation"},
     "sharing.custom_generate": set(),
-}  # fmt: skip
+}
 FRONT = {"__init__", "__main__"}  # they may import everything
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
@@ -70,10 +70,10 @@ def is_folder(parts: list[str]) -> bool:
 
 
 def at_import_time(tree: ast.AST):
-    """Yield the nodes that run when the module is imported: those outside of functions, and not for type checkers."""
+    """Yield the nodes that run when the module is imported: everything outside of functions."""
     for child in ast.iter_child_nodes(tree):
-        is_for_checkers = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not is_for_checkers:
+        only_for_editors = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        if not only_for_editors and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield child
             yield from at_import_time(child)
 
@@ -137,7 +137,7 @@ def test_decoding_and_training_never_import_each_other():
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"decoding.hook", "decoding.install"}))
-def test_private_generation_api_is_named_in_the_hook_only(module):
+def test_private_generation_api_is_named_where_it_is_wrapped_only(module):
     assert not names_in(MODULES[module]) & PRIVATE_GENERATION_NAMES
 
 
