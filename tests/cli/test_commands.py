@@ -83,37 +83,14 @@ def test_generate_gives_the_tokens_of_plain_generate_and_says_so(answer):
     assert answer(words)["policy"].startswith("ConfidenceThreshold(threshold=0.5")
 
 
-def test_generate_answers_files_in_batches_as_it_answers_words(answer):
-    words = f"generate {PAIR} --temperature 0 --max_new_tokens 8"
-    (alone,) = answer(f"{words} 'what is up'")["answers"]
-    together = answer(f"{words} --prompts_file prompts.jsonl --batch_size 3")["answers"]
-    assert [part["index"] for part in together] == [0, 1, 2]
-    assert together[0]["token_ids"] == together[2]["token_ids"] == alone["token_ids"]
-
-
-def test_generate_uses_the_chat_template_unless_told_otherwise(answer, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "hf_dspark_cli.generate.timed_call",
-        lambda target, ids, *args, **kwargs: (
-            seen.append(ids[0]) or evaluation_run.timed_call(target, ids, *args, **kwargs)
-        ),
-    )
-    answer(f"generate {PAIR} --max_new_tokens 2 'what is up'")
-    answer(f"generate {PAIR} --max_new_tokens 2 --no_chat_template 'what is up'")
-    tokenizer = AutoTokenizer.from_pretrained("target")
-    assert tokenizer.decode(seen[0]) == "user what is up <eos> assistant"
-    assert tokenizer.decode(seen[1]) == "what is up"
-
-
-def test_generate_tells_the_chat_template_about_thinking(answer):
+def test_generate_uses_the_chat_template_and_tells_it_about_thinking(answer):
     template = Path("target/chat_template.jinja")
     template.write_text("{{ 'much ' if enable_thinking is defined and not enable_thinking else 'not ' }}")
     tokens = {}
-    for option in ("--no_thinking", "--enable_thinking", ""):
-        found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 {option} up")
+    for option in ("--no_thinking", "--enable_thinking", "", "--no_chat_template"):
+        found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 {option} not")
         tokens[option] = found["answers"][0]["token_ids"]
-    assert tokens["--enable_thinking"] == tokens[""] != tokens["--no_thinking"]
+    assert tokens["--enable_thinking"] == tokens[""] == tokens["--no_chat_template"] != tokens["--no_thinking"]
 
 
 def test_generate_streams_a_single_answer_to_stdout_and_statistics_to_stderr(answer, capsys, monkeypatch):
@@ -129,12 +106,14 @@ def test_generate_streams_a_single_answer_to_stdout_and_statistics_to_stderr(ans
     assert "it/s" not in printed[""].err and printed["--quiet"].err == ""
 
 
-def test_generate_reports_a_prompt_that_fails_and_answers_the_others(capsys):
-    Path("mixed.jsonl").write_text('"what is up"\n' + json.dumps("what " * 300) + "\n")
-    words = f"generate {PAIR} --temperature 0 --max_new_tokens 4 --json --no_chat_template --prompts_file mixed.jsonl"
-    assert main(shlex.split(words)) == 1
-    good, bad = json.loads(capsys.readouterr().out)["answers"]
-    assert len(good["token_ids"]) == 4 and "error" not in good and "256" in bad["error"]
+def test_generate_answers_files_in_batches_and_reports_a_prompt_that_fails(answer, capsys):
+    words = f"generate {PAIR} --temperature 0 --max_new_tokens 4 --no_chat_template"
+    (alone,) = answer(f"{words} 'what is up'")["answers"]
+    Path("mixed.jsonl").write_text(f'"what is up"\n"{"what " * 300}"\n"what is up"\n')
+    assert main(shlex.split(f"{words} --json --prompts_file mixed.jsonl --batch_size 3")) == 1
+    good, bad, same = json.loads(capsys.readouterr().out)["answers"]
+    assert good["token_ids"] == same["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 4
+    assert "error" not in good and "256" in bad["error"] and bad["index"] == 1
 
 
 # ---- regenerate, train
@@ -261,7 +240,14 @@ def test_malformed_lines_are_named_and_the_others_are_answered(capsys):
     assert len(found["skipped_lines"]) == 4 and all(fault in printed.err for fault in found["skipped_lines"])
 
 
-def test_calibrate_changes_the_config_alone_and_keeps_each_regime(answer):
+def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):
+    Path("talk.jsonl").write_text('{"turns": ["what is", "not much"]}\n"up"\n')
+    words = f"calibrate {PAIR} --prompts_file talk.jsonl --max_new_tokens 12 --domain math/greedy --temperature 0"
+    assert answer(f"{words} --output_dir calibrated")["num_prompts"] == 2
+    assert DSparkDraftModel.from_pretrained("draft").config.sts_temperatures is None
+    assert "math/greedy" in DSparkDraftModel.from_pretrained("calibrated").config.sts_temperatures
+    assert Path("calibrated/results/calibration-math-greedy.json").exists()
+    assert "calibrated exists" in refusal(f"{words} --output_dir calibrated")
     weights, config = Path("draft/model.safetensors").read_bytes(), json.loads(Path("draft/config.json").read_text())
     words = f"calibrate {PAIR} --dtype bfloat16 --prompts_file prompts.jsonl --max_new_tokens 12"
     assert answer(f"{words} --temperature 0")["domain"] == "greedy"
@@ -273,16 +259,6 @@ def test_calibrate_changes_the_config_alone_and_keeps_each_regime(answer):
     results = read_results(["draft/results"])
     assert [result["domain"] for result in results] == ["greedy", "sampled"]
     assert all(result["num_prompts"] == 3 and len(result["temperatures"]) == 4 for result in results)
-
-
-def test_calibrate_leaves_the_draft_alone_when_another_folder_is_named(answer, refusal):
-    Path("talk.jsonl").write_text('{"turns": ["what is", "not much"]}\n"up"\n')
-    words = f"calibrate {PAIR} --prompts_file talk.jsonl --max_new_tokens 12 --domain math/greedy --temperature 0"
-    assert answer(f"{words} --output_dir calibrated")["num_prompts"] == 2
-    assert DSparkDraftModel.from_pretrained("draft").config.sts_temperatures is None
-    assert "math/greedy" in DSparkDraftModel.from_pretrained("calibrated").config.sts_temperatures
-    assert Path("calibrated/results/calibration-math-greedy.json").exists()
-    assert "calibrated exists" in refusal(f"{words} --output_dir calibrated")
 
 
 def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal):

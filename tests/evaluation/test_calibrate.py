@@ -117,14 +117,6 @@ def test_prompts_come_as_rows_tensors_or_lists(target, draft):
         assert torch.equal(records(target, draft, [row]).logits, expected)
 
 
-def test_texts_need_a_tokenizer(target, draft, chat_tokenizer):
-    rows = [["what is"], [{"prompt": "what is"}]]
-    found = [records(target, draft, row, processing_class=chat_tokenizer).logits for row in rows]
-    assert torch.equal(*found)
-    with pytest.raises(ValueError, match="pass the target's tokenizer"):
-        records(target, draft, ["what is"])
-
-
 def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, chat_tokenizer, monkeypatch):
     seen, generate = [], type(target).generate
     spy = lambda self, ids, **kwargs: seen.append(ids[0].tolist()) or generate(self, ids, **kwargs)  # noqa: E731

@@ -141,7 +141,10 @@ class Metrics:
     @classmethod
     def of(cls, records: Sequence[TurnRecord], block_size: int) -> "Metrics":
         """Sum up turns; γ is 0 without a draft."""
-        rounds = joined_rounds(records)
+        parts = [record.rounds for record in records]
+        rounds = RoundStatistics.joined(
+            RoundStatistics(part.proposed, part.accepted, part.committed) for part in parts
+        )
         confidences = predicted_rounds(records)
         calibration = [] if confidences is None else measure_calibration(confidences)
         calibration = [part for part in calibration if part.num_rounds]
@@ -182,13 +185,6 @@ def metrics_by_task(records: Sequence[TurnRecord], tasks: Iterable[str], block_s
     """Return the metrics of each task, and of `all` of them together."""
     found = {task: Metrics.of([record for record in records if record.task == task], block_size) for task in tasks}
     return found | {"all": Metrics.of(records, block_size)}
-
-
-def joined_rounds(records: Iterable[TurnRecord]) -> RoundStatistics:
-    """Return the rounds of all turns, without times and confidences."""
-    return RoundStatistics.joined(
-        RoundStatistics(record.rounds.proposed, record.rounds.accepted, record.rounds.committed) for record in records
-    )
 
 
 def predicted_rounds(records: Iterable[TurnRecord]) -> CalibrationRounds | None:

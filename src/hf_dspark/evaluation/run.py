@@ -17,8 +17,7 @@ from ..models.modeling_draft import DraftModel
 from .metrics import PlainTurn, TurnRecord, TurnRounds
 from .timed_decoding import timed_call
 
-NEW_TOKENS_TO_WARM_UP = 16
-PROMPT_TOKENS_TO_WARM_UP = 16
+TOKENS_TO_WARM_UP = 16
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,8 @@ class EvaluationRun:
         """Decode something before the first turn, so that one-time costs are not timed."""
         if self._is_warm:
             return
-        options = self._setup.generate_kwargs | {"max_new_tokens": min(NEW_TOKENS_TO_WARM_UP, turn.room)}
-        prompts = [turn.token_ids[:PROMPT_TOKENS_TO_WARM_UP]]
+        options = self._setup.generate_kwargs | {"max_new_tokens": min(TOKENS_TO_WARM_UP, turn.room)}
+        prompts = [turn.token_ids[:TOKENS_TO_WARM_UP]]
         for draft in [None, self._setup.draft] if self._setup.compare_plain else [self._setup.draft]:
             timed_call(self._setup.target, prompts, self._setup.seed, draft, **options)
         self._is_warm = True
