@@ -50,12 +50,14 @@ def describe_target(target: PreTrainedModel) -> dict[str, Any]:
 def describe_draft(draft: DraftModel) -> dict[str, Any]:
     """Return what identifies a draft, and the facts of its architecture that a reader of a result wants."""
     config = draft.config
-    facts = ("model_type", "num_hidden_layers", "block_size", "markov_rank")
     return {
         "name": _name(draft),
         "revision": getattr(config, "_commit_hash", None),
-        **{name: getattr(config, name) for name in facts},
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "block_size": config.block_size,
         "markov_head": getattr(config, "markov_head_type", None) if config.markov_rank else None,
+        "markov_rank": config.markov_rank,
         "num_parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "weights": weight_hash(draft),
     }
