@@ -203,7 +203,7 @@ def test_remote_code_of_an_older_version_is_replaced(draft, tmp_path):
 def test_remote_code_is_refused_where_there_is_no_draft(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"save_pretrained wrote|convert it"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be used|convert it"):
         write_remote_code(tmp_path)
     assert not (tmp_path / "custom_generate").exists()
 

@@ -211,11 +211,11 @@ def test_a_saved_repository_warns_about_what_its_card_does_not_name(draft, tmp_p
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
-        ({"num_parameters": 1}, "num_parameters: 1 there"),
-        ({"block_size": 9}, "block_size: 9 there, 4 here"),
-        ({"model_type": "dspark_eagle3"}, "model_type: 'dspark_eagle3' there, 'dspark' here"),
-        ({"markov_rank": 0, "markov_head": None}, "markov_head: None there, 'vanilla' here; markov_rank: 0 there"),
-        ({"name": "someone/else", "weights": "0123"}, "someone/else (weights: '0123' there"),
+        ({"num_parameters": 1}, "num_parameters (1 there"),
+        ({"block_size": 9}, "block_size (9 there, 4 now)"),
+        ({"model_type": "dspark_eagle3"}, "model_type ('dspark_eagle3' there, 'dspark' now)"),
+        ({"markov_rank": 0, "markov_head": None}, "markov_head (None there, 'vanilla' now), markov_rank (0 there"),
+        ({"name": "someone/else", "weights": "0123"}, "someone/else, which differs in weights ('0123' there"),
     ],
 )
 def test_results_of_another_draft_are_refused_with_the_difference(draft, write, changed, difference):
@@ -226,7 +226,7 @@ def test_results_of_another_draft_are_refused_with_the_difference(draft, write, 
 
 def test_results_without_a_geometry_are_refused(draft, tmp_path):
     write_result(tmp_path / "a.json", "acceptance", {}, {}, **ACCEPTANCE)
-    with pytest.raises(ValueError, match="num_parameters: 'not said' there"):
+    with pytest.raises(ValueError, match=r"num_parameters \('not said' there"):
         model_card(draft, [tmp_path / "a.json"])
 
 
@@ -249,7 +249,7 @@ def test_results_of_two_targets_are_refused(draft, write, other):
 def test_a_card_says_which_kind_of_draft_it_is(target, make_draft):
     eagle3 = Eagle3DraftModel(Eagle3Config.from_target(target.config))
     dflash = make_draft(target, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
-    assert [draft_kind(model.config) for model in (eagle3, dflash)] == ["eagle3", "dflash"]
+    assert [draft_kind(model.config) for model in (eagle3, dflash)] == ["Eagle3", "DFlash"]
     assert "eagle3" in model_card(eagle3).data.tags and "Eagle3" in model_card(eagle3).text
     assert "| Markov head | none |" in model_card(dflash).text
 

@@ -145,11 +145,11 @@ def test_cache_of_another_model_is_refused_and_the_difference_named(target, make
     fill(target, tmp_path)
     other = make_target()
     other.model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
-    with pytest.raises(ValueError, match="another target.*target_fingerprint: cache .*, here .*revisions"):
+    with pytest.raises(ValueError, match=r"another target.*target_fingerprint \(.* there, .* now\).*revisions"):
         FeatureCache(tmp_path, config_of(other), other)
-    with pytest.raises(ValueError, match=r"target_layer_ids: cache \[0, 2\], here \[2, 0\]"):
+    with pytest.raises(ValueError, match=r"target_layer_ids \(\[0, 2\] there, \[2, 0\] now\)"):
         FeatureCache(tmp_path, config_of(target, target_layer_ids=[2, 0]))
-    with pytest.raises(ValueError, match="vocab_size: cache 48, here 50"):
+    with pytest.raises(ValueError, match=r"vocab_size \(48 there, 50 now\)"):
         FeatureCache(tmp_path, config_of(make_target(vocab_size=50)))
     assert len(FeatureCache(tmp_path, config_of(make_target()), make_target())) == 6
 
@@ -229,7 +229,7 @@ def test_damaged_file_is_named_and_its_row_computed_again(target, tmp_path, cont
     ("content", "message"),
     [("{", "meta.json cannot be used"), ("[1]", "meta.json cannot be used"), ("[" * 10**5, "meta.json cannot be used"),
      ('{"format": 99, "facts": {}}', "has format 99, this version of hf_dspark reads 2"),
-     ('{"format": 2, "facts": 7}', "has format 2"), ('{"format": 2, "facts": {}}', "hidden_size: cache None")],
+     ('{"format": 2, "facts": 7}', "has format 2"), ('{"format": 2, "facts": {}}', r"hidden_size \(None there")],
 )  # fmt: skip
 def test_unsound_meta_files_are_refused(target, tmp_path, content, message):
     fill(target, tmp_path)

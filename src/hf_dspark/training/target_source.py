@@ -17,17 +17,9 @@ Document = tuple[slice, list[int]]  # where it stands in its row, and its token 
 
 
 class TargetSource:
-    """Gives the states of batches, and lends the draft the target's embedding and head.
+    """Gives the states of batches, and binds the draft to the target, or to what the cache keeps of it.
 
-    Args:
-        draft ([`DraftModel`]): Is bound to the target, or to what the cache keeps of it.
-        target (`PreTrainedModel`, *optional*): The frozen target; moved to `device` unless it was placed already.
-        cache_folder (`str`, *optional*): States on disk. With a target, what is missing is computed and added.
-        device (`torch.device`): Where training runs.
-        packing (`bool`): Whether rows hold several documents.
-
-    Raises:
-        ValueError: If draft, target and cache do not fit, or there is neither target nor cache.
+    With a target, what is missing in the cache is computed and added. `packing` says that rows hold several documents.
     """
 
     def __init__(
@@ -59,9 +51,7 @@ class TargetSource:
     def require_rows(self, sets: Sequence[Sequence[Any]], announce: bool = True) -> None:
         """Raise a `ValueError` if states are neither cached nor can be computed, or the disk is too small for them.
 
-        Args:
-            sets (`Sequence`): Data sets of rows of one document each; looked at only if there is a cache.
-            announce (`bool`): Print what they need on disk, and check that it is there.
+        Rows of the data sets hold one document each. `announce` prints what they need on disk, in one process of all.
         """
         if self.cache is None:
             return
@@ -77,7 +67,7 @@ class TargetSource:
             self.cache.prepare()
 
     def states(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:
-        """Return the target's states of a batch from [`~rows.BlockCollator`], on the draft's device, in its dtype."""
+        """Return the target's states of a batch, on the draft's device, in its dtype."""
         if self.cache is None:
             return self._compute(batch, draft)
         rows = [_documents(*row) for row in zip(*(batch[name].cpu() for name in ROW_PARTS), strict=True)]

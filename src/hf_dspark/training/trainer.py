@@ -214,11 +214,7 @@ class DraftTrainer(Trainer):
     # Evaluation and reports
 
     def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None, None]:
         """Evaluation needs the loss and the metrics, no predictions."""
         inputs = self._prepare_inputs(inputs)
@@ -252,11 +248,8 @@ class DraftTrainer(Trainer):
         if f"{self._metrics_prefix}loss" in logs:
             values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
             logs.update({f"{self._metrics_prefix}{name}": value for name, value in values.items()})
-            self._metrics["eval"].reset()
         elif "loss" in logs:
-            values = self._metrics["train"].reduced(self.accelerator, self.loss_weights)
-            logs.update({name: value for name, value in values.items() if name != "loss"})
-            self._metrics["train"].reset()
+            logs.update(self._metrics["train"].reduced(self.accelerator, self.loss_weights) | {"loss": logs["loss"]})
         super().log(logs, start_time)
 
     # Resuming
