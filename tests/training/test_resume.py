@@ -39,14 +39,10 @@ def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, 
         make_trainer().train(resume_from_checkpoint=True)
 
 
-def test_resuming_needs_a_checkpoint(make_trainer, tmp_path):
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="there is no checkpoint to resume from"):
-        make_trainer().train(resume_from_checkpoint=True)
-
-
 def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(make_trainer, tmp_path):
     folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="there is no checkpoint to resume from"):
+        make_trainer().train(resume_from_checkpoint=True)
     make_trainer(save_strategy="steps", save_steps=2).train()
     assert last_checkpoint(folder) == str(folder / "checkpoint-4")
     (folder / "checkpoint-4" / "trainer_state.json").unlink()

@@ -230,18 +230,19 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -> TargetFacts | None:
     """Return the facts of the target that a format needs, and check that it is the draft's."""
-    if target is None:
-        if entry.copies or entry.names_target:
-            what = "holds copies of its embedding and LM head" if entry.copies else "says where it is"
-            raise ValueError(f"the format {entry.name!r} needs the target, for it {what}: pass target=...")
-        return None
-    facts = target_facts(target)
-    if entry.names_target and not facts.name_or_path:
+    if entry.copies and (target is None or isinstance(target, PreTrainedConfig)):
         raise ValueError(
-            f"the format {entry.name!r} says where the target is, which this one in memory does not know: pass its "
-            "folder or its name on the Hub, or set target.config.name_or_path"
+            f"the format {entry.name!r} holds copies of the target's embedding and LM head: pass target=..., the "
+            "model or where it is"
         )
-    check_fits(config, facts.config)
+    facts = None if target is None else target_facts(target)
+    if entry.names_target and (facts is None or not facts.name_or_path):
+        raise ValueError(
+            f"the format {entry.name!r} says where the target is: pass target=..., its folder or its name on the Hub, "
+            "or set target.config.name_or_path"
+        )
+    if facts is not None:
+        check_fits(config, facts.config)
     return facts
 
 
@@ -260,13 +261,8 @@ def _engines(config: DraftConfig, entry: Format, wanted: str | None) -> Written:
     return able if wanted is None else (wanted,), notes
 
 
-def _target_copies(target: Target | None, entry: Format) -> dict[str, torch.Tensor]:
+def _target_copies(target: Target, entry: Format) -> dict[str, torch.Tensor]:
     """Return the target's tensors that a format holds copies of, in the type that the target has them in."""
-    if isinstance(target, PreTrainedConfig):
-        raise ValueError(
-            f"the format {entry.name!r} holds copies of the target's embedding and LM head, which its configuration "
-            "does not have: pass the target itself, or where it is"
-        )
     if isinstance(target, PreTrainedModel):
         borrowed = BorrowedModules.copy_of(target)
         found = {"embed_tokens.weight": borrowed.embedding.weight, "lm_head.weight": borrowed.lm_head.weight}

@@ -32,7 +32,6 @@ def model_card(
     *,
     repo_id: str | None = None,
     target: str | None = None,
-    tags: Sequence[str] = (),
     **metadata: Any,
 ) -> ModelCard:
     """Return the model card of a draft; `results` are result files, or folders of them, of this draft and its target.
@@ -48,7 +47,7 @@ def model_card(
     decoded, training = _decoded(found), _of_kind(found, "training")
     earlier = next((result["draft"]["name"] for result in training if result["draft"].get("name")), None)
     return ModelCard.from_template(
-        _metadata(title, config, target_name, decoded, tags, metadata),
+        _metadata(title, config, target_name, decoded, metadata),
         template_path=str(Path(__file__).with_suffix(".md")),
         name=_text(_last(title)),
         kind=draft_kind(config),
@@ -107,13 +106,12 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
     names = ([name] if name else []) + [facts["name"] for facts in described if facts.get("name")]
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
     if len({_last(each) for each in names}) > 1 or len(revisions) > 1:
-        shown = ", ".join(sorted(set(names))) + (f"; revisions {', '.join(revisions)}" if len(revisions) > 1 else "")
         raise ValueError(
-            f"these results belong to different targets ({shown}): a card describes a draft with one target, measured "
-            "under one name"
+            f"these results belong to different targets ({', '.join(sorted(set(names)))}; revisions "
+            f"{', '.join(revisions)}): a card describes a draft with one target, measured under one name"
         )
-    on_hub = [each for each in names if _is_on_hub(each)]
-    return (on_hub or names or [None])[0], revisions[0] if revisions else None
+    names.sort(key=_is_on_hub, reverse=True)  # stable: the first on the Hub, else the first
+    return names[0] if names else None, revisions[0] if revisions else None
 
 
 def _of_kind(results: list[dict], kind: str) -> list[dict]:
@@ -217,15 +215,11 @@ def _device(result: dict) -> str:
 
 
 def _metadata(
-    title: str,
-    config: PreTrainedConfig,
-    target: str | None,
-    decoded: list[Decoded],
-    tags: Sequence[str],
-    fields: Mapping[str, Any],
+    title: str, config: PreTrainedConfig, target: str | None, decoded: list[Decoded], fields: Mapping[str, Any]
 ) -> ModelCardData:
     own = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
-    known: dict[str, Any] = {"library_name": "hf_dspark", "tags": [*dict.fromkeys([*own, *tags])]}
+    tags = [*dict.fromkeys([*own, *fields.get("tags", ())])]
+    known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
         # The closest of the relations that the Hub knows: only this target can use it, and it is no fine-tune.
         known |= {"base_model": target, "base_model_relation": "adapter"}
@@ -243,7 +237,7 @@ def _metadata(
     ]
     if measured:
         known |= {"model_name": _last(title), "eval_results": measured}
-    return ModelCardData(**(known | dict(fields)))
+    return ModelCardData(**known | fields | {"tags": tags})
 
 
 # ---- words

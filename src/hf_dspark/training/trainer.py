@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..data.conversations import prepare_rows
 from ..maths.losses import BlockLosses, LossWeights
-from ..models.auto import load_draft
+from ..models.auto import load_draft, require_draft
 from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
 from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
@@ -283,11 +283,7 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
     """Return the draft, loaded if need be, that these arguments can train."""
     # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
     draft = load_draft(model, dtype=torch.float32) if isinstance(model, str) else model
-    if not hasattr(draft, "block_layout"):
-        raise TypeError(
-            f"the first argument is the draft that is trained, the second its target; got {type(draft).__name__} "
-            "first: are they swapped?"
-        )
+    require_draft(draft)
     if draft.dtype in (torch.float16, torch.bfloat16):
         warnings.warn(
             f"the draft's weights are {draft.dtype}, in which small updates are lost: load it with "
