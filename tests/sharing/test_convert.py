@@ -528,13 +528,6 @@ def test_conversion_for_one_engine_asks_what_it_can_run(make_draft, target, tmp_
 # ---- files
 
 
-def test_conversion_never_overwrites(fixtures, tmp_path):
-    (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not overwritten"):
-        convert_checkpoint(fixtures / "deepspec" / "draft_vanilla", tmp_path, "hf_dspark")
-    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
-
-
 def test_failed_conversion_leaves_nothing_and_a_good_one_fills_an_empty_folder(
     make_draft, target, tmp_path, monkeypatch
 ):
@@ -543,6 +536,9 @@ def test_failed_conversion_leaves_nothing_and_a_good_one_fills_an_empty_folder(
     report = convert_checkpoint(make_draft(target), folder, "sglang")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert sorted(path.name for path in folder.iterdir()) == list(report.files) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="not overwritten"):
+        convert_checkpoint(make_draft(target), folder, "sglang")
+    assert len(list(folder.iterdir())) == 2
     shutil.rmtree(folder)
 
     def full_disk(*args, **kwargs):

@@ -169,12 +169,6 @@ def test_evaluations_have_their_own_names_and_sums_are_repeatable_and_leave_the_
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_evaluation_pools_its_batches(make_trainer):
-    losses = [make_trainer(num_anchors=1000, per_device_eval_batch_size=size).evaluate() for size in (1, 8)]
-    for name in ("eval_loss", "eval_tau", "eval_acceptance_2", "eval_confidence_ece", "eval_confidence_auc"):
-        assert losses[0][name] == pytest.approx(losses[1][name], rel=1e-4), name
-
-
 def test_reported_calibration_matches_its_definition(make_trainer):
     trainer = make_trainer(num_anchors=1000, per_device_eval_batch_size=8)
     seen = []
@@ -205,14 +199,15 @@ def test_reported_calibration_matches_its_definition(make_trainer):
 # ---- other drafts, targets and data
 
 
-def test_packed_rows_train_as_padded_ones_do(make_trainer):
-    """All anchors of the same documents: the same loss, whether they stand in one row or in many."""
-    losses = [
-        make_trainer(num_anchors=1000, packing=packing, max_length=64, per_device_eval_batch_size=8).evaluate()
-        for packing in (False, True)
+def test_reports_are_the_same_for_batches_of_every_size_and_packed_rows(make_trainer):
+    """All anchors of the same documents: the same numbers, whether they stand in one row or in many."""
+    first, *others = [
+        make_trainer(num_anchors=1000, packing=packing, max_length=64, per_device_eval_batch_size=size).evaluate()
+        for packing, size in ((False, 8), (False, 1), (True, 8))
     ]
-    for name in ("eval_loss", "eval_tau", "eval_confidence_auc"):
-        assert losses[1][name] == pytest.approx(losses[0][name], rel=1e-4), name
+    for name in ("eval_loss", "eval_tau", "eval_acceptance_2", "eval_confidence_ece", "eval_confidence_auc"):
+        for other in others:
+            assert other[name] == pytest.approx(first[name], rel=1e-4), name
 
 
 def test_bfloat16_and_gradient_checkpointing_train(make_trainer, logged):
@@ -291,13 +286,11 @@ def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing
     assert trainer.evaluate()["eval_a_tau"] > 1
 
 
-@pytest.mark.parametrize("kind", ["messages", "prompt and completion"])
-def test_conversations_are_tokenised_by_the_targets_tokenizer(make_trainer, logged, chat_tokenizer, kind):
-    texts = "what is up", "not much " * 4
-    row = dict(zip(("prompt", "completion"), texts, strict=True))
-    if kind == "messages":
-        roles = zip(("user", "assistant"), texts, strict=True)
-        row = {"messages": [{"role": role, "content": text} for role, text in roles]}
+MESSAGES = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "not much " * 4}]
+
+
+@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"prompt": "what is up", "completion": "not much " * 4}])
+def test_conversations_are_tokenised_by_the_targets_tokenizer(make_trainer, logged, chat_tokenizer, row):
     trainer = make_trainer(data=[row] * 4, eval_data=None, processing_class=chat_tokenizer, max_steps=1)
     trainer.train()
     assert logged(trainer, "train_loss")
@@ -332,21 +325,19 @@ def test_training_forgets_the_calibration_of_the_old_weights(make_trainer, make_
     assert draft.config.sts_temperatures is None
 
 
-def test_rows_without_answers_are_refused_before_training(make_trainer):
-    with pytest.raises(ValueError, match="supervised"):
-        make_trainer(data=[{"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0] * 7}])
-    with pytest.raises(ValueError, match="48"):
-        make_trainer(data=[{"input_ids": [1, 2, 3, 4, 5, 6, 48], "loss_mask": [1] * 7}])
-
-
-def test_mistakes_with_the_arguments_are_named(make_trainer, make_draft, target, tmp_path):
+def test_mistakes_with_rows_and_arguments_are_named(make_trainer, make_draft, target, tmp_path):
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(TypeError, match="args must be DSparkTrainingArguments, got TrainingArguments"):
         DSparkTrainer(make_draft(target), target, plain, train_dataset=[])
-    with pytest.raises(TypeError, match="a DSparkDraftModel or Eagle3DraftModel is needed, got Qwen3ForCausalLM"):
+    with pytest.raises(TypeError, match="a DSparkDraftModel or a Eagle3DraftModel is needed, got Qwen3ForCausalLM"):
         make_trainer(target, make_draft(target))
-    with pytest.raises(ValueError, match="the rows are not tokenised, and there is no tokenizer"):
-        make_trainer(data=[{"prompt": "a", "completion": "b"}])
+    for row, message in (
+        ({"prompt": "a", "completion": "b"}, "the rows are not tokenised, and there is no tokenizer"),
+        ({"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0] * 7}, "supervised"),
+        ({"input_ids": [1, 2, 3, 4, 5, 6, 48], "loss_mask": [1] * 7}, "48"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(data=[row])
     with pytest.warns(UserWarning, match="the draft's weights are torch.bfloat16, in which small updates are lost"):
         make_trainer(make_draft(target).bfloat16())
 

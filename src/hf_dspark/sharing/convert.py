@@ -229,7 +229,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -> TargetFacts | None:
-    """Return the facts of the target that a format needs, and check that it is the draft's."""
     if entry.copies and (target is None or isinstance(target, PreTrainedConfig)):
         raise ValueError(
             f"the format {entry.name!r} holds copies of the target's embedding and LM head: pass target=..., the "

@@ -27,17 +27,10 @@ CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
 RESULTS_FOLDER = "results"
 CARD_FILE = "README.md"
+WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
 # All that is published; a training's folder has more in it, pickled arguments among others.
-REPOSITORY_FILES = (
-    CARD_FILE,
-    CONFIG_FILE,
-    "model.safetensors",
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
-    f"{CODE_FOLDER}/{DECODER.name}",
-    f"{CODE_FOLDER}/LICENSE",
-    f"{RESULTS_FOLDER}/*.json",
-)
+REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, f"{RESULTS_FOLDER}/*.json")
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
 UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
@@ -78,20 +71,13 @@ def save_repository(
 
 
 def write_card(
-    draft: DraftModel | str | Path, results: Iterable[str | Path] = (), output: str | Path | None = None, **card: Any
+    draft: DraftModel | str | Path, folder: str | Path, results: Iterable[str | Path] = (), **card: Any
 ) -> Path:
-    """Write the model card of a draft to `output`, or to `README.md` in its folder; returns the path of the file."""
-    if output is None:
-        if isinstance(draft, DraftModel) or not Path(draft).is_dir():
-            raise ValueError("a draft that is in no folder here needs a file for its card: pass output")
-        output = Path(draft) / CARD_FILE
-    folder = Path(output).resolve().parent
-    if not card.get("repo_id") and (folder / CONFIG_FILE).exists():  # the draft that the card lies beside
-        card["repo_id"] = folder.name
-    text = str(model_card(_loaded(draft), results, **card))
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    replace_text(Path(output), text)
-    return Path(output)
+    """Write the model card of a draft into its folder, under the folder's name; returns the path of the file."""
+    path = Path(folder).resolve() / CARD_FILE
+    text = str(model_card(_loaded(draft), results, **card | {"repo_id": card.get("repo_id") or path.parent.name}))
+    replace_text(path, text)
+    return path
 
 
 def write_remote_code(folder: str | Path) -> Path:
@@ -164,7 +150,6 @@ def _result_files(results: Iterable[str | Path]) -> list[Path]:
 
 
 def _copy_results(files: list[Path], folder: Path) -> None:
-    """Copy result files under names of their own."""
     contents = {file: file.read_bytes() for file in files}
     for file, content in contents.items():
         folder.mkdir(exist_ok=True)

@@ -80,7 +80,6 @@ def missing_facts(card: ModelCard) -> list[str]:
 
 
 def draft_kind(config: PreTrainedConfig) -> str:
-    """Return which kind of draft a config describes."""
     return "Eagle3" if config.is_autoregressive else "DSpark" if config.markov_rank else "DFlash"
 
 
@@ -101,7 +100,6 @@ def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
 
 
 def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, str | None]:
-    """Return the name and revision of the target that all results are about."""
     described = [result["target"] for result in results]
     names = ([name] if name else []) + [facts["name"] for facts in described if facts.get("name")]
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
@@ -145,7 +143,6 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str | None:
-    """Return rows by the names of their columns as a table, `None` if there are none."""
     return markdown_table([*rows[0]], (row.values() for row in rows)) if rows else None
 
 

@@ -14,7 +14,7 @@ from transformers.utils import PushInProgress
 
 from ..evaluation.results import describe_draft, describe_target, read_results, write_result
 from ..training.trainer import DraftTrainer
-from .hub import CARD_FILE, RESULTS_FOLDER, upload_repository, write_card, write_remote_code
+from .hub import RESULTS_FOLDER, upload_repository, write_card, write_remote_code
 
 # What a result file says about a run; no paths, no tokens.
 REPORTED_ARGUMENTS = (
@@ -31,10 +31,9 @@ class DSparkTrainer(DraftTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset: str | list[str] | None = None, **card: Any
     ) -> None:
-        """Write what belongs to a draft's repository besides weights into `args.output_dir`.
+        """Write the result file of this run, the model card and the one-file decoder beside the saved draft.
 
-        These are the result file of this run (`results/training.json`), the model card made of all result files in
-        `results`, and the code for `trust_remote_code`. The draft must have been saved there.
+        The card is made of all result files in `args.output_dir/results`, where this run's is `training.json`.
 
         Args:
             model_name (`str`, *optional*): Title of the card; the repository's name unless given.
@@ -53,7 +52,7 @@ class DSparkTrainer(DraftTrainer):
         _set_aside_outdated(results, facts["weights"])
         write_remote_code(folder)
         named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
-        write_card(draft, [results], folder / CARD_FILE, repo_id=self.hub_model_id or model_name, **named, **card)
+        write_card(draft, folder, [results], repo_id=self.hub_model_id or model_name, **named, **card)
 
     def _run_report(self) -> dict[str, Any]:
         """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last."""
@@ -118,7 +117,7 @@ class DSparkTrainer(DraftTrainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         # Code, results and card of an earlier draft are replaced: nothing was measured with these weights.
         write_remote_code(checkpoint_folder)
-        write_card(checkpoint_folder)
+        write_card(checkpoint_folder, checkpoint_folder)
         upload = partial(
             upload_repository, checkpoint_folder, self.hub_model_id, token=self.args.hub_token,
             revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",

@@ -14,8 +14,6 @@ TERMS = ("cross_entropy", "l1", "soft_cross_entropy", "confidence")
 
 
 class BlockMetrics:
-    """Sums over blocks since the last report."""
-
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.reset()

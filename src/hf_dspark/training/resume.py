@@ -23,7 +23,6 @@ ARGUMENTS = ("per_device_train_batch_size", "seed", "data_seed", "num_anchors", 
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run must have in common with the one it continues."""
     args, rows = trainer.args, trainer.train_dataset
     config = trainer.accelerator.unwrap_model(trainer.model).config.to_dict()
     batches = args.world_size * args.gradient_accumulation_steps
@@ -75,8 +74,6 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 class RunFacts(TrainerCallback):
-    """Leaves the facts of the run in each checkpoint."""
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 

@@ -78,7 +78,6 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._max_length = max_length
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to rows that are shuffled by it."""
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
 
@@ -100,7 +99,6 @@ def _require_fit(length: int, max_length: int) -> None:
 
 
 def join_documents(documents: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return several documents as one row, with `position_ids` that start again at 0."""
     return {
         "input_ids": [token for part in documents for token in part["input_ids"]],
         "loss_mask": [flag for part in documents for flag in part["loss_mask"]],
