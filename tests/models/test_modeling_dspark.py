@@ -393,10 +393,7 @@ def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, tar
     _, logits, _ = teacher_forced(draft, input_ids, features, layout, labels)
     for index, (start, own) in enumerate(anchors):
         block = draft.draft_block(
-            input_ids[:, start + own],
-            features[:, start : start + own],
-            SlotCache(),
-            ForcedSampler(labels[:, index]),
+            input_ids[:, start + own], features[:, start : start + own], SlotCache(), ForcedSampler(labels[:, index])
         )
         close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
 
