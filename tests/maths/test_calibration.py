@@ -19,16 +19,14 @@ from hf_dspark.maths.calibration import (
 )
 
 
-def drawn_rounds(temperatures, count=20_000, seed=0):
+def drawn_rounds(temperatures, count=20_000):
     """Rounds of a head whose logits are `temperatures` times too large: the truth is sigmoid(logit / T)."""
-    generator = torch.Generator().manual_seed(seed)
-    gamma = len(temperatures)
+    generator, gamma = torch.Generator().manual_seed(0), len(temperatures)
     true_logits = 1.0 + 1.5 * torch.randn(count, gamma, generator=generator)
     acceptance = true_logits.sigmoid()
     accepted = (torch.rand(count, gamma, generator=generator) < acceptance).long().cumprod(-1).sum(-1)
-    return CalibrationRounds(
-        true_logits * torch.tensor(temperatures), acceptance, accepted, torch.full_like(accepted, gamma)
-    )
+    logits = true_logits * torch.tensor(temperatures)
+    return CalibrationRounds(logits, acceptance, accepted, torch.full_like(accepted, gamma))
 
 
 @pytest.mark.parametrize("realised", [False, True])
@@ -61,9 +59,8 @@ def test_calibration_preserves_the_order_and_without_temperatures_is_the_sigmoid
 
 
 def test_labels_follow_the_accepted_prefix():
-    rounds = CalibrationRounds(
-        torch.zeros(2, 3), torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]]), torch.tensor([1, 3]), torch.tensor([3, 3])
-    )
+    acceptance = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]])
+    rounds = CalibrationRounds(torch.zeros(2, 3), acceptance, torch.tensor([1, 3]), torch.tensor([3, 3]))
     assert rounds.realised_labels().tolist() == [[1, 0, 0], [1, 1, 1]]
     torch.testing.assert_close(rounds.integrated_labels(), torch.tensor([[0.9, 0.8, 0.0], [0.6, 0.5, 0.4]]).double())
 
@@ -75,7 +72,7 @@ def test_integrated_labels_have_the_mean_of_the_realised_ones_and_less_variance(
     assert (integrated.var(0) < realised.var(0)).all()
 
 
-def test_slots_behind_the_verified_ones_are_not_read():
+def test_slots_after_the_verified_ones_are_not_read():
     rounds = drawn_rounds([2.0, 2.0], count=4000)
     spoilt = CalibrationRounds(
         torch.cat([rounds.logits, torch.tensor([[5.0, -50.0]]).expand(4000, -1)]),
@@ -142,10 +139,9 @@ def test_measures_name_the_brier_score_of_the_realised_outcome():
     ],
 )
 def test_impossible_rounds_are_refused(acceptance, accepted, proposed, message):
+    lengths = torch.tensor([accepted]), torch.tensor([proposed])
     with pytest.raises(ValueError, match=message):
-        CalibrationRounds(
-            torch.zeros(1, 2), torch.full((1, 2), acceptance), torch.tensor([accepted]), torch.tensor([proposed])
-        )
+        CalibrationRounds(torch.zeros(1, 2), torch.full((1, 2), acceptance), *lengths)
 
 
 EMPTY, TWO = torch.zeros(0, 3), drawn_rounds([1.0, 1.0], count=10)

@@ -89,47 +89,21 @@ def test_gradients_match_deepspec(golden, name, setting):
     loss = draft(train["input_ids"], train["target_hidden_states"], hidden, blocks, weights).loss
     assert loss.item() == pytest.approx(data.losses[setting]["total"], rel=1e-5, abs=1e-5)
     loss.backward()
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in draft.named_parameters()
-    }
     norms = data.info["train"]["grad_norms"]
     norms = norms.get(setting, norms)
-    missing = {key for key in gradients if key not in norms}
-    assert all(key.endswith("layer_scalar") for key in missing), missing
-    for key, expected in norms.items():
-        assert gradients[key].norm().item() == pytest.approx(expected, rel=1e-4, abs=1e-7), key
-    if data.info["train"].get("grad_loss_name") == setting:
-        stored = {key.removeprefix("grad."): value for key, value in train.items() if key.startswith("grad.")}
-        assert stored
-        for key, expected in stored.items():
-            torch.testing.assert_close(gradients[key], expected, atol=1e-5, rtol=1e-4)
+    is_stored = data.info["train"].get("grad_loss_name") == setting
+    assert not is_stored or any(key.startswith("grad.") for key in train)
+    for key, parameter in draft.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert key in norms or key.endswith("layer_scalar"), key
+        assert gradient.norm().item() == pytest.approx(norms.get(key, gradient.norm().item()), rel=1e-4, abs=1e-7), key
+        if is_stored and f"grad.{key}" in train:
+            torch.testing.assert_close(gradient, train[f"grad.{key}"], atol=1e-5, rtol=1e-4)
+    assert norms.keys() <= dict(draft.named_parameters()).keys()
     assert all(parameter.grad is None for parameter in data.target.parameters())
 
 
 # ---- the formulas
-
-
-def test_block_losses_match_a_naive_reference():
-    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
-    weights = LossWeights(0.3, 0.5, 0.7, 0.2, 2.0)
-    losses = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits, weights)
-    cross_entropy = soft = l1 = bce = weight_sum = 0.0
-    for index in supervised.nonzero().tolist():
-        b, n, k = index
-        draft_probs, target_probs = draft_logits[b, n, k].softmax(-1), target_logits[b, n, k].softmax(-1)
-        weight = math.exp(-k / 2.0)
-        distance = (draft_probs - target_probs).abs().sum()
-        acceptance, c = 1 - distance / 2, confidence_logits[b, n, k].sigmoid()
-        cross_entropy += weight * -draft_probs[labels[b, n, k]].log()
-        soft += weight * -(target_probs * draft_probs.log()).sum()
-        l1 += weight * distance
-        bce += weight * -(acceptance * c.log() + (1 - acceptance) * (1 - c).log())
-        weight_sum += weight
-        assert losses.acceptance[b, n, k].item() == pytest.approx(acceptance.item(), abs=1e-6)
-    expected = (0.3 * cross_entropy + 0.5 * l1 + 0.7 * bce + 0.2 * soft) / weight_sum
-    torch.testing.assert_close(losses.loss, expected, atol=1e-5, rtol=1e-5)
-    assert losses.cross_entropy.item() == pytest.approx(cross_entropy.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.3, 0.4, 0.7, None)])
@@ -155,9 +129,8 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     draft_log_probs = logits_of(hidden, prefix).log_softmax(-1)
     target_probs = (target_hidden @ head.T).softmax(-1)
     distance = (draft_log_probs.exp() - target_probs).abs().sum(-1)
-    bce = torch.nn.functional.binary_cross_entropy_with_logits(
-        confidence_logits, 1 - distance.detach() / 2, reduction="none"
-    )
+    acceptance, c = 1 - distance.detach() / 2, confidence_logits.sigmoid()
+    bce = -acceptance * c.log() - (1 - acceptance) * (1 - c).log()
     nll = -draft_log_probs.gather(-1, labels[..., None])[..., 0]
     soft_nll = -(target_probs * draft_log_probs).sum(-1)
     terms = (
@@ -166,6 +139,7 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     )  # fmt: skip
     total = (terms * slot_weights).sum() / (slot_weights.sum() + 1e-6)
     torch.testing.assert_close(losses.loss, total, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(losses.acceptance, (1 - distance / 2) * supervised, atol=1e-6, rtol=0)
     for ours, naive in zip(chunked, torch.autograd.grad(3.0 * total, leaves), strict=True):
         torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-4)
 

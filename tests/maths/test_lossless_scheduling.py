@@ -396,17 +396,20 @@ class LooksAtLaterSlotsOnTies(Policy):
         return torch.tensor([int(row == best) for row in range(len(confidence))])
 
 
-class OneToken(Policy):
-    """The same budget under the ranking's own tie rule."""
+class Budget(Policy):
+    """As many tokens by rank: causal, as long as requests draw independently."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
 
     def plan_verify(self, confidence, max_lengths, load):
-        return Ranking.of(confidence, max_lengths).lengths(1)
+        return Ranking.of(confidence, max_lengths).lengths(self.tokens)
 
 
 def test_a_tie_rule_that_looks_at_later_slots_is_caught():
     worlds = [appendix_a_world(), appendix_a_world(certain_after=0)]
     assert bias_of_one_round(LooksAtLaterSlotsOnTies(), worlds, 2) > 0.05
-    assert bias_of_one_round(OneToken(), worlds, 2) < EXACT
+    assert bias_of_one_round(Budget(1), worlds, 2) < EXACT
 
 
 def test_noise_shared_between_requests_is_caught():
@@ -415,13 +418,6 @@ def test_noise_shared_between_requests_is_caught():
     second.draft[()] = 0.5  # drawn with the same noise, x_1 of both agree
     second.confidence |= {(): 1.0, (1,): 1.0, (0,): 0.0}
     cost = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 1.0, 1 / 1.05, 1 / 1.5))
-    assert bias_of_one_round(GlobalOrder(), [first, second], 2, draws=shared_noise_draws) > 0.05
-    assert bias_of_one_round(GlobalOrder(), [first, second], 2) < EXACT
+    assert bias_of_one_round(Budget(2), [first, second], 2, draws=shared_noise_draws) > 0.05
+    assert bias_of_one_round(Budget(2), [first, second], 2) < EXACT
     assert bias_of_one_round(PrefixScheduler(cost), [first, second], 2) < EXACT
-
-
-class GlobalOrder(Policy):
-    """A budget of two tokens by rank: causal, as long as requests draw independently."""
-
-    def plan_verify(self, confidence, max_lengths, load):
-        return Ranking.of(confidence, max_lengths).lengths(2)
