@@ -36,7 +36,6 @@ from pair import (
     WARM_UP_TOKENS,
     acceptance,
     decoding,
-    fast_linears,
     held_out_prompts,
     load_pair,
     plain_sampler,
@@ -48,7 +47,7 @@ from pair import (
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, fast_linears
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.models.slot_cache import SlotCache
@@ -177,7 +176,7 @@ def tau_losses(
             for k in (None, *candidates):
                 draft.config.draft_top_k, found = k, []
                 for seed in seeds:
-                    options = {"max_new_tokens": max_new_tokens, "progress": False, **sampling}
+                    options = {"max_new_tokens": max_new_tokens, **sampling}
                     found.append(acceptance(target, draft, prompts, tokenizer, seed, **options))
                     if k is not None and seed == 0:
                         looked_up[k] = share_looked_up(draft, found[0]["rounds"])
