@@ -77,7 +77,7 @@ class Drafting:
     def _draft_block(self, num_features: int, sampler) -> None:
         features = torch.ones(1, num_features, self.width, dtype=self.draft.dtype, device=self.draft.device)
         self.draft.draft_block(self.anchor, features, self.cache, sampler)
-        self.cache.lengths[0] = self.context_length
+        self.cache.truncate(0, self.context_length)
 
     @torch.inference_mode()
     def seconds(self, sampler, num_new: int = NEW_CONTEXT) -> float:
@@ -431,10 +431,9 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="tiny models, once: tries the script")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
+    origin = provenance_of(parser, options, options.device)
     options.repetitions = 1 if options.rehearse else options.repetitions
-    write_result(
-        options.output, {"provenance": provenance_of(parser, options, options.device), **PARTS[options.part](options)}
-    )
+    write_result(options.output, {"provenance": origin, **PARTS[options.part](options)})
 
 
 if __name__ == "__main__":

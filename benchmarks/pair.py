@@ -69,13 +69,14 @@ class Way:
     name: str
     drafted: bool
     packed: bool
+    meaning: str  # for readers of a result file
 
 
 WAYS = (
-    Way("plain", drafted=False, packed=False),
-    Way("plain_packed", drafted=False, packed=True),
-    Way("own", drafted=True, packed=False),
-    Way("own_packed", drafted=True, packed=True),
+    Way("plain", False, False, "plain generate() as users run it"),
+    Way("plain_packed", False, True, "plain generate() inside fast_linears(packed=True), the stronger baseline"),
+    Way("own", True, False, "with the draft, as users run it"),
+    Way("own_packed", True, True, "with the draft, inside fast_linears(packed=True)"),
 )
 BASELINES = ("as_it_is", "both")
 

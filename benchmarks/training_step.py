@@ -148,9 +148,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("bounded", "dense"), help="one step, and print its memory")
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
+    origin = provenance_of(parser, options, options.device)
     if options.rehearse:
         vars(options).update(REHEARSAL)
-    origin = provenance_of(parser, options, options.device)
     setting = Setting(options)
     if options.only:
         print(growth_of_peak(options.device, lambda: setting.step(options.only)))
