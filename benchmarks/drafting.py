@@ -142,6 +142,7 @@ def know_any_successors(draft: DSparkDraftModel, candidates: int) -> float:
         synchronize(draft.device)
         seconds.append(time.perf_counter() - started)
     successors._table.random_(0, draft.config.vocab_size)
+    successors._is_complete = True  # as on an accelerator
     return statistics.median(seconds[WARM_UP:])
 
 
@@ -197,7 +198,8 @@ def tau_losses(
 def share_looked_up(draft: DSparkDraftModel, rounds: int) -> float:
     """Return how many of the tokens drafted so far were new, and had their successors computed."""
     successors = draft._successors()
-    return 0.0 if successors is None else successors.num_known / (rounds * draft.config.block_size)
+    num_known = 0 if successors is None else int((successors._table[:, 0] >= 0).sum())
+    return num_known / (rounds * draft.config.block_size)
 
 
 def top_k(options: argparse.Namespace) -> dict[str, Any]:

@@ -108,7 +108,9 @@ def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", rehearse
     try:
         with torch.device(device):
             target = Qwen3ForCausalLM(config).eval()
-            draft = DSparkDraftModel(DSparkConfig.from_target(config, num_hidden_layers=5, block_size=7)).eval()
+            num_layers = 1 if rehearse else 5
+            draft_config = DSparkConfig.from_target(config, num_hidden_layers=num_layers, block_size=7)
+            draft = DSparkDraftModel(draft_config).eval()
     finally:
         torch.set_default_dtype(before)
     return target.to(device), draft.to(device)  # what was made elsewhere all the same
