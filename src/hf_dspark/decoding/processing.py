@@ -133,8 +133,8 @@ def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix 
             row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
             if row.shape[0] != 1:
                 raise ValueError(
-                    f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a batch "
-                    "each row is processed by itself, so its result must not depend on the row's number"
+                    f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a "
+                    "batch each row is processed by itself, so its result must not depend on the row's number"
                 )
         scores[index] = row[0]
     return scores
