@@ -4,6 +4,7 @@ alone. Temperature, top-k, top-p and min-p are computed together on the few toke
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -96,13 +97,13 @@ class BlockProcessor:
             return Scores(logits, candidate_ids)
         if self._fused_from > 0:  # processors may write into their argument, and expect float32
             logits = logits.to(torch.float32, copy=True)
-        for number, processor in enumerate(self._processors[: self._fused_from]):
-            if candidate_ids is not None and type(processor) not in READ_SCORES_ONLY:
+        start = 0
+        for at_once, group in groupby(self._processors[: self._fused_from], lambda each: type(each) in READ_NO_PREFIX):
+            processors = list(group)
+            stretch = slice(start, start := start + len(processors))
+            if candidate_ids is not None and any(type(each) not in READ_SCORES_ONLY for each in processors):
                 logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
-            if type(processor) in READ_NO_PREFIX:
-                logits = _at_once(logits, [processor])
-            else:
-                logits = _one_by_one(logits, number, prefixes)
+            logits = _at_once(logits, processors) if at_once else _one_by_one(logits, stretch, prefixes)
         if self._truncation is None:
             return Scores(logits, candidate_ids)
         truncated = self._truncation(logits)
@@ -123,17 +124,18 @@ def _at_once(scores: torch.Tensor, processors: Sequence[LogitsProcessor]) -> tor
     return scores
 
 
-def _one_by_one(scores: torch.Tensor, number: int, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
+def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
     for index, prefix in enumerate(prefixes):
         if prefix is None:
             continue
-        processor = prefix.processors[number]
-        row = processor(prefix.token_ids, scores[index : index + 1].to(prefix.token_ids.device))
-        if row.shape[0] != 1:
-            raise ValueError(
-                f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a batch "
-                "each row is processed by itself, so its result must not depend on the row's number"
-            )
+        row = scores[index : index + 1]
+        for processor in prefix.processors[stretch]:
+            row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
+            if row.shape[0] != 1:
+                raise ValueError(
+                    f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a "
+                    "batch each row is processed by itself, so its result must not depend on the row's number"
+                )
         scores[index] = row[0]
     return scores
 
