@@ -29,6 +29,7 @@ from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
+from hf_dspark.models import modeling_dspark
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.laws import (
@@ -124,10 +125,10 @@ def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
     assert total_variation(output_law(target, draft, PrefixScheduler(cost), processors), truth) < ROUNDING
 
 
-def naming_the_worst(draft, monkeypatch):
+def naming_the_worst(monkeypatch):
     """Let the worst of guesses name the candidates: the law that they are drawn from must be known all the same."""
-    candidates = draft._candidates
-    monkeypatch.setattr(draft, "_candidates", lambda base_logits: candidates(-base_logits))
+    largest = modeling_dspark.largest
+    monkeypatch.setattr(modeling_dspark, "largest", lambda base_logits, count: largest(-base_logits, count))
 
 
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
@@ -138,7 +139,7 @@ def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
     target, draft = make_pair(make_target, draft_top_k=2, markov_head_type=head)
     processors = LogitsProcessorList(processors)
     of_the_best = law_of_drafts(target, draft)
-    naming_the_worst(draft, monkeypatch)
+    naming_the_worst(monkeypatch)
     assert ((law_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
     law = output_law(target, draft, FullBlock(), processors)
     assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) < ROUNDING
@@ -147,7 +148,7 @@ def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
 def test_enumeration_catches_the_law_of_other_candidates(make_target, monkeypatch):
     target, draft = make_pair(make_target, draft_top_k=2)
     processors, of_the_best = LogitsProcessorList(), law_of_drafts(target, draft)
-    naming_the_worst(draft, monkeypatch)
+    naming_the_worst(monkeypatch)
     law = output_law(target, draft, FullBlock(), processors, claimed_law=lambda block: of_the_best)
     assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) > 0.01
 
