@@ -26,6 +26,7 @@ from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
+from hf_dspark.models import modeling_dspark
 from tests.laws import (
     CLIFF,
     HEADS,
@@ -91,10 +92,10 @@ def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
     assert distance_from_target(*pair, PrefixScheduler(cost)) < ROUNDING
 
 
-def naming_the_worst(draft, monkeypatch):
+def naming_the_worst(monkeypatch):
     """Let the worst of guesses name the candidates: the law that they are drawn from must be known all the same."""
-    candidates = draft._candidates
-    monkeypatch.setattr(draft, "_candidates", lambda base_logits: candidates(-base_logits))
+    largest = modeling_dspark.largest
+    monkeypatch.setattr(modeling_dspark, "largest", lambda base_logits, count: largest(-base_logits, count))
 
 
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
@@ -104,7 +105,7 @@ def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
 ):
     target, draft = make_pair(make_target, draft_top_k=2, markov_head_type=head)
     of_the_best = law_of_drafts(target, draft)
-    naming_the_worst(draft, monkeypatch)
+    naming_the_worst(monkeypatch)
     assert ((law_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
     assert distance_from_target(target, draft, FullBlock(), processors) < ROUNDING
 
@@ -112,7 +113,7 @@ def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
 def test_enumeration_catches_the_law_of_other_candidates(make_target, monkeypatch):
     target, draft = make_pair(make_target, draft_top_k=2)
     of_the_best = law_of_drafts(target, draft)
-    naming_the_worst(draft, monkeypatch)
+    naming_the_worst(monkeypatch)
     assert distance_from_target(target, draft, FullBlock(), claimed_law=lambda block: of_the_best) > 0.01
 
 

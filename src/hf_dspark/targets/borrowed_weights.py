@@ -25,8 +25,6 @@ class ScaledEmbedding(nn.Embedding):
 
 @dataclass(frozen=True)
 class BorrowedModules:
-    """A target's embedding and LM head on their own."""
-
     embedding: nn.Embedding  # scales its rows if the target's does
     lm_head: nn.Linear  # a tied one shares its weight
     dtype: torch.dtype
