@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_dspark
@@ -173,12 +173,10 @@ def test_arguments_that_change_nothing_are_accepted(folder):
 @pytest.mark.parametrize(
     "load",
     [
-        DSparkConfig.from_pretrained,
-        AutoConfig.from_pretrained,
-        DSparkDraftModel.from_pretrained,
-        AutoModel.from_pretrained,
+        DSparkConfig.from_pretrained, AutoConfig.from_pretrained, DSparkDraftModel.from_pretrained,
+        AutoModel.from_pretrained, AutoModelForCausalLM.from_pretrained,
     ],
-)
+)  # fmt: skip
 def test_code_in_a_checkpoint_does_not_run_without_the_flag(folder, tmp_path, load):
     trace = tmp_path / "exploded"
     (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")

@@ -13,7 +13,7 @@ def test_cached_states_train_without_a_target(make_trainer, logged, make_draft, 
     cache_features(target, draft.config, rows, tmp_path / "cache", progress=False)
     online = make_trainer(draft, feature_cache_dir=None).evaluate()
     fresh = make_draft(target)
-    fresh._borrowed = ()
+    fresh._borrowed = None
     cached = make_trainer(fresh, target=None, feature_cache_dir=str(tmp_path / "cache"))
     assert cached.evaluate()["eval_loss"] == pytest.approx(online["eval_loss"], rel=1e-2)  # rounded to bfloat16
     cached.train()
