@@ -20,30 +20,19 @@ def seconds(cost, *tokens):
 # ---- tables
 
 
-def test_table_keeps_measured_times_as_measured():
+def test_table_keeps_measured_times_and_is_linear_between_them_flat_below_and_proportional_beyond():
     assert seconds(JAGGED, 1, 8, 16, 24, 32) == pytest.approx([1 / 100, 1 / 90, 1 / 95, 1 / 40, 1 / 42])
-
-
-def test_table_is_linear_in_time_between_probes():
-    assert seconds(JAGGED, 20) == pytest.approx([(1 / 95 + 1 / 40) / 2])
-
-
-def test_table_grows_with_the_tokens_beyond_its_last_probe():
-    assert seconds(JAGGED, 64) == pytest.approx([2 / 42])
-
-
-def test_table_is_flat_below_its_first_probe():
+    assert seconds(JAGGED, 20, 64) == pytest.approx([(1 / 95 + 1 / 40) / 2, 2 / 42])
     assert seconds(ThroughputTable((8, 16), (10.0, 5.0)), 1, 8) == pytest.approx([0.1, 0.1])
 
 
 def test_plain_step_saves_the_drafting():
     assert JAGGED.plain_seconds(Load()) == pytest.approx(0.01 - 0.002)
-    assert JAGGED.plain_seconds(Load((0, 1), other_tokens=6)) == pytest.approx(1 / 90 - 0.002)
-
-
-def test_load_counts_one_token_per_request_and_the_engines():
-    load = Load(range(3), context_tokens=100, other_tokens=20)
-    assert (load.num_requests, load.base_tokens) == (3, 23)
+    load = Load((0, 1), other_tokens=6)
+    assert (load.num_requests, load.base_tokens) == (2, 8)
+    assert JAGGED.plain_seconds(load) == pytest.approx(1 / 90 - 0.002)
+    with pytest.raises(ValueError, match="must be a part of it"):
+        ThroughputTable((1, 2), (10.0, 5.0), drafting=0.1)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +53,6 @@ def test_load_counts_one_token_per_request_and_the_engines():
 def test_table_refuses_what_is_no_curve(tokens, rates, message):
     with pytest.raises(ValueError, match=message):
         ThroughputTable(tokens, rates)
-
-
-def test_tables_of_numpy_numbers_are_welcome(tmp_path):
-    table = ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0]))
-    table.save(tmp_path / "table.json")
-    assert ThroughputTable.load(tmp_path / "table.json").verify_tokens == (1, 2, 3)
-
-
-def test_context_adds_to_every_round():
-    table = ThroughputTable((1, 2), (10.0, 5.0), context_seconds=0.001)
-    assert table.round_seconds(Load(context_tokens=100), 1).tolist() == pytest.approx([0.2, 0.3])
-
-
-def test_table_refuses_drafting_longer_than_the_round():
-    with pytest.raises(ValueError, match="must be a part of it"):
-        ThroughputTable((1, 2), (10.0, 5.0), drafting=0.1)
 
 
 # ---- hulls
@@ -108,15 +81,8 @@ def test_hull_is_the_largest_convex_curve_below_the_measured_one(first):
     np.testing.assert_allclose(hull, expected, atol=2e-5, rtol=1e-3)  # the horizon is finite here
 
 
-def test_hull_touches_the_curve_at_its_vertices_and_stays_below_elsewhere():
-    window = JAGGED.curve.window(1, 60)
-    assert (window.hull <= window.measured + 1e-12).all()
-    assert (window.hull[2:] - 2 * window.hull[1:-1] + window.hull[:-2] >= -1e-12).all()  # convex
-    vertex = window.next_vertex(0)
-    assert vertex == 15 and window.hull[vertex] == pytest.approx(float(window.measured[vertex]))
-
-
 def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
+    assert JAGGED.curve.window(1, 60).next_vertex(0) == 15
     for first in (1, 7, 16, 30, 31, 32, 33, 500):
         long = JAGGED.curve.window(first, first + 300)
         for length in (0, 1, 2, 5, 40):
@@ -126,40 +92,26 @@ def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
 
 
 def test_hull_of_a_straight_line_is_the_line():
-    line = LinearCost(ForwardCost(0.0, 0.25, 1.0), ForwardCost(0.0, 0.0, 0.0))
-    window = line.curve.window(3, 50)
-    np.testing.assert_allclose(window.hull, window.measured)
-    np.testing.assert_allclose(window.measured, 0.25 * np.arange(3, 51))
-
-
-def test_huge_loads_cost_no_more_time_or_memory():
-    window = JAGGED.curve.window(10**9, 10**9 + 7)
-    np.testing.assert_allclose(window.hull, window.measured)
-    assert len(window.measured) == 8
-
-
-def test_costs_can_be_pickled_after_use():
-    JAGGED.curve.window(1, 9)
+    line = LinearCost(ForwardCost(0.0, 0.25, 1.0), ForwardCost(0.0, 0.0, 0.0)).curve.window(3, 50)
+    np.testing.assert_allclose(line.measured, 0.25 * np.arange(3, 51))
+    huge = JAGGED.curve.window(10**9, 10**9 + 7)  # costs no more time or memory
+    assert len(huge.measured) == 8
+    for window in (line, huge):
+        np.testing.assert_allclose(window.hull, window.measured)
     assert pickle.loads(pickle.dumps(JAGGED)) == JAGGED
 
 
 # ---- linear costs
 
 
-def test_forward_cost_is_found_again_by_least_squares():
+def test_forward_cost_is_found_again_by_least_squares_and_never_negative():
     truth = ForwardCost(2e-6, 3e-4, 5e-3)
     grid = list(itertools.product((64, 512, 2048), (1, 8, 64)))
     fitted, explained = ForwardCost.fit(*zip(*grid, strict=True), [truth.seconds(c, b) for c, b in grid])
     assert (fitted.alpha, fitted.gamma, fitted.delta) == pytest.approx((truth.alpha, truth.gamma, truth.delta))
     assert explained == pytest.approx(1.0)
-
-
-def test_fit_never_gives_negative_coefficients():
     fitted, explained = ForwardCost.fit([64, 512, 64, 512], [1, 1, 8, 8], [1.0, 0.9, 1.1, 1.0])
     assert fitted.alpha == 0.0 and fitted.gamma > 0 and 0.0 < explained < 1.0
-
-
-def test_fit_needs_three_measurements():
     with pytest.raises(ValueError, match="at least three measurements, got 2"):
         ForwardCost.fit([1, 2], [1, 2], [1.0, 2.0])
 
@@ -171,6 +123,8 @@ def test_linear_cost_reads_the_context_once_and_drafts_one_block_per_request():
     assert cost.draft_seconds(load) == pytest.approx(drafting)
     assert cost.round_seconds(load, 6).tolist()[-1] == pytest.approx(0.001 * 1000 + 0.1 * 10 + 1.0 + drafting)
     assert cost.plain_seconds(load) == pytest.approx(0.001 * 1000 + 0.1 * 4 + 1.0)
+    table = ThroughputTable((1, 2), (10.0, 5.0), context_seconds=0.001)
+    assert table.round_seconds(Load(context_tokens=100), 1).tolist() == pytest.approx([0.2, 0.3])
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
@@ -182,24 +136,20 @@ def test_forward_cost_refuses_impossible_coefficients(value):
 # ---- files
 
 
-def test_sglang_table_is_read_and_written(tmp_path):
-    path = tmp_path / "sps.json"
+def test_tables_follow_sglangs_rules_and_are_read_again(tmp_path):
+    path = tmp_path / "folder" / "sps.json"
+    for table in (ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0])), JAGGED):
+        table.save(path)
+        written = json.loads(path.read_text())
+        tokens, rates = written["sample_batch_tokens"], written["sample_steps_per_sec"]
+        assert all(isinstance(token, int) for token in tokens) and tokens == sorted(set(tokens))
+        assert len(tokens) == len(rates) and all(rate > 0 for rate in rates)
+        assert written["max_batch_tokens"] >= tokens[-1] and "bias_seconds" not in written
+        assert ThroughputTable.load(path).verify_tokens == tuple(table.verify_tokens)
+    assert ThroughputTable.load(path) == JAGGED
     path.write_text(json.dumps(SGLANG_1D))
-    cost = ThroughputTable.load(path)
-    assert cost.steps_per_second == (95.1, 94.0, 80.2)
-    cost.save(path)
-    written = json.loads(path.read_text())
-    assert {name: written[name] for name in SGLANG_1D} == SGLANG_1D
-
-
-def test_written_tables_follow_sglangs_rules_and_are_read_again(tmp_path):
-    JAGGED.save(tmp_path / "folder" / "sps.json")
-    table = json.loads((tmp_path / "folder" / "sps.json").read_text())
-    tokens, rates = table["sample_batch_tokens"], table["sample_steps_per_sec"]
-    assert all(isinstance(token, int) for token in tokens) and tokens == sorted(set(tokens))
-    assert len(tokens) == len(rates) and all(rate > 0 for rate in rates)
-    assert table["max_batch_tokens"] >= tokens[-1] and "bias_seconds" not in table
-    assert ThroughputTable.load(tmp_path / "folder" / "sps.json") == JAGGED
+    ThroughputTable.load(path).save(path)
+    assert SGLANG_1D.items() <= json.loads(path.read_text()).items()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hf_dspark.training.blocks import label_hidden
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 SETTINGS = ("dspark_default", "dspark_gamma_eq_block", "no_decay", "dflash")
+PLAIN = LossWeights()
 CASES = [(name, setting) for name in GOLDEN[:3] for setting in SETTINGS] + [(GOLDEN[3], "dspark_default")]
 
 
@@ -25,11 +26,10 @@ def options(losses: dict) -> LossWeights:
 
 
 def losses_of(
-    draft_logits, target_logits, labels, supervised, confidence_logits, weights=None, **kwargs
+    draft_logits, target_logits, labels, supervised, confidence_logits, weights=PLAIN, **kwargs
 ) -> BlockLosses:
     """Losses of logits that exist already."""
     draft, target = (SlotLogits(lambda x: x, (logits,), logits.shape[-1]) for logits in (draft_logits, target_logits))
-    weights = weights or LossWeights()
     slot_weights = position_weights(supervised, weights.position_decay)
     return block_losses(draft, target, labels, slot_weights, weights, confidence_logits, **kwargs)
 
@@ -44,11 +44,11 @@ def stored_losses(data, setting):
     )  # fmt: skip
 
 
-def random_blocks(confidence: bool = True):
-    draft_logits = torch.randn(2, 3, 4, 7, requires_grad=True)
+def random_blocks():
+    """Draft logits, target logits, labels, what is supervised, and confidence logits of 2x3 blocks of 4."""
+    draft_logits, confidence_logits = torch.randn(2, 3, 4, 7).requires_grad_(), torch.randn(2, 3, 4).requires_grad_()
     supervised = torch.ones(2, 3, 4, dtype=torch.bool)
     supervised[0, 1, 2:] = supervised[1, 2] = False
-    confidence_logits = torch.randn(2, 3, 4, requires_grad=True) if confidence else None
     return draft_logits, torch.randn(2, 3, 4, 7), torch.randint(0, 7, (2, 3, 4)), supervised, confidence_logits
 
 
@@ -56,31 +56,23 @@ def random_blocks(confidence: bool = True):
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
-def test_block_losses_match_deepspec(golden, name, setting):
+def test_block_losses_and_reported_acceptance_match_deepspec(golden, name, setting):
     data = golden(name)
     losses, expected = stored_losses(data, setting), data.losses[setting]
     assert losses.loss.item() == pytest.approx(expected["total"], rel=1e-5, abs=1e-5)
-    assert losses.cross_entropy.item() == pytest.approx(expected["ce_loss_num"], rel=1e-5)
-    assert losses.weight_sum.item() == pytest.approx(expected["ce_loss_den"], rel=1e-5)
-    if expected["l1_loss_alpha"] > 0:  # the reference skips it otherwise
-        assert losses.l1.item() == pytest.approx(expected["l1_loss_num"], rel=1e-5)
-        assert losses.weight_sum.item() == pytest.approx(expected["l1_loss_den"], rel=1e-5)
-    if "confidence_pred" in data.train:
-        assert losses.confidence.item() == pytest.approx(expected["confidence_loss_num"], rel=1e-5)
-        assert losses.weight_sum.item() == pytest.approx(expected["confidence_loss_den"], rel=1e-5)
-    else:
-        assert losses.confidence is None
-
-
-@pytest.mark.parametrize(("name", "setting"), CASES)
-def test_reported_acceptance_matches_deepspecs_metrics(golden, name, setting):
-    data = golden(name)
-    acceptance, supervised = stored_losses(data, setting).acceptance, data.train["eval_mask"].bool()
-    metrics = data.info["train"]["metrics"]
-    metrics = metrics.get(setting, metrics)
-    tau = 1 + (acceptance * supervised).cumprod(-1).sum(-1)[supervised.any(-1)].mean().item()
+    terms = {"ce": losses.cross_entropy, "l1": losses.l1, "confidence": losses.confidence}
+    if expected["l1_loss_alpha"] == 0:  # the reference skips it then
+        del terms["l1"]
+    if "confidence_pred" not in data.train:
+        assert terms.pop("confidence") is None
+    for term, value in terms.items():
+        assert value.item() == pytest.approx(expected[f"{term}_loss_num"], rel=1e-5)
+        assert losses.weight_sum.item() == pytest.approx(expected[f"{term}_loss_den"], rel=1e-5)
+    supervised, metrics = data.train["eval_mask"].bool(), data.info["train"]["metrics"]
+    acceptance, metrics = losses.acceptance * supervised, metrics.get(setting, metrics)
+    tau = 1 + acceptance.cumprod(-1).sum(-1)[supervised.any(-1)].mean().item()
     assert tau == pytest.approx(metrics["train/tau_probabilistic"], rel=1e-5)
-    rates = (acceptance * supervised).sum((0, 1)) / supervised.sum((0, 1))
+    rates = acceptance.sum((0, 1)) / supervised.sum((0, 1))
     assert rates.tolist() == pytest.approx([metrics[f"train/accept_rate@{slot}"] for slot in range(5)], rel=1e-5)
 
 
@@ -97,48 +89,21 @@ def test_gradients_match_deepspec(golden, name, setting):
     loss = draft(train["input_ids"], train["target_hidden_states"], hidden, blocks, weights).loss
     assert loss.item() == pytest.approx(data.losses[setting]["total"], rel=1e-5, abs=1e-5)
     loss.backward()
-    gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in draft.named_parameters()
-    }
     norms = data.info["train"]["grad_norms"]
     norms = norms.get(setting, norms)
-    missing = {key for key in gradients if key not in norms}
-    assert all(key.endswith("layer_scalar") for key in missing), missing
-    for key, expected in norms.items():
-        assert gradients[key].norm().item() == pytest.approx(expected, rel=1e-4, abs=1e-7), key
-    if data.info["train"].get("grad_loss_name") == setting:
-        stored = {key.removeprefix("grad."): value for key, value in train.items() if key.startswith("grad.")}
-        assert stored
-        for key, expected in stored.items():
-            torch.testing.assert_close(gradients[key], expected, atol=1e-5, rtol=1e-4)
+    is_stored = data.info["train"].get("grad_loss_name") == setting
+    assert not is_stored or any(key.startswith("grad.") for key in train)
+    for key, parameter in draft.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert key in norms or key.endswith("layer_scalar"), key
+        assert gradient.norm().item() == pytest.approx(norms.get(key, gradient.norm().item()), rel=1e-4, abs=1e-7), key
+        if is_stored and f"grad.{key}" in train:
+            torch.testing.assert_close(gradient, train[f"grad.{key}"], atol=1e-5, rtol=1e-4)
+    assert norms.keys() <= dict(draft.named_parameters()).keys()
     assert all(parameter.grad is None for parameter in data.target.parameters())
 
 
 # ---- the formulas
-
-
-def test_block_losses_match_a_naive_reference():
-    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
-    losses = losses_of(
-        draft_logits, target_logits, labels, supervised, confidence_logits, LossWeights(0.3, 0.5, 0.7, 0.2, 2.0)
-    )
-    cross_entropy = soft = l1 = bce = weight_sum = 0.0
-    for index in supervised.nonzero().tolist():
-        b, n, k = index
-        draft_probs, target_probs = draft_logits[b, n, k].softmax(-1), target_logits[b, n, k].softmax(-1)
-        weight = math.exp(-k / 2.0)
-        distance = (draft_probs - target_probs).abs().sum()
-        acceptance, c = 1 - distance / 2, confidence_logits[b, n, k].sigmoid()
-        cross_entropy += weight * -draft_probs[labels[b, n, k]].log()
-        soft += weight * -(target_probs * draft_probs.log()).sum()
-        l1 += weight * distance
-        bce += weight * -(acceptance * c.log() + (1 - acceptance) * (1 - c).log())
-        weight_sum += weight
-        assert losses.acceptance[b, n, k].item() == pytest.approx(acceptance.item(), abs=1e-6)
-    expected = (0.3 * cross_entropy + 0.5 * l1 + 0.7 * bce + 0.2 * soft) / weight_sum
-    torch.testing.assert_close(losses.loss, expected, atol=1e-5, rtol=1e-5)
-    assert losses.cross_entropy.item() == pytest.approx(cross_entropy.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(1.0, 0.0, 0.0), LossWeights(0.2, 0.3, 0.4, 0.7, None)])
@@ -146,8 +111,7 @@ def test_block_losses_match_a_naive_reference():
 def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     torch.manual_seed(1)
     hidden, prefix = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(2, 3, 4, 2, requires_grad=True)
-    head, own, frozen = torch.randn(9, 6), torch.nn.Parameter(torch.randn(9, 2)), torch.nn.Parameter(torch.randn(9))
-    frozen.requires_grad_(False)
+    head, own, frozen = torch.randn(9, 6), torch.nn.Parameter(torch.randn(9, 2)), torch.randn(9)
     _, _, _, supervised, confidence_logits = random_blocks()
     labels, target_hidden = torch.randint(0, 9, (2, 3, 4)), torch.randn(2, 3, 4, 6)
 
@@ -165,9 +129,8 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     draft_log_probs = logits_of(hidden, prefix).log_softmax(-1)
     target_probs = (target_hidden @ head.T).softmax(-1)
     distance = (draft_log_probs.exp() - target_probs).abs().sum(-1)
-    bce = torch.nn.functional.binary_cross_entropy_with_logits(
-        confidence_logits, 1 - distance.detach() / 2, reduction="none"
-    )
+    acceptance, c = 1 - distance.detach() / 2, confidence_logits.sigmoid()
+    bce = -acceptance * c.log() - (1 - acceptance) * (1 - c).log()
     nll = -draft_log_probs.gather(-1, labels[..., None])[..., 0]
     soft_nll = -(target_probs * draft_log_probs).sum(-1)
     terms = (
@@ -176,6 +139,7 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
     )  # fmt: skip
     total = (terms * slot_weights).sum() / (slot_weights.sum() + 1e-6)
     torch.testing.assert_close(losses.loss, total, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(losses.acceptance, (1 - distance / 2) * supervised, atol=1e-6, rtol=0)
     for ours, naive in zip(chunked, torch.autograd.grad(3.0 * total, leaves), strict=True):
         torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-4)
 
@@ -198,25 +162,14 @@ def test_gradients_in_float16_survive_a_large_step():
 
 
 def test_a_pooled_denominator_makes_parts_add_up_to_the_whole():
-    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
-    whole = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
-    parts = [
-        losses_of(
-            draft_logits[row], target_logits[row], labels[row], supervised[row], confidence_logits[row],
-            weight_sum=whole.weight_sum,
-        ).loss
-        for row in range(2)
-    ]  # fmt: skip
+    blocks = random_blocks()
+    whole = losses_of(*blocks)
+    parts = [losses_of(*(part[row] for part in blocks), weight_sum=whole.weight_sum).loss for row in range(2)]
     torch.testing.assert_close(sum(parts), whole.loss, atol=1e-6, rtol=1e-6)
-
-
-def test_no_gradient_is_computed_when_none_is_wanted():
-    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
-    trained = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
     with torch.no_grad():
-        evaluated = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
-    assert trained.loss.requires_grad and not evaluated.loss.requires_grad
-    assert torch.equal(trained.loss, evaluated.loss) and torch.equal(trained.acceptance, evaluated.acceptance)
+        evaluated = losses_of(*blocks)
+    assert whole.loss.requires_grad and not evaluated.loss.requires_grad
+    assert torch.equal(whole.loss, evaluated.loss) and torch.equal(whole.acceptance, evaluated.acceptance)
 
 
 @pytest.mark.parametrize(
@@ -236,16 +189,17 @@ def test_loss_weights_refuse_wrong_values(values, message):
 def test_block_losses_ignore_unsupervised_slots():
     draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
     plain = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits)
-    spoilt = [value.detach().clone() for value in (draft_logits, target_logits, confidence_logits)]
-    for value in spoilt:
-        value[~supervised] = torch.nan
-    draft_nan, target_nan, confidence_nan = spoilt
-    draft_nan.requires_grad_()
-    losses = losses_of(draft_nan, target_nan, labels, supervised, confidence_nan)
-    assert torch.equal(losses.loss, plain.loss)
-    assert (losses.acceptance[~supervised] == 0).all()
+    draft_nan, target_nan, confidence_nan = (
+        torch.where(supervised.reshape(2, 3, 4, *[1] * (value.dim() - 3)), value.detach(), torch.nan)
+        for value in (draft_logits, target_logits, confidence_logits)
+    )
+    losses = losses_of(draft_nan.requires_grad_(), target_nan, labels, supervised, confidence_nan)
+    assert torch.equal(losses.loss, plain.loss) and (losses.acceptance[~supervised] == 0).all()
     losses.loss.backward()
     assert (draft_nan.grad[~supervised] == 0).all() and draft_nan.grad[supervised].abs().min() > 0
+    nothing = losses_of(draft_logits, target_logits, labels, torch.zeros_like(supervised), confidence_logits)
+    nothing.loss.backward()
+    assert nothing.loss.item() == 0.0 and (draft_logits.grad == 0).all()
 
 
 def test_l1_is_two_for_disjoint_laws_and_zero_for_equal_ones():
@@ -257,38 +211,27 @@ def test_l1_is_two_for_disjoint_laws_and_zero_for_equal_ones():
     assert equal.l1.item() == 0.0 and equal.acceptance.item() == 1.0
 
 
-def test_confidence_loss_does_not_move_the_draft_law():
-    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
-    losses = losses_of(draft_logits, target_logits, labels, supervised, confidence_logits, LossWeights(0.0, 0.0, 1.0))
+def test_confidence_loss_is_smallest_at_the_acceptance_and_does_not_move_the_draft_law():
+    *blocks, supervised, confidence_logits = random_blocks()
+    losses = losses_of(*blocks, supervised, confidence_logits, LossWeights(0.0, 0.0, 1.0))
     losses.loss.backward()
-    assert draft_logits.grad is None or (draft_logits.grad == 0).all()
+    assert blocks[0].grad is None or (blocks[0].grad == 0).all()
     assert (confidence_logits.grad[supervised] != 0).all()
-
-
-def test_confidence_loss_is_smallest_at_the_acceptance():
-    draft_logits, target_logits, labels, supervised, _ = random_blocks()
-    acceptance = losses_of(draft_logits, target_logits, labels, supervised, None).acceptance
-    best = acceptance.clamp(1e-6, 1 - 1e-6).logit()
-
-    def loss(shift: float) -> float:
-        return losses_of(draft_logits, target_logits, labels, supervised, best + shift).confidence.item()
-
-    assert loss(0.0) < loss(0.3) and loss(0.0) < loss(-0.3)
-
-
-def test_block_losses_are_zero_when_nothing_is_supervised():
-    draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
-    losses = losses_of(draft_logits, target_logits, labels, torch.zeros_like(supervised), confidence_logits)
-    losses.loss.backward()
-    assert losses.loss.item() == 0.0 and (draft_logits.grad == 0).all()
+    best = losses.acceptance.clamp(1e-6, 1 - 1e-6).logit()
+    at_best, above, below = (
+        losses_of(*blocks, supervised, best + shift).confidence.item() for shift in (0.0, 0.3, -0.3)
+    )
+    assert at_best < min(above, below)
 
 
 def test_block_losses_compute_in_float32_when_logits_are_bfloat16():
     draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
     rounded = [value.detach().bfloat16() for value in (draft_logits, target_logits, confidence_logits)]
-    low = losses_of(rounded[0], rounded[1], labels, supervised, rounded[2])
-    wide = losses_of(rounded[0].float(), rounded[1].float(), labels, supervised, rounded[2].float())
-    assert low.loss.dtype == torch.float32 and torch.equal(low.loss, wide.loss)
+    low, wide = (
+        losses_of(draft, target, labels, supervised, confidence).loss
+        for draft, target, confidence in (rounded, [value.float() for value in rounded])
+    )
+    assert low.dtype == torch.float32 and torch.equal(low, wide)
 
 
 # ---- position weights
@@ -300,8 +243,4 @@ def test_position_weights_decay_along_the_block():
     expected = torch.tensor([[e[0], e[1], e[2], 0.0], [e[0], 0.0, 0.0, 0.0]])
     torch.testing.assert_close(position_weights(supervised, 4.0), expected)
     assert position_weights(supervised, None).tolist() == supervised.float().tolist()
-
-
-def test_position_weights_of_supervised_slots_are_positive_however_fast_they_decay():
-    supervised = torch.tensor([[True, True, False]])
-    assert ((position_weights(supervised, 1e-3) > 0) == supervised).all()
+    assert ((position_weights(supervised, 1e-3) > 0) == supervised).all()  # however fast they decay

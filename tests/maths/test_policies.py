@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 import warnings
 
 import pytest
@@ -23,8 +24,8 @@ from hf_dspark.maths.policies import (
 )
 from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
-APPENDIX_A = ThroughputTable((1, 2, 3), (1.0, 0.5, 0.45))
 FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
+LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B
 # 8 tokens a bucket: the curve jumps behind B = 8, 16, ...
 JAGGED = ThroughputTable(tuple(range(1, 129)), tuple(1 / (1.0 + 0.5 * ((b - 1) // 8)) for b in range(1, 129)))
 
@@ -45,23 +46,17 @@ def outcome(confidence, accepted=0, seconds=1.0, request_ids=(0,)):
 
 def literal_algorithm_one(confidence, seconds, base=0):
     """DSpark Algorithm 1, line by line."""
-    requests, gamma = len(confidence), len(confidence[0])
-    alive = [[0.0] * gamma for _ in range(requests)]
-    for row in range(requests):
-        product = 1.0
-        for slot in range(gamma):
-            product *= confidence[row][slot]
-            alive[row][slot] = product
-    pool = [(row, slot) for row in range(requests) for slot in range(gamma) if alive[row][slot] > 0]
+    requests = len(confidence)
+    alive = [list(itertools.accumulate(row, operator.mul)) for row in confidence]
+    pool = [(row, slot) for row in range(requests) for slot in range(len(alive[row])) if alive[row][slot] > 0]
     pool.sort(key=lambda item: (-alive[item[0]][item[1]], item[1], item[0]))
     lengths, tokens, kept = [0] * requests, base + requests, float(base + requests)
     best, chosen = kept / seconds(tokens), list(lengths)
     for row, slot in pool:
         lengths[row], tokens, kept = slot + 1, tokens + 1, kept + alive[row][slot]
-        if kept / seconds(tokens) > best:
-            best, chosen = kept / seconds(tokens), list(lengths)
-        else:
+        if kept / seconds(tokens) <= best:
             break
+        best, chosen = kept / seconds(tokens), list(lengths)
     return chosen
 
 
@@ -75,25 +70,18 @@ def test_full_block_verifies_every_draft_also_without_a_confidence_head():
 
 
 @pytest.mark.parametrize(
-    ("threshold", "confidence", "lengths"),
+    ("policy", "confidence", "max_lengths", "lengths"),
     [
-        (0.5, [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8, 0.8, 0.8, 0.8]], [2, 0, 4]),
-        (0.5, [[0.5, 0.5, 0.25]], [2]),  # reached exactly
-        (0.0, [[0.0, 0.1, 0.0]], [3]),
-        (1.0, [[1.0, 0.999]], [1]),
+        (ConfidenceThreshold(0.5), [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8] * 4], None, [2, 0, 4]),
+        (ConfidenceThreshold(0.5), [[0.5, 0.5, 0.25]], None, [2]),  # reached exactly
+        (ConfidenceThreshold(0.0), [[0.0, 0.1, 0.0]], None, [3]),
+        (ConfidenceThreshold(1.0), [[1.0, 0.999]], None, [1]),
+        (ConfidenceThreshold(0.5, cumulative=True), [[0.9, 0.6, 0.4, 0.99], [0.8] * 4], None, [2, 3]),
+        (ConfidenceThreshold(0.1), [[0.9] * 4] * 3, [0, 1, 2], [0, 1, 2]),
     ],
 )
-def test_confidence_threshold_stops_before_the_first_doubtful_slot(threshold, confidence, lengths):
-    assert plan(ConfidenceThreshold(threshold), confidence) == lengths
-
-
-def test_cumulative_threshold_compares_the_survival():
-    confidence = [[0.9, 0.6, 0.4, 0.99], [0.8, 0.8, 0.8, 0.8]]
-    assert plan(ConfidenceThreshold(0.5, cumulative=True), confidence) == [2, 3]
-
-
-def test_confidence_threshold_never_exceeds_the_drafts_there_are():
-    assert [plan(ConfidenceThreshold(0.1), [[0.9] * 4], [count]) for count in range(3)] == [[0], [1], [2]]
+def test_confidence_threshold_stops_before_the_first_doubtful_slot(policy, confidence, max_lengths, lengths):
+    assert plan(policy, confidence, max_lengths) == lengths
 
 
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn"])
@@ -103,35 +91,28 @@ def test_confidence_threshold_matches_deepspecs_proposal_lengths(golden, name):
             assert plan(ConfidenceThreshold(float(threshold)), [expected["confidence_probs"]]) == [length]
 
 
-@pytest.mark.parametrize("threshold", [-0.1, 1.1, float("nan"), float("inf")])
-def test_confidence_threshold_refuses_values_outside_the_unit_interval(threshold):
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got"):
-        ConfidenceThreshold(threshold)
+def test_confidence_threshold_refuses_values_outside_the_unit_interval():
+    for threshold in (-0.1, 1.1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got"):
+            ConfidenceThreshold(threshold)
 
 
 # ---- schedulers
 
 
-def test_survival_is_the_product_of_the_confidences():
+def test_survival_is_the_product_of_the_confidences_and_never_rises():
     torch.testing.assert_close(survival(torch.tensor([[0.5, 0.5, 0.0]])), torch.tensor([[0.5, 0.25, 0.0]]))
-
-
-def test_survival_never_rises_even_at_certainty():
     alive = survival(torch.rand(500, 7) ** 0.01)
     assert (alive[:, 1:] <= alive[:, :-1]).all()
     assert survival(torch.ones(1, 7)).tolist() == [[1.0] * 7]
 
 
-def test_ranking_breaks_ties_by_position_then_request():
+def test_ranking_breaks_ties_by_position_then_request_and_leaves_out_what_cannot_survive_or_does_not_exist():
     ranking = Ranking.of(torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 0.5]]), torch.tensor([2, 2, 2]))
     assert [ranking.lengths(count).tolist() for count in range(7)] == [
         [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2],
     ]  # fmt: skip
-
-
-def test_ranking_leaves_out_what_cannot_survive_and_what_does_not_exist():
-    ranking = Ranking.of(torch.tensor([[0.9, 0.0, 0.9], [0.9, 0.9, 0.9]]), torch.tensor([3, 1]))
-    assert ranking.num_candidates == 2
+    assert Ranking.of(torch.tensor([[0.9, 0.0, 0.9], [0.9] * 3]), torch.tensor([3, 1])).num_candidates == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -139,50 +120,35 @@ def test_ranking_leaves_out_what_cannot_survive_and_what_does_not_exist():
 def test_early_stop_is_algorithm_one_line_by_line(seed, other_tokens):
     torch.manual_seed(seed)
     for cost in (JAGGED, ThroughputTable(tuple(range(1, 80)), tuple(1 / (3 + 0.2 * b) for b in range(1, 80)))):
-        confidence = torch.rand(5, 4).double().float() ** 0.3
-        load = Load(range(5), other_tokens=other_tokens)
-        expected = literal_algorithm_one(
-            confidence.tolist(), lambda b, c=cost: float(c.token_curve.at(b)), other_tokens
-        )
-        assert plan(EarlyStopScheduler(cost), confidence.tolist(), load=load) == expected
+        confidence = (torch.rand(5, 4).double().float() ** 0.3).tolist()
+        expected = literal_algorithm_one(confidence, cost.token_curve.at, other_tokens)
+        assert plan(EarlyStopScheduler(cost), confidence, load=Load(range(5), other_tokens=other_tokens)) == expected
 
 
 @pytest.mark.parametrize("scheduler", [EarlyStopScheduler, PrefixScheduler, GlobalScheduler])
 def test_all_schedulers_find_the_optimum_when_cost_is_convex(scheduler):
     cost = LinearCost(ForwardCost(0.0, 0.05, 1.0), ForwardCost(0.0, 0.0, 0.1))
+
+    def expected_throughput(lengths):
+        kept = 3 + sum(float(alive[row, :length].sum()) for row, length in enumerate(lengths))
+        return kept / float(cost.round_seconds(Load(range(3)), sum(lengths))[-1])
+
     for _ in range(20):
         confidence = torch.rand(3, 4) ** 0.3
-        best = max(
-            itertools.product(range(5), repeat=3),
-            key=lambda lengths, c=confidence: expected_throughput(c, lengths, cost),
-        )
-        assert expected_throughput(confidence, plan(scheduler(cost), confidence.tolist()), cost) == pytest.approx(
-            expected_throughput(confidence, best, cost)
-        )
+        alive = survival(confidence)
+        best = max(map(expected_throughput, itertools.product(range(5), repeat=3)))
+        assert expected_throughput(plan(scheduler(cost), confidence.tolist())) == pytest.approx(best)
+    assert plan(scheduler(FREE), [[0.1, 0.1, 0.0, 0.9]]) == [2]  # whatever may survive
 
 
-def expected_throughput(confidence, lengths, cost):
-    load = Load(range(len(confidence)))
-    alive = survival(confidence)
-    kept = load.num_requests + sum(float(alive[row, :length].sum()) for row, length in enumerate(lengths))
-    return kept / float(cost.round_seconds(load, sum(lengths))[-1])
-
-
-def test_prefix_scheduler_is_not_trapped_before_a_cliff():
+def test_prefix_scheduler_is_not_trapped_before_a_cliff_and_fills_the_bucket_it_pays_for():
     confidence = [[0.99] * 7]
     load = Load((0,), other_tokens=7)  # B = 8 fills the first bucket: the next token costs half a step
-    assert plan(EarlyStopScheduler(JAGGED), confidence, load=load) == [0]
-    assert plan(PrefixScheduler(JAGGED), confidence, load=load) == plan(GlobalScheduler(JAGGED), confidence, load=load)
-    assert plan(PrefixScheduler(JAGGED), confidence, load=load) == [7]
-
-
-def test_prefix_scheduler_fills_the_bucket_it_pays_for():
+    lengths = [
+        plan(rule(JAGGED), confidence, load=load) for rule in (EarlyStopScheduler, PrefixScheduler, GlobalScheduler)
+    ]
+    assert lengths == [[0], [7], [7]]
     assert plan(PrefixScheduler(JAGGED), [[0.9, 0.3, 0.3, 0.3]] * 2) == [3, 3]  # 2 + 6 tokens: one bucket of 8
-
-
-def test_schedulers_verify_everything_that_may_survive_when_it_is_free():
-    for scheduler in (EarlyStopScheduler, PrefixScheduler, GlobalScheduler):
-        assert plan(scheduler(FREE), [[0.1, 0.1, 0.0, 0.9]]) == [2]
 
 
 def test_schedulers_verify_less_as_the_engine_fills():
@@ -190,13 +156,6 @@ def test_schedulers_verify_less_as_the_engine_fills():
     confidence = [[0.9, 0.8, 0.7, 0.6]]
     lengths = [plan(PrefixScheduler(cost), confidence, load=Load(other_tokens=n))[0] for n in (0, 62, 90)]
     assert lengths[0] == 4 and lengths[0] >= lengths[1] >= lengths[2] and lengths[2] == 0
-
-
-def test_appendix_a_early_stop_admits_nothing_where_a_global_search_looks_ahead():
-    high, low = [[0.8, 0.9]], [[0.8, 0.0]]
-    assert plan(EarlyStopScheduler(APPENDIX_A), high) == plan(EarlyStopScheduler(APPENDIX_A), low) == [0]
-    assert plan(GlobalScheduler(APPENDIX_A), high) == [2]
-    assert plan(GlobalScheduler(APPENDIX_A), low) == [0]
 
 
 def test_elimination_stops_at_the_first_removal_that_does_not_pay():
@@ -208,41 +167,27 @@ def test_elimination_stops_at_the_first_removal_that_does_not_pay():
 
 
 def test_lagged_scheduler_takes_its_capacity_from_older_rounds():
-    policy = LaggedScheduler(JAGGED)
+    policy, confidence = LaggedScheduler(JAGGED), [[0.9, 0.8, 0.7, 0.3]] * 3
+    assert plan(policy, confidence) == plan(PrefixScheduler(JAGGED), confidence)  # there are none yet
     doubtful, sure = [[0.01] * 4] * 4, [[0.95, 0.95, 0.95, 0.95], [0.5] * 4, [0.5] * 4, [0.5] * 4]
     policy.observe(outcome(doubtful, request_ids=range(4)))
     policy.observe(outcome([[0.99] * 4] * 4, request_ids=range(4)))
     lengths = plan(policy, sure)
     assert sum(lengths) == sum(plan(GlobalScheduler(JAGGED), doubtful))
     assert lengths[0] == max(lengths)  # its places go to this round's best tokens
-
-
-def test_lagged_scheduler_begins_as_the_prefix_scheduler():
-    confidence = [[0.9, 0.8, 0.7, 0.3]] * 3
-    assert plan(LaggedScheduler(JAGGED), confidence) == plan(PrefixScheduler(JAGGED), confidence)
-
-
-def test_lagged_capacity_follows_the_number_of_requests():
     policy = LaggedScheduler(FREE, lag=1)
     policy.observe(outcome([[0.9] * 4] * 4, request_ids=range(4)))
-    assert plan(policy, [[0.9] * 4] * 2) == [4, 4]
-
-
-def test_lagged_scheduler_refuses_confidences_of_this_round():
+    assert plan(policy, [[0.9] * 4] * 2) == [4, 4]  # capacity follows the number of requests
     with pytest.raises(ValueError, match="lag must be at least 1"):
         LaggedScheduler(JAGGED, lag=0)
 
 
 def test_fresh_policies_forget():
-    policy = LaggedScheduler(JAGGED, lag=1)
-    policy.observe(outcome([[0.01] * 4]))
-    assert len(policy._history) == 1 and len(policy.fresh()._history) == 0
-    wrapped = AdaptiveDrafting(policy)
+    wrapped = AdaptiveDrafting(LaggedScheduler(JAGGED, lag=1))
     wrapped.observe(outcome([[0.01] * 4]))
-    assert (
-        len(wrapped.fresh()._prospects) == len(wrapped.fresh()._latest) == 0
-        and len(wrapped.fresh().policy._history) == 0
-    )
+    assert [*map(len, (wrapped._prospects, wrapped._latest, wrapped.policy._history))] == [1, 1, 1]
+    fresh = wrapped.fresh()
+    assert [*map(len, (fresh._prospects, fresh._latest, fresh.policy._history))] == [0, 0, 0]
 
 
 CAUSAL = [
@@ -278,15 +223,11 @@ def test_look_ahead_policies_are_causal_for_heads_that_read_no_token_only(schedu
     assert SLOLimit(scheduler(JAGGED, accept_bias=True), 1.0).accept_bias and not policy.accept_bias
 
 
-@pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan")])
 @pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), PrefixScheduler(JAGGED)], ids=["threshold", "prefix"])
-def test_policies_refuse_impossible_confidences(policy, bad):
-    with pytest.raises(ValueError, match=r"confidences must lie in \[0, 1\]"):
-        plan(policy, [[0.5, bad]])
-
-
-@pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), PrefixScheduler(JAGGED)], ids=["threshold", "prefix"])
-def test_policies_that_need_confidences_refuse_a_draft_without_head(policy):
+def test_policies_refuse_impossible_confidences_and_drafts_without_head(policy):
+    for bad in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"confidences must lie in \[0, 1\]"):
+            plan(policy, [[0.5, bad]])
     assert policy.requires_confidence
     with pytest.raises(ValueError, match="this one has none.*enable_confidence_head is False"):
         policy.plan_verify(None, torch.tensor([4]), Load())
@@ -305,28 +246,16 @@ def test_a_policy_needs_only_plan_verify():
 
 # ---- limits on the time per token
 
-LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B
-
 
 def test_step_limit_caps_the_tokens_of_every_round():
     limited = SLOLimit(FullBlock(), tpot_seconds=0.16, cost=LINEAR)
     assert plan(limited, [[0.9, 0.9, 0.9, 0.9]]) == [3]  # B = 4
     assert plan(limited, [[0.9, 0.9, 0.9, 0.9], [0.95, 0.1, 0.1, 0.1]]) == [1, 1]  # the likeliest two
-
-
-def test_limit_leaves_shorter_plans_alone():
-    assert plan(SLOLimit(ConfidenceThreshold(0.5), 10.0, cost=LINEAR), [[0.9, 0.1]]) == [1]
-
-
-def test_limit_works_without_confidences():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.16, cost=LINEAR)
     assert not limited.requires_confidence
     assert limited.plan_verify(None, torch.tensor([7]), Load()).tolist() == [3]
-
-
-def test_limit_does_not_reach_over_tokens_that_are_too_slow():
-    cost = ThroughputTable((1, 2, 3, 4), (10.0, 1.0, 10.0, 10.0))  # B = 2 takes a second, B = 3 a tenth again
-    assert plan(SLOLimit(FullBlock(), tpot_seconds=0.5, cost=cost), [[0.9] * 3]) == [0]
+    assert plan(SLOLimit(ConfidenceThreshold(0.5), 10.0, cost=LINEAR), [[0.9, 0.1]]) == [1]
+    dip = ThroughputTable((1, 2, 3, 4), (10.0, 1.0, 10.0, 10.0))  # B = 2 takes a second, B = 3 a tenth again
+    assert plan(SLOLimit(FullBlock(), tpot_seconds=0.5, cost=dip), [[0.9] * 3]) == [0]
 
 
 def test_no_drafting_when_only_a_plain_step_keeps_the_limit():
@@ -338,7 +267,7 @@ def test_no_drafting_when_only_a_plain_step_keeps_the_limit():
     assert SLOLimit(FullBlock(), tpot_seconds=0.14, cost=LINEAR).plan_draft(Load())
 
 
-def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkeypatch):
+def test_limit_that_cannot_be_met_warns_once_and_decodes_without_drafting_or_catches_up(monkeypatch):
     monkeypatch.setattr(policies, "_limits_warned_of", set())
     limited = SLOLimit(FullBlock(), tpot_seconds=0.01, cost=LINEAR)
     with pytest.warns(UserWarning, match="limit of 0.01 s per token cannot be met.*takes 0.11 s"):
@@ -346,42 +275,43 @@ def test_limit_that_cannot_be_met_decodes_without_drafting_and_warns_once(monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not limited.fresh().plan_draft(Load())
+    policies._limits_warned_of.clear()
+    running = SLOLimit(FullBlock(), tpot_seconds=0.01, mode="running", cost=LINEAR)
+    with pytest.warns(UserWarning, match="Decoding for throughput"):
+        assert running.plan_draft(Load())
+    assert plan(running, [[0.9] * 7]) == [7]
 
 
-def test_expected_limit_counts_the_tokens_that_rounds_lately_brought():
+@pytest.mark.parametrize("confidence", [[[0.9] * 4], None])
+def test_expected_limit_counts_the_tokens_that_rounds_lately_brought(confidence):
     limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
     assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [7]  # nothing known: the first round finds out
-    limited.observe(outcome([[0.9] * 4], accepted=3))  # four tokens: a round may take .16 s
+    limited.observe(outcome(confidence, accepted=3))  # four tokens: a round may take .16 s
     assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [3]
+    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
 
 
 def test_running_limit_spends_what_earlier_rounds_saved():
     limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
     assert not limited.plan_draft(Load())
     limited.observe(outcome([[0.9] * 7], accepted=1, seconds=0.13))  # two tokens in the time of one
-    assert limited.allowed_seconds(Load()) == pytest.approx(0.26)
-    assert plan(limited, [[0.9] * 7]) == [7]
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.26) and plan(limited, [[0.9] * 7]) == [7]
 
 
-def test_running_limit_is_that_of_the_request_furthest_behind():
+@pytest.mark.parametrize(
+    ("late", "expected"),
+    [
+        ([], 0.13),
+        ([outcome([[0.9] * 7], seconds=9.0, request_ids=(8,))], 0.13 * 6 - 0.13),
+    ],  # the latter is beyond rescue
+    ids=["furthest behind", "beyond rescue"],
+)
+def test_running_limit_is_that_of_the_request_furthest_behind_that_can_still_be_met(late, expected):
     limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
-    limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(7,)))
-    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13)
-
-
-def test_requests_that_are_all_behind_catch_up_at_full_speed(monkeypatch):
-    monkeypatch.setattr(policies, "_limits_warned_of", set())
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.01, mode="running", cost=LINEAR)
-    with pytest.warns(UserWarning, match="Decoding for throughput"):
-        assert limited.plan_draft(Load())
-    assert plan(limited, [[0.9] * 7]) == [7]
-
-
-def test_a_request_beyond_rescue_does_not_hold_up_the_others():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
-    limited.observe(outcome([[0.9] * 7], seconds=9.0, request_ids=(7,)))
-    limited.observe(outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(8,)))
-    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(0.13 * 6 - 0.13)
+    for round_outcome in (*late, outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(7,))):
+        limited.observe(round_outcome)
+    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(expected)
 
 
 def test_wrong_limits_are_refused():
@@ -390,6 +320,14 @@ def test_wrong_limits_are_refused():
             SLOLimit(FullBlock(), limit, cost=LINEAR)
     with pytest.raises(ValueError, match="mode must be one of"):
         SLOLimit(FullBlock(), 1.0, mode="average", cost=LINEAR)
+
+
+def test_limits_of_lengths_are_those_of_the_verified_tokens():
+    limit = SLOLimit(FullBlock(), 1.0, cost=ThroughputTable((1, 2, 3, 4), (4.0, 2.0, 0.9, 0.8)))
+    longest = torch.tensor([5])
+    assert limit.plan_verify(None, longest, Load()).tolist() == [1]
+    for policy, length in ((FullBlock(), 5), (limit, 1), (AdaptiveDrafting(limit), 1)):
+        assert policy.limit_lengths(longest, Load()).tolist() == [length]
 
 
 def test_the_cost_is_the_inner_policys_unless_given():
@@ -405,11 +343,13 @@ def test_the_cost_is_the_inner_policys_unless_given():
 
 
 def test_drafting_stops_when_history_says_it_does_not_pay():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
-    assert policy.plan_draft(Load())  # nothing known yet
-    policy.observe(outcome([[0.9] * 4]))
-    assert policy.plan_draft(Load())
+    for confidence in (0.9, 0.05):  # an unlucky start does not end it
+        policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+        assert policy.plan_draft(Load())  # nothing known yet
+        policy.observe(outcome([[confidence] * 4]))
+        assert policy.plan_draft(Load())
     assert not poor_history().plan_draft(Load())
+    assert not poor_history().plan_draft(Load((0, 1, 2)))  # unknown requests are expected to be like the others
 
 
 def poor_history():
@@ -417,12 +357,6 @@ def poor_history():
     for _ in range(30):
         policy.observe(outcome([[0.05] * 4]))
     return policy
-
-
-def test_an_unlucky_start_does_not_end_drafting():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
-    policy.observe(outcome([[0.05] * 4]))
-    assert policy.plan_draft(Load())
 
 
 def test_a_good_block_is_followed_by_another_whatever_came_before():
@@ -467,14 +401,6 @@ def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
     assert not all(drafted[:20]) and all(drafted[-80:])
 
 
-def test_expected_limit_holds_for_drafts_without_confidence_head():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
-    limited.observe(outcome(None, accepted=3))
-    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
-    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
-    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
-
-
 def test_requests_that_left_are_forgotten():
     policy = AdaptiveDrafting(SLOLimit(FullBlock(), 1.0, mode="running", cost=LINEAR), cost=LINEAR)
     policy.observe(outcome([[0.9] * 4] * 3, request_ids=(1, 2, 3)))
@@ -487,10 +413,6 @@ def test_drafting_depends_on_the_load():
     policy = AdaptiveDrafting(PrefixScheduler(steep))
     policy.observe(outcome([[0.8] * 4]))
     assert policy.plan_draft(Load()) and not policy.plan_draft(Load(other_tokens=60))
-
-
-def test_unknown_requests_are_expected_to_be_like_the_others():
-    assert not poor_history().plan_draft(Load((0, 1, 2)))
 
 
 def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
@@ -513,11 +435,3 @@ def test_adaptive_drafting_learns_from_blocks_of_different_lengths():
         policy.observe(RoundOutcome((0, 1), confidence, lengths, lengths, 1.0))
         assert isinstance(policy.plan_draft(Load((0, 1))), bool)
     assert {len(prospect.survival) for prospect in policy._prospects.values()} == {4}
-
-
-def test_limits_of_lengths_are_those_of_the_verified_tokens():
-    limit = SLOLimit(FullBlock(), 1.0, cost=ThroughputTable((1, 2, 3, 4), (4.0, 2.0, 0.9, 0.8)))
-    longest = torch.tensor([5])
-    assert FullBlock().limit_lengths(longest, Load()).tolist() == [5]
-    assert limit.limit_lengths(longest, Load()).tolist() == limit.plan_verify(None, longest, Load()).tolist() == [1]
-    assert AdaptiveDrafting(limit).limit_lengths(longest, Load()).tolist() == [1]

@@ -49,14 +49,10 @@ def frequencies(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
 # ---- acceptance and residual
 
 
-def test_acceptance_probability_is_the_clamped_ratio():
-    probability = acceptance_probability(torch.tensor([0.3, 0.1, 0.0, 0.5]), torch.tensor([0.5, 0.4, 1.0, 0.25]))
-    torch.testing.assert_close(probability, torch.tensor([0.6, 0.25, 0.0, 1.0]))
-
-
-def test_acceptance_probability_is_finite_where_the_draft_has_no_mass():
-    probability = acceptance_probability(torch.tensor([0.0, 0.5]), torch.zeros(2))
-    assert probability.tolist() == [0.0, 1.0]
+def test_acceptance_probability_is_the_clamped_ratio_also_where_the_draft_has_no_mass():
+    target_probs, draft_probs = torch.tensor([0.3, 0.1, 0.0, 0.5, 0.0, 0.5]), torch.tensor([0.5, 0.4, 1, 0.25, 0, 0])
+    probability = acceptance_probability(target_probs, draft_probs)
+    torch.testing.assert_close(probability, torch.tensor([0.6, 0.25, 0.0, 1.0, 0.0, 1.0]))
 
 
 def test_acceptance_probability_averages_to_one_minus_half_the_l1_distance():
@@ -65,19 +61,12 @@ def test_acceptance_probability_averages_to_one_minus_half_the_l1_distance():
     torch.testing.assert_close(mean, 1 - (target_probs - draft_probs).abs().sum() / 2)
 
 
-def test_residual_distribution_is_the_normalised_excess():
+def test_residual_distribution_is_the_normalised_excess_or_the_targets_law_where_there_is_none():
     residual = residual_distribution(torch.tensor([0.5, 0.4, 0.1]), torch.tensor([0.1, 0.3, 0.6]))
     torch.testing.assert_close(residual, torch.tensor([0.8, 0.2, 0.0]))
-
-
-def test_residual_distribution_is_the_targets_law_when_both_agree():
-    law = laws_of(4, 7)
-    assert torch.equal(residual_distribution(law, law), law)
-
-
-def test_residual_distribution_never_proposes_what_the_target_forbids():
     target_probs = laws_of(50, 8)
-    target_probs[:, 3] = 0.0
+    assert torch.equal(residual_distribution(target_probs, target_probs), target_probs)
+    target_probs[:, 3] = 0.0  # forbidden
     target_probs /= target_probs.sum(-1, keepdim=True)
     residual = residual_distribution(target_probs, laws_of(50, 8))
     assert (residual[:, 3] == 0).all()
@@ -116,20 +105,13 @@ def test_verify_block_matches_deepspec_for_greedy_decoding(golden, name):
 # ---- verification of ragged, cut and arg-max blocks
 
 
-def test_verify_block_draws_from_the_targets_law_when_the_length_is_zero(drawn_laws):
+def test_verify_block_draws_from_the_targets_law_after_a_shortened_block(drawn_laws):
     target_probs = laws_of(1, 4, 5)
     block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
-    for coins in (torch.zeros(1, 3), torch.full((1, 3), 0.9999)):
-        assert verify(block, torch.tensor([0]), target_probs, coins).num_accepted.tolist() == [0]
-        assert torch.equal(drawn_laws[-1], target_probs[:, 0])
-
-
-def test_verify_block_draws_a_bonus_token_after_a_shortened_block(drawn_laws):
-    target_probs = laws_of(1, 4, 5)
-    block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenLaw(laws_of(1, 3, 5)), None)
-    verified = verify(block, torch.tensor([2]), target_probs, torch.zeros(1, 3))
-    assert verified.num_accepted.tolist() == [2]
-    assert torch.equal(drawn_laws[-1], target_probs[:, 2])
+    for length, coin in ((0, 0.0), (0, 0.9999), (2, 0.0)):
+        verified = verify(block, torch.tensor([length]), target_probs, torch.full((1, 3), coin))
+        assert verified.num_accepted.tolist() == [length]
+        assert torch.equal(drawn_laws[-1], target_probs[:, length])
 
 
 def test_verify_block_does_not_read_rows_behind_the_length():
@@ -153,20 +135,19 @@ def test_verify_block_rejects_every_token_behind_the_first_rejection():
     assert verified.next_token_ids.item() in (0, 1)
 
 
-def test_verify_block_treats_rows_independently():
-    target_probs, draft_probs = laws_of(6, 4, 5), laws_of(6, 3, 5)
-    token_ids, coins = torch.randint(0, 5, (6, 3)), torch.rand(6, 3)
-    lengths = torch.tensor([0, 1, 2, 3, 3, 2])
-    together = verify(DraftBlock(token_ids, TokenLaw(draft_probs), None), lengths, target_probs, coins)
-    for row in range(6):
-        pick = slice(row, row + 1)
-        alone = verify(
-            DraftBlock(token_ids[pick], TokenLaw(draft_probs[pick]), None),
-            lengths[pick],
-            target_probs[pick],
-            coins[pick],
-        )
-        assert alone.num_accepted.item() == together.num_accepted[row].item()
+def test_verify_block_treats_rows_independently_and_is_decided_by_its_noise():
+    target_probs, draft_probs = laws_of(64, 4, 9), laws_of(64, 3, 9)
+    token_ids, coins, noise = torch.randint(0, 9, (64, 3)), torch.rand(64, 3), torch.rand(2, 64)
+    lengths = torch.tensor([0, 1, 2, 3] * 16)
+
+    def verified(rows, uniform):
+        block = DraftBlock(token_ids[rows], TokenLaw(draft_probs[rows]), None)
+        found = verify(block, lengths[rows], target_probs[rows], coins[rows], uniform[rows])
+        return torch.stack([found.num_accepted, found.next_token_ids], dim=1)
+
+    together = verified(slice(None), noise[0])
+    assert torch.equal(together, torch.cat([verified(slice(row, row + 1), noise[0]) for row in range(64)]))
+    assert not torch.equal(together, verified(slice(None), noise[1]))
 
 
 def test_verify_block_accepts_arg_max_drafts_with_the_targets_probability():
@@ -208,17 +189,6 @@ def test_verify_block_recovers_the_targets_law(length):
         assert not one.any()
 
 
-def test_verify_block_is_decided_by_its_noise():
-    target_probs, law = laws_of(64, 3, 9), TokenLaw(laws_of(64, 2, 9))
-    block = DraftBlock(torch.randint(0, 9, (64, 2)), law, None)
-    coins, lengths, noise = torch.rand(64, 2), torch.full((64,), 2), torch.rand(2, 64)
-    draws = [
-        verify(block, lengths, target_probs, coins, uniform).next_token_ids.tolist()
-        for uniform in (noise[0], noise[0], noise[1])
-    ]
-    assert draws[0] == draws[1] != draws[2]
-
-
 # ---- samplers
 
 
@@ -231,11 +201,21 @@ def test_greedy_sampler_returns_token_ids_not_candidate_indices():
     assert token_ids.tolist() == [4, 8] and law is None
 
 
-@pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of which the latter has many equal scores
+def scores_of(vocab_size, dtype):
+    """Random scores, of which a token behind the last group is the largest in the first row."""
+    scores = torch.randn(2, 6, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 0, -1] = 100.0
+    return scores
+
+
+each_size = pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the latter has many equal scores
+
+
+@each_size
+@each_dtype
 def test_largest_scores_are_those_of_topk(vocab_size, dtype):
-    scores = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scores[0, 0, -1] = 100.0  # a token behind the last group
+    scores = scores_of(vocab_size, dtype)
     scores[1, 1, 4:] = -torch.inf  # fewer possible tokens than asked for
     values, ids = largest(scores, 6)
     assert torch.equal(values, scores.topk(6, dim=-1).values)
@@ -256,12 +236,11 @@ def test_largest_scores_are_searched_by_groups_where_that_is_less(monkeypatch):
     assert searched == [scores.shape[-1] // sampling.GROUP_SIZE, 4 * sampling.GROUP_SIZE, scores.shape[-1]]
 
 
-@pytest.mark.parametrize("vocab_size", [7, sampling.LARGE_VOCABULARY, sampling.LARGE_VOCABULARY + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of which the latter has many equal scores
+@each_size
+@each_dtype
 def test_the_first_of_the_largest_scores_is_that_of_argmax(vocab_size, dtype):
-    scores = torch.randn(2, 6, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scores[0, 0, -1] = 100.0  # a token behind the last group
-    scores[0, 1, [3, 5, -1]] = 100.0  # equal ones of a group, and behind the last
+    scores = scores_of(vocab_size, dtype)
+    scores[0, 1, [3, 5, -1]] = 100.0  # equal ones of a group, and after the last
     scores[0, 2, vocab_size // 2 :: sampling.GROUP_SIZE] = 100.0  # of several groups
     scores[1, 0] = -torch.inf
     scores[1, 1] = 0.0

@@ -19,14 +19,9 @@ from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.models.configuration_draft import default_target_layer_ids
 
 SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 13,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 13, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
 
 
 def small(**overrides) -> DSparkConfig:
@@ -41,43 +36,33 @@ def small(**overrides) -> DSparkConfig:
     ("field", "overrides"),
     [
         *(
-            (field, {field: 0})
-            for field in (
-                "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "max_position_embeddings",
-            )
+            (field, {field: value})
+            for value, fields in {
+                0: (
+                    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                    "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "max_position_embeddings",
+                    "draft_top_k", "draft_vocab_size",
+                ),
+                -1: ("mask_token_id", "markov_rank"),
+            }.items() for field in fields
         ),
-        ("head_dim", {"head_dim": 7}),
-        ("num_key_value_heads", {"num_key_value_heads": 3}),
+        *(("target_layer_ids", {"target_layer_ids": ids}) for ids in ([], [1, 1], [-2, 1], [0, 5])),
+        ("head_dim", {"head_dim": 7}), ("num_key_value_heads", {"num_key_value_heads": 3}),
         ("layer_types", {"layer_types": ["full_attention"]}),
         ("layer_types", {"layer_types": ["full_attention", "linear_attention"]}),
         ("sliding_window", {"layer_types": ["full_attention", "sliding_attention"]}),
         ("sliding_window", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}),
-        ("target_layer_ids", {"target_layer_ids": []}),
-        ("target_layer_ids", {"target_layer_ids": [1, 1]}),
-        ("target_layer_ids", {"target_layer_ids": [-2, 1]}),
-        ("target_layer_ids", {"target_layer_ids": [0, 5]}),
-        ("mask_token_id", {"mask_token_id": -1}),
-        ("mask_token_id", {"mask_token_id": 96}),
-        ("markov_rank", {"markov_rank": -1}),
-        ("markov_head_type", {"markov_head_type": "transformer"}),
-        ("confidence_head_with_markov", {"markov_rank": 0}),
-        ("draft_top_k", {"draft_top_k": 0}),
-        ("draft_top_k", {"draft_top_k": 97}),
-        ("draft_vocab_size", {"draft_vocab_size": 0}),
-        ("draft_vocab_size", {"draft_vocab_size": 10**9}),
-        ("draft_top_k", {"draft_vocab_size": 8, "draft_top_k": 9}),
+        ("mask_token_id", {"mask_token_id": 96}), ("markov_head_type", {"markov_head_type": "transformer"}),
+        ("confidence_head_with_markov", {"markov_rank": 0}), ("draft_vocab_size", {"draft_vocab_size": 10**9}),
+        ("draft_top_k", {"draft_top_k": 97}), ("draft_top_k", {"draft_vocab_size": 8, "draft_top_k": 9}),
         ("rope_parameters", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        (r"target_layer_ids.*lie in \[-1, 4\].*last layer \(5\).*got \[5\]", {"target_layer_ids": [5]}),
     ],
+    ids=str,
 )  # fmt: skip
 def test_config_refuses_a_wrong_value_and_names_its_field(field, overrides):
     with pytest.raises(ValueError, match=rf"DSparkConfig\.{field}"):
         small(**overrides)
-
-
-def test_config_says_why_the_last_layer_cannot_be_tapped():
-    with pytest.raises(ValueError, match=r"lie in \[-1, 4\].*last layer \(5\).*got \[5\]"):
-        small(target_layer_ids=[5])
 
 
 @pytest.mark.parametrize(
@@ -123,18 +108,13 @@ def test_config_survives_saving_and_loading(tmp_path):
 # ---- tapped layers
 
 
-def test_default_target_layer_ids_are_evenly_spaced_without_the_last_layers():
+def test_default_target_layer_ids_are_evenly_spaced_and_valid_for_every_depth():
     assert default_target_layer_ids(36) == [1, 9, 17, 25, 33]
     assert default_target_layer_ids(28) == [1, 7, 13, 19, 25]
-
-
-@pytest.mark.parametrize("num_target_layers", range(2, 70))
-def test_default_target_layer_ids_are_valid_for_every_depth(num_target_layers):
-    ids = default_target_layer_ids(num_target_layers)
-    assert ids == sorted(set(ids)) and 1 <= len(ids) <= 5
-    assert small(num_target_layers=num_target_layers, target_layer_ids=ids).target_layer_ids == ids
-    if num_target_layers >= 8:
-        assert len(ids) == 5
+    for depth in range(2, 70):
+        ids = default_target_layer_ids(depth)
+        assert ids == sorted(set(ids)) and 1 <= len(ids) <= 5 and (depth < 8 or len(ids) == 5)
+        assert small(num_target_layers=depth, target_layer_ids=ids).target_layer_ids == ids
 
 
 # ---- from a target
@@ -160,7 +140,7 @@ def test_from_target_copies_the_geometry_of_qwen3():
     assert config.target_layer_ids == default_target_layer_ids(13)
 
 
-def test_from_target_keeps_length_independent_rope_scaling_of_llama():
+def test_from_target_keeps_rope_scaling_that_does_not_depend_on_the_length():
     rope = {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
@@ -168,9 +148,6 @@ def test_from_target_keeps_length_independent_rope_scaling_of_llama():
     config = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=rope))
     assert rope.items() <= config.rope_parameters.items()
     assert config.head_dim == 8
-
-
-def test_from_target_drops_length_dependent_rope_scaling():
     rope = {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}
     config = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=rope))
     assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == ("default", 5e5)
@@ -212,25 +189,17 @@ def test_from_target_manages_without_rope_and_head_dim():
     assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (32, 8, 4)
     assert (config.num_hidden_layers, config.num_target_layers, config.intermediate_size) == (1, 4, 128)
     assert config.rope_parameters["rope_type"] == "default"
+    with pytest.raises(ValueError, match="decoder-only causal LM, got the encoder-decoder 't5'"):
+        DSparkConfig.from_target(T5Config())
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(2, 1), (6, 1), (12, 2), (28, 4), (36, 5), (80, 5)])
-def test_from_target_chooses_the_drafts_depth_by_the_targets(depth, expected):
-    config = DSparkConfig.from_target(Qwen3Config(**SIZES | {"num_hidden_layers": depth}))
+def test_from_target_chooses_the_drafts_depth_by_the_targets_and_lets_overrides_win(depth, expected):
+    target = Qwen3Config(**SIZES | {"num_hidden_layers": depth})
+    config = DSparkConfig.from_target(target)
     assert config.num_hidden_layers == len(config.layer_types) == expected
-
-
-def test_from_target_lets_overrides_win():
-    config = DSparkConfig.from_target(
-        Qwen3Config(**SIZES), num_hidden_layers=1, block_size=3, target_layer_ids=[-1], intermediate_size=8
-    )
-    assert (config.num_hidden_layers, config.block_size, config.target_layer_ids) == (1, 3, [-1])
-    assert config.intermediate_size == 8
-
-
-def test_from_target_refuses_an_encoder_decoder():
-    with pytest.raises(ValueError, match="decoder-only causal LM, got the encoder-decoder 't5'"):
-        DSparkConfig.from_target(T5Config())
+    overrides = {"num_hidden_layers": 1, "block_size": 3, "target_layer_ids": [-1], "intermediate_size": 8}
+    assert overrides.items() <= DSparkConfig.from_target(target, **overrides).to_dict().items()
 
 
 # ---- from DeepSpec
@@ -248,11 +217,8 @@ def test_deepspec_qwen3_config_is_translated(fixtures):
     assert config.qk_norm and not config.sandwich_norms and not config.value_norm and not config.attention_k_eq_v
     assert (config.sliding_window, config.embedding_scale, config.final_logit_softcapping) == (None, 1.0, None)
     assert config.rope_parameters["rope_theta"] == 1e6
-
-
-def test_deepspec_dflash_config_is_translated(fixtures):
-    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / "draft_dflash")
-    assert (config.markov_rank, config.enable_confidence_head) == (0, False)
+    dflash = DSparkConfig.from_pretrained(fixtures / "deepspec" / "draft_dflash")
+    assert (dflash.markov_rank, dflash.enable_confidence_head) == (0, False)
 
 
 def test_deepspec_gemma4_config_is_translated(fixtures):
@@ -284,7 +250,7 @@ def test_deepspec_gemma4_draft_with_mixed_layers_is_refused(fixtures, tmp_path):
         DSparkConfig.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("load", [DSparkConfig.from_pretrained, DSparkDraftModel.from_pretrained])
-def test_checkpoint_of_another_model_is_refused(fixtures, load):
-    with pytest.raises(ValueError, match="holds a 'qwen3' model.*which is no DSpark draft"):
-        load(fixtures / "deepspec" / "target_qwen3")
+def test_checkpoint_of_another_model_is_refused(fixtures):
+    for load in (DSparkConfig.from_pretrained, DSparkDraftModel.from_pretrained):
+        with pytest.raises(ValueError, match="holds a 'qwen3' model.*which is no DSpark draft"):
+            load(fixtures / "deepspec" / "target_qwen3")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -94,6 +94,7 @@ def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name):
     cache = SlotCache()
     for r in ("r1", "r2"):
         embeds = data.draft.embed(data.io[f"{r}.draft_input_ids"])
+        close(embeds, data.io.get(f"{r}.noise_embedding", embeds))  # scaled, for Gemma
         hidden = cached_backbone(data.draft, embeds, data.io[f"{r}.context_hidden"], cache)
         close(hidden, data.io[f"{r}.block_hidden"])
         close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
@@ -129,22 +130,12 @@ def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
     data = golden(name)
     cache = SlotCache()
     for r in ("r1", "r2"):
-        block = data.draft.draft_block(
-            data.io[f"{r}.draft_input_ids"][:, 0],
-            data.io[f"{r}.context_hidden"],
-            cache,
-            ForcedSampler(data.io[f"{r}.t1_tokens"]),
-        )
+        anchor, forced = data.io[f"{r}.draft_input_ids"][:, 0], ForcedSampler(data.io[f"{r}.t1_tokens"])
+        block = data.draft.draft_block(anchor, data.io[f"{r}.context_hidden"], cache, forced)
         assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
         close(block.law.probs, data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
-
-
-@torch.no_grad()
-def test_embed_scales_rows_as_deepspec_does_for_gemma(golden):
-    data = golden("gemma4/draft_vanilla")
-    close(data.draft.embed(data.io["r1.draft_input_ids"]), data.io["r1.noise_embedding"])
 
 
 def teacher_forced(draft, input_ids, features, layout, labels):
@@ -182,18 +173,13 @@ def test_training_pass_matches_deepspec(golden, name, attention):
 # ---- borrowing from the target
 
 
-def test_draft_owns_neither_embedding_nor_head(draft, target):
-    borrowed = {target.get_input_embeddings().weight.data_ptr(), target.get_output_embeddings().weight.data_ptr()}
-    owned = {parameter.data_ptr() for parameter in draft.parameters()} | {
-        value.data_ptr() for value in draft.state_dict().values()
-    }
-    assert not owned & borrowed
-    assert not [key for key in draft.state_dict() if "embed_tokens" in key or "lm_head" in key]
-
-
-def test_draft_borrows_the_targets_storage(draft, target):
-    assert draft.get_input_embeddings().weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
-    assert draft.get_output_embeddings().weight.data_ptr() == target.get_output_embeddings().weight.data_ptr()
+def test_draft_owns_neither_embedding_nor_head_and_borrows_the_targets_storage(draft, target):
+    ends = [(model.get_input_embeddings(), model.get_output_embeddings()) for model in (draft, target)]
+    borrowed, lent = ([end.weight.data_ptr() for end in pair] for pair in ends)
+    state = draft.state_dict()
+    assert borrowed == lent
+    assert not {value.data_ptr() for value in [*draft.parameters(), *state.values()]} & set(lent)
+    assert not [key for key in state if "embed_tokens" in key or "lm_head" in key]
 
 
 def test_draft_leaves_the_targets_tensors_alone_when_cast(draft, target):
@@ -222,6 +208,7 @@ def test_unbound_draft_raises_and_names_the_cure(draft):
         ({"vocab_size": 50}, "vocab_size: draft 48, target 50"),
         ({"hidden_size": 40}, "hidden_size: draft 32, target 40"),
         ({"num_hidden_layers": 5}, "num_target_layers: draft 4, target 5"),
+        ({"vocab_size": 50, "hidden_size": 40}, "vocab_size.*hidden_size"),
     ],
 )
 def test_bind_refuses_a_target_that_does_not_fit_and_names_the_fact(make_target, draft, overrides, fact):
@@ -229,18 +216,10 @@ def test_bind_refuses_a_target_that_does_not_fit_and_names_the_fact(make_target,
         draft.bind(make_target(**overrides))
 
 
-def test_bind_names_every_misfit_at_once(make_target, draft):
-    with pytest.raises(ValueError, match="vocab_size.*hidden_size"):
-        draft.bind(make_target(vocab_size=50, hidden_size=40))
-
-
-def test_bind_refuses_an_encoder_decoder(draft):
+def test_bind_refuses_encoder_decoders_and_targets_without_lm_head(draft, target):
     config = T5Config(vocab_size=48, d_model=32, d_ff=32, d_kv=8, num_layers=4, num_heads=4)
     with pytest.raises(ValueError, match="encoder-decoder 't5'"):
         draft.bind(T5ForConditionalGeneration(config))
-
-
-def test_bind_refuses_a_target_without_lm_head(draft, target):
     with pytest.raises(ValueError, match="no LM head"):
         draft.bind(target.model)
 
@@ -355,50 +334,24 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, layout, attention):
-    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **LAYOUTS[layout])
-    assert draft.config._attn_implementation == attention
-    input_ids, features = torch.randint(0, 47, (1, 24)), torch.randn(1, 24, 64)
-    anchors = torch.tensor([[1, 7, 8, 19]])
-    labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchors[0]])[None]
-    layout = draft.block_layout(anchors, anchors > 0, torch.arange(24)[None])
-    _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
-    for index, anchor in enumerate(anchors[0].tolist()):
-        block = draft.draft_block(
-            input_ids[:, anchor], features[:, :anchor], SlotCache(), ForcedSampler(labels[:, index])
-        )
-        close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
-        if block.confidence_logits is not None:
-            close(confidence[:, index], block.confidence_logits, atol=1e-4)
-
-
-@pytest.mark.parametrize(("attention", "layout"), ATTENDING)
-@pytest.mark.parametrize("head", HEADS)
-@torch.no_grad()
-def test_packed_documents_have_the_law_that_inference_draws_from(make_draft, target, head, layout, attention):
     """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
     draft = make_draft(target, attn_implementation=attention, **HEADS[head], **LAYOUTS[layout])
+    assert draft.config._attn_implementation == attention
     lengths = (70, 9, 61)
-    documents = [torch.randint(0, 47, (length,)) for length in lengths]
-    input_ids, features = torch.cat(documents)[None], torch.randn(1, sum(lengths), 64)
+    input_ids, features = torch.randint(0, 47, (1, sum(lengths))), torch.randn(1, sum(lengths), 64)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    anchors = [
-        (start, own)
-        for start, length in ((0, 70), (70, 9), (79, 61))
-        for own in range(1, length - 4)
-    ]  # fmt: skip
+    anchors = [(start, own) for start, length in ((0, 70), (70, 9), (79, 61)) for own in range(1, length - 4)]
     anchor_positions = torch.tensor([[start + own for start, own in anchors]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
     layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
     assert len(layout.chunks) > 2 and layout.chunks[-1][1].start > 0
-    _, logits, _ = teacher_forced(draft, input_ids, features, layout, labels)
+    _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     for index, (start, own) in enumerate(anchors):
-        block = draft.draft_block(
-            input_ids[:, start + own],
-            features[:, start : start + own],
-            SlotCache(),
-            ForcedSampler(labels[:, index]),
-        )
+        forced, context = ForcedSampler(labels[:, index]), features[:, start : start + own]
+        block = draft.draft_block(input_ids[:, start + own], context, SlotCache(), forced)
         close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
+        if block.confidence_logits is not None:
+            close(confidence[:, index], block.confidence_logits, atol=1e-4)
 
 
 @torch.no_grad()
@@ -427,21 +380,15 @@ def test_sinks_learn_and_flex_attention_refuses_them(make_draft, target):
 
 
 def test_gradient_checkpointing_changes_no_gradient(make_draft, target):
+    anchors = torch.tensor([[2, 5]])
+    layout, labels = layout_of(anchors, anchors > 0, 12, 4), torch.randint(0, 47, (1, 2, 4))
+    batch = torch.randint(0, 47, (1, 12)), torch.randn(1, 12, 64), torch.randn(1, 2, 4, 32)
     gradients = []
     for checkpointing in (False, True):
         draft = make_draft(target).train()
         if checkpointing:
             draft.gradient_checkpointing_enable()
-        torch.manual_seed(0)
-        anchors = torch.tensor([[2, 5]])
-        draft(
-            torch.randint(0, 47, (1, 12)),
-            torch.randn(1, 12, 64),
-            torch.randn(1, 2, 4, 32),
-            AnchoredBlocks(
-                layout_of(anchors, anchors > 0, 12, 4), torch.randint(0, 47, (1, 2, 4)), torch.ones(1, 2, 4)
-            ),
-        ).loss.backward()
+        draft(*batch, AnchoredBlocks(layout, labels, torch.ones(1, 2, 4))).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in draft.named_parameters()})
     assert all(gradient is not None for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
@@ -475,71 +422,49 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES)
 def test_rotary_embedding_matches_transformers(make_draft, target, rope):
     draft = make_draft(target, rope_parameters=dict(ROPES[rope]))
-    reference = LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=32,
-            num_attention_heads=4,
-            head_dim=12,
-            max_position_embeddings=256,
-            rope_parameters=dict(ROPES[rope]),
-        )
-    )
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 12, "max_position_embeddings": 256}
+    reference = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(ROPES[rope])))
     positions = torch.tensor([[0, 1, 63, 200]])
-    cos, sin = draft.rotary(positions, torch.float32)
-    expected_cos, expected_sin = reference(torch.zeros(1), positions)
-    close(cos[:, 0], expected_cos)
-    close(sin[:, 0], expected_sin)
+    for ours, theirs in zip(draft.rotary(positions, torch.float32), reference(torch.zeros(1), positions), strict=True):
+        close(ours[:, 0], theirs)
 
 
 # ---- heads
 
 
-def w1_w2(draft):
-    return draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+@pytest.fixture
+def hidden_and_base():
+    return torch.randn(1, 4, 32), torch.randn(1, 4, 48)
 
 
+@pytest.mark.parametrize("head", ["vanilla", "gated"])
 @torch.no_grad()
-def test_vanilla_head_adds_a_low_rank_bias_of_the_previous_token(draft):
-    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
-    tokens, sampler = torch.tensor([[3, 9, 1, 40]]), ForcedSampler(torch.tensor([[3, 9, 1, 40]]))
+def test_markov_heads_add_a_low_rank_bias_of_the_previous_token(make_draft, target, hidden_and_base, head):
+    draft, (hidden, base) = make_draft(target, markov_head_type=head), hidden_and_base
+    tokens, sampler = [3, 9, 1, 40], ForcedSampler(torch.tensor([[3, 9, 1, 40]]))
     draft.sample_block(hidden, base, torch.tensor([21]), sampler)
-    w1, w2 = w1_w2(draft)
-    for slot, previous in enumerate([21, *tokens[0, :3].tolist()]):
-        close(sampler.scores[slot][0], base[0, slot] + w2 @ w1[previous])
-
-
-@torch.no_grad()
-def test_gated_head_matches_its_formula(make_draft, target):
-    draft = make_draft(target, markov_head_type="gated")
-    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
-    tokens = torch.tensor([[3, 9, 1, 40]])
-    sampler = ForcedSampler(tokens)
-    draft.sample_block(hidden, base, torch.tensor([21]), sampler)
-    w1, w2 = w1_w2(draft)
-    gate = draft.markov_head.gate_proj
-    for slot, previous in enumerate([21, *tokens[0, :3].tolist()]):
+    w1, w2 = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+    for slot, previous in enumerate([21, *tokens[:3]]):
         embedding = w1[previous]
-        openness = torch.sigmoid(gate.weight @ torch.cat([hidden[0, slot], embedding]) + gate.bias)
-        close(sampler.scores[slot][0], base[0, slot] + w2 @ (openness * embedding))
+        if head == "gated":
+            gate = draft.markov_head.gate_proj
+            embedding = embedding * torch.sigmoid(gate.weight @ torch.cat([hidden[0, slot], embedding]) + gate.bias)
+        close(sampler.scores[slot][0], base[0, slot] + w2 @ embedding)
 
 
 @torch.no_grad()
-def test_rnn_head_carries_its_state_over_the_whole_prefix(make_draft, target):
-    draft = make_draft(target, markov_head_type="rnn")
-    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
-    last_scores = []
+def test_rnn_head_carries_its_state_over_the_whole_prefix(make_draft, target, hidden_and_base):
+    draft, samplers = make_draft(target, markov_head_type="rnn"), []
     for first in (3, 4):
-        sampler = ForcedSampler(torch.tensor([[first, 9, 1, 40]]))
-        draft.sample_block(hidden, base, torch.tensor([21]), sampler)
-        last_scores.append(sampler.scores[3])
-    assert (last_scores[0] - last_scores[1]).abs().max() > 1e-4
+        samplers.append(ForcedSampler(torch.tensor([[first, 9, 1, 40]])))
+        draft.sample_block(*hidden_and_base, torch.tensor([21]), samplers[-1])
+    assert (samplers[0].scores[3] - samplers[1].scores[3]).abs().max() > 1e-4
 
 
 @torch.no_grad()
-def test_confidence_is_known_before_its_token_is_drawn(draft):
-    hidden, base = torch.randn(1, 4, 32), torch.randn(1, 4, 48)
+def test_confidence_is_known_before_its_token_is_drawn(draft, hidden_and_base):
     confidence = [
-        draft.sample_block(hidden, base, torch.tensor([21]), ForcedSampler(tokens)).confidence_logits[0]
+        draft.sample_block(*hidden_and_base, torch.tensor([21]), ForcedSampler(tokens)).confidence_logits[0]
         for tokens in (torch.tensor([[3, 9, 1, 40]]), torch.tensor([[3, 8, 2, 41]]))
     ]
     assert torch.equal(confidence[0][:2], confidence[1][:2])
@@ -554,49 +479,32 @@ def test_untrained_markov_head_leaves_the_base_logits_alone(target):
     assert torch.equal(torch.stack(sampler.scores, dim=1), base)
 
 
-@pytest.mark.parametrize("candidates", [1, 2, 5, 9])
+@pytest.mark.parametrize(("candidates", "num_successors"), [(1, 0), (2, 1), (5, 2), (9, 3), (48, 0)])
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(make_draft, target, head, candidates):
+def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(
+    make_draft, target, head, candidates, num_successors
+):
     tokens = torch.randint(0, 48, (2, 4))
     hidden, base, anchors = torch.randn(2, 4, 32), torch.randn(2, 4, 48), torch.tensor([5, 6])
-    full, plain = ForcedSampler(tokens), make_draft(target, **HEADS[head])
+    full, plain, few = ForcedSampler(tokens), make_draft(target, **HEADS[head]), ForcedSampler(tokens)
     plain.sample_block(hidden, base, anchors, full)
-    law = (
-        make_draft(target, draft_top_k=candidates, **HEADS[head])
-        .sample_block(hidden, base, anchors, ForcedSampler(tokens))
-        .law.dense(VOCAB)
-        .probs
-    )
-    num_successors = {1: 0, 2: 1, 5: 2, 9: 3}[candidates] if plain.markov_head is not None else 0
+    block = make_draft(target, draft_top_k=candidates, **HEADS[head]).sample_block(hidden, base, anchors, few)
+    law = block.law.dense(VOCAB).probs
     for row in range(2):
         for slot in range(4):
             chosen = []
-            if num_successors:
+            if num_successors and plain.markov_head is not None:
                 previous = anchors[row] if slot == 0 else tokens[row, slot - 1]
                 embedding = plain.markov_head.markov_w1(previous)
                 transition, _ = plain.markov_head.transition(embedding, torch.zeros(32), None)
                 chosen = plain.markov_head.bias(transition).topk(num_successors).indices.tolist()
-            for token in base[row, slot].argsort(descending=True).tolist():
-                if len(chosen) < candidates and token not in chosen:
-                    chosen.append(token)
+            others = [token for token in base[row, slot].argsort(descending=True).tolist() if token not in chosen]
+            chosen += others[: candidates - len(chosen)]
             expected = torch.zeros(48)
             expected[chosen] = full.scores[slot][row][chosen].softmax(-1)
             close(law[row, slot], expected, atol=1e-6)
             assert (law[row, slot] > 0).sum() == candidates
-
-
-@torch.no_grad()
-def test_draft_top_k_of_the_whole_vocabulary_changes_nothing(make_draft, target):
-    hidden, base, anchors = torch.randn(2, 4, 32), torch.randn(2, 4, 48), torch.tensor([5, 6])
-    plain, whole = make_draft(target), make_draft(target, draft_top_k=48)
-    greedy = plain.sample_block(hidden, base, anchors, greedy_sampler)
-    assert torch.equal(whole.sample_block(hidden, base, anchors, greedy_sampler).token_ids, greedy.token_ids)
-    laws = [
-        m.sample_block(hidden, base, anchors, ForcedSampler(greedy.token_ids)).law.dense(VOCAB).probs.log()
-        for m in (plain, whole)
-    ]
-    close(laws[1], laws[0])
 
 
 @pytest.mark.parametrize("offsets", [[0, 0, -2], [0, 0, 46], [0, 5, 5]], ids=["twice", "outside", "right"])
@@ -612,7 +520,9 @@ def test_pruned_vocabularies_name_distinct_tokens_of_the_target(make_draft, targ
 
 def test_pruned_vocabularies_follow_the_weights_that_are_loaded(make_draft, target):
     draft = make_draft(target, draft_vocab_size=3)
-    assert draft.draft_token_ids().tolist() == [0, 2, 4]
+    with torch.inference_mode():
+        assert draft.draft_token_ids().tolist() == [0, 2, 4]
+    assert not draft.draft_token_ids().is_inference()  # it can be trained afterwards
     draft.load_state_dict(draft.state_dict() | {"d2t": torch.tensor([0, 0, 0])})
     assert draft.draft_token_ids().tolist() == [0, 1, 2]
 
@@ -661,34 +571,12 @@ def test_deepspec_checkpoint_saved_as_ours_loads_back_identical(golden, tmp_path
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
-def test_auto_classes_load_a_saved_draft(draft, tmp_path):
+def test_auto_classes_load_a_saved_draft_in_the_dtype_asked_for(draft, tmp_path):
     draft.save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), DSparkConfig)
     loaded = AutoModel.from_pretrained(tmp_path)
     assert isinstance(loaded, DSparkDraftModel) and torch.equal(loaded.fc.weight, draft.fc.weight)
-
-
-def test_from_pretrained_loads_in_the_dtype_asked_for(draft, tmp_path):
-    draft.save_pretrained(tmp_path)
     assert DSparkDraftModel.from_pretrained(tmp_path, dtype=torch.bfloat16).fc.weight.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("missing", "missing: fc.weight"), ("unexpected", "unexpected: stray.weight"), ("shape", "shape: norm.weight")],
-)
-def test_from_pretrained_refuses_tensors_that_do_not_match_the_config(draft, tmp_path, fault, message):
-    draft.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    if fault == "missing":
-        del tensors["fc.weight"]
-    elif fault == "unexpected":
-        tensors["stray.weight"] = torch.zeros(2)
-    else:
-        tensors["norm.weight"] = torch.zeros(7)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=message):
-        DSparkDraftModel.from_pretrained(tmp_path)
 
 
 def test_from_pretrained_refuses_a_head_that_the_config_denies(make_draft, target, tmp_path):
@@ -704,11 +592,3 @@ def test_from_pretrained_ignores_the_targets_tensors_in_a_deepspec_checkpoint(fi
     folder = fixtures / "deepspec" / "draft_vanilla"
     assert {"embed_tokens.weight", "lm_head.weight"} <= load_file(folder / "model.safetensors").keys()
     assert not {"embed_tokens.weight", "lm_head.weight"} & DSparkDraftModel.from_pretrained(folder).state_dict().keys()
-
-
-def test_pruned_vocabulary_that_was_used_in_inference_mode_can_be_trained_afterwards(make_target, make_draft):
-    target = make_target()
-    draft = make_draft(target, draft_vocab_size=24)
-    with torch.inference_mode():
-        draft.draft_token_ids()
-    assert not draft.draft_token_ids().is_inference()
