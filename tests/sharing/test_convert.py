@@ -276,16 +276,15 @@ def read_flat(config: dict) -> DSparkConfig:
 
 NO_HEADS = {"dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 2]}}
 SLIDING_ONLY = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({}, {"markov_rank": 6, "target_layer_ids": [0, 2], "mask_token_id": 47, "enable_confidence_head": True}),
-        ({}, {"block_size": 5, "sample_from_anchor": True}),
-        ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}),
-        (NO_HEADS, {"markov_rank": 0, "enable_confidence_head": False}),
-        (NO_HEADS, {"block_size": 4, "num_slots": 5, "sample_from_anchor": False}),  # as in DFlash
+        ({}, {"block_size": 5, "sample_from_anchor": True, "rope_parameters": DEFAULT_ROPE}),
+        (NO_HEADS, {"markov_rank": 0, "enable_confidence_head": False, "block_size": 4, "sample_from_anchor": False}),
         (SLIDING_ONLY, {"causal_sliding": True}),
         (SLIDING_ONLY | {"is_causal": False}, {"causal_sliding": False}),
         ({"attention_sink_bias": True}, {"attention_sinks": True}),
