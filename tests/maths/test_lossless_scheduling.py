@@ -203,6 +203,7 @@ CAUSAL = {
 def test_one_request_keeps_the_target_law(make_policy, gamma):
     for seed in range(60):
         policy = make_policy(jagged_curve(seed))
+        assert policy.is_causal(confidence_reads_tokens=True)
         assert bias_of_one_round(policy, [World.random(seed, gamma + 1)], gamma) < EXACT
 
 
@@ -289,7 +290,9 @@ def no_benefit_of_the_doubt(monkeypatch):
 @pytest.mark.parametrize("make_policy", REMEMBERING.values(), ids=REMEMBERING)
 def test_policies_with_memory_keep_the_law_over_two_rounds(make_policy, no_benefit_of_the_doubt):
     for seed in range(6):
-        assert bias_of_two_rounds(make_policy(jagged_curve(seed)), World.random(seed, 6), 2) < EXACT
+        policy = make_policy(jagged_curve(seed))
+        assert policy.is_causal(confidence_reads_tokens=True)
+        assert bias_of_two_rounds(policy, World.random(seed, 6), 2) < EXACT
 
 
 def test_memory_really_changes_the_second_round_in_those_enumerations(no_benefit_of_the_doubt):
