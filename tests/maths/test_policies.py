@@ -26,7 +26,7 @@ from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationSche
 
 FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
 LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B
-# 8 tokens a bucket: the curve jumps behind B = 8, 16, ...
+# 8 tokens a bucket: the curve jumps after B = 8, 16, ...
 JAGGED = ThroughputTable(tuple(range(1, 129)), tuple(1 / (1.0 + 0.5 * ((b - 1) // 8)) for b in range(1, 129)))
 
 
@@ -344,8 +344,8 @@ def test_a_good_block_is_followed_by_another_whatever_came_before():
 
 def test_good_slots_that_come_together_are_worth_more_than_their_mean():
     """Half of the blocks are accepted whole: the mean confidence is the same as if each slot were so every time."""
-    dear = ThroughputTable((1, 8), (10.0, 9.0), drafting=0.05)
-    together, apart = (AdaptiveDrafting(PrefixScheduler(dear)) for _ in range(2))
+    steep = ThroughputTable((1, 8), (10.0, 9.0), drafting=0.05)
+    together, apart = (AdaptiveDrafting(PrefixScheduler(steep)) for _ in range(2))
     for number in range(40):
         together.observe(outcome([[0.95 * (number % 2)] * 4]))
         apart.observe(outcome([[0.475] * 4]))

@@ -30,7 +30,7 @@ def drawn_laws(monkeypatch):
 
 
 def verify(block, lengths, target_probs, coins, uniform=None):
-    """Verify blocks whose target laws `[B, γ+1, V]` stand one behind the other, as after a packed pass."""
+    """Verify blocks whose target laws `[B, γ+1, V]` follow one another, as after a packed pass."""
     width = target_probs.shape[1]
     return verify_block(
         block, lengths, TokenLaw(target_probs.flatten(0, 1)), torch.arange(len(lengths)) * width, coins,
@@ -192,7 +192,7 @@ def test_greedy_sampler_returns_token_ids_not_candidate_indices():
 
 
 def scores_of(vocab_size, dtype):
-    """Random scores, of which a token behind the last group is the largest in the first row."""
+    """Random scores, of which a token after the last group is the largest in the first row."""
     scores = torch.randn(2, 6, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     scores[0, 0, -1] = 100.0
     return scores

@@ -33,7 +33,7 @@ def test_layout_brings_packed_tokens_into_rows_and_back():
 
 
 def test_rows_of_different_lengths_keep_their_content_while_the_cache_grows():
-    """Rounds of ragged blocks, each with two slots behind that are rolled back by never being counted."""
+    """Rounds of ragged blocks, each with two more slots that are rolled back by never being counted."""
     cache, truth = SlotCache(3), [torch.empty(2, 0, 4) for _ in range(3)]
     capacities = set()
     for turn in range(60):
