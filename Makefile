@@ -57,7 +57,7 @@ figures: setup ## draw every figure and every table again from benchmarks/result
 	$(PY) benchmarks/figures/tables.py
 
 docs: setup ## build the manual into build/site
-	$(PY) -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
 wheel: setup ## build the wheel and try it in a clean environment
 	@echo "== building dist/*.whl"

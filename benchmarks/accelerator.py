@@ -51,7 +51,8 @@ def steps(rehearse: bool) -> list[Step]:
         "{output}",
     )
     loop = ("benchmarks/loop.py", "replay", "--device", "{device}", "--output", "{output}")
-    drafting = ("benchmarks/drafting.py", "compiled", "--device", "{device}", "--modes", "default", "reduce-overhead")
+    modes = ("default",) if rehearse else ("default", "reduce-overhead")
+    drafting = ("benchmarks/drafting.py", "compiled", "--device", "{device}", "--modes", *modes)
     small = ("--rehearse",) if rehearse else ()
     return [
         Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "--junitxml", "{output}"), 5),

@@ -54,7 +54,7 @@ def replay_requests(per_prompt: list[CalibrationRounds], temperatures: list[floa
 def rounds_by_prompt(target, draft, prompts: list[str], tokenizer, folder: Path, settings: dict) -> list:
     """Return the rounds of each prompt, recorded in one file each."""
     return [
-        collect_rounds(target, draft, [prompt], tokenizer, folder / f"{index}.jsonl", index, False, **settings)
+        collect_rounds(target, draft, [prompt], tokenizer, folder / f"{index}.jsonl", index, **settings)
         for index, prompt in enumerate(tqdm(prompts, desc="held-out rounds"))
     ]
 

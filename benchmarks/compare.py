@@ -318,9 +318,9 @@ def main() -> None:
     parser.add_argument("--output", default="benchmarks/results/compare.json")
     parser.add_argument("--packed", action="store_true", help="packed weights for all, plain decoding too")
     options = parser.parse_args()
+    origin = provenance_of(parser, options)
     if options.quick:
         vars(options).update(QUICK)
-    origin = provenance_of(parser, options)
     recipe = Recipe(options.num_answers, steps=options.steps, block_size=options.block_size)
     models = shipped_models() if options.pair else trained_models(Path(options.work_dir), recipe, options.rivals)
     if options.positions:

@@ -97,7 +97,7 @@ def training_prompts(work_dir: Path) -> dict[str, list[str]]:
 
 def answers_to(prompts: list[str], path: Path, target, tokenizer, **options) -> list[dict]:
     """Let the target answer into a file; return the answers of two tokens or more, as token ids."""
-    regenerate(target, tokenizer, prompts, path, batch_size=64, **options)
+    regenerate(target, prompts, tokenizer, path, batch_size=64, **options)
     return [
         {name: row[name] for name in ("prompt_ids", "completion_ids")}
         for row in read_rows(path)

@@ -36,7 +36,6 @@ from pair import (
     WARM_UP_TOKENS,
     acceptance,
     decoding,
-    fast_linears,
     held_out_prompts,
     load_pair,
     plain_sampler,
@@ -48,7 +47,7 @@ from pair import (
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock
+from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, fast_linears
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.models.slot_cache import SlotCache
@@ -78,7 +77,7 @@ class Drafting:
     def _draft_block(self, num_features: int, sampler) -> None:
         features = torch.ones(1, num_features, self.width, dtype=self.draft.dtype, device=self.draft.device)
         self.draft.draft_block(self.anchor, features, self.cache, sampler)
-        self.cache.lengths[0] = self.context_length
+        self.cache.truncate(0, self.context_length)
 
     @torch.inference_mode()
     def seconds(self, sampler, num_new: int = NEW_CONTEXT) -> float:
@@ -143,6 +142,7 @@ def know_any_successors(draft: DSparkDraftModel, candidates: int) -> float:
         synchronize(draft.device)
         seconds.append(time.perf_counter() - started)
     successors._table.random_(0, draft.config.vocab_size)
+    successors._is_complete = True  # as on an accelerator
     return statistics.median(seconds[WARM_UP:])
 
 
@@ -177,7 +177,7 @@ def tau_losses(
             for k in (None, *candidates):
                 draft.config.draft_top_k, found = k, []
                 for seed in seeds:
-                    options = {"max_new_tokens": max_new_tokens, "progress": False, **sampling}
+                    options = {"max_new_tokens": max_new_tokens, **sampling}
                     found.append(acceptance(target, draft, prompts, tokenizer, seed, **options))
                     if k is not None and seed == 0:
                         looked_up[k] = share_looked_up(draft, found[0]["rounds"])
@@ -198,7 +198,8 @@ def tau_losses(
 def share_looked_up(draft: DSparkDraftModel, rounds: int) -> float:
     """Return how many of the tokens drafted so far were new, and had their successors computed."""
     successors = draft._successors()
-    return 0.0 if successors is None else successors.num_known / (rounds * draft.config.block_size)
+    num_known = 0 if successors is None else int((successors._table[:, 0] >= 0).sum())
+    return num_known / (rounds * draft.config.block_size)
 
 
 def top_k(options: argparse.Namespace) -> dict[str, Any]:
@@ -432,10 +433,9 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="tiny models, once: tries the script")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
+    origin = provenance_of(parser, options, options.device)
     options.repetitions = 1 if options.rehearse else options.repetitions
-    write_result(
-        options.output, {"provenance": provenance_of(parser, options, options.device), **PARTS[options.part](options)}
-    )
+    write_result(options.output, {"provenance": origin, **PARTS[options.part](options)})
 
 
 if __name__ == "__main__":

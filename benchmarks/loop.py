@@ -105,7 +105,8 @@ class Forwards:
         features = torch.ones(shape, dtype=self.draft.dtype, device=self.prompt.device)
         ids = torch.zeros(self.rows * num_new, dtype=torch.long, device=self.prompt.device)
         self.draft.draft_block(self.anchors, features, self.cache, greedy_sampler, committed_ids=ids)
-        self.cache.lengths = [self.prompt.shape[1]] * self.rows
+        for row in range(self.rows):
+            self.cache.truncate(row, self.prompt.shape[1])
 
     @torch.no_grad()
     def measure(self, repetitions: int, packed: bool = False) -> None:
@@ -150,7 +151,7 @@ def efficiency(options: argparse.Namespace) -> Iterator[Cell]:
     """The shipped pair on held-out prompts, one row."""
     target, draft, tokenizer = load_pair()
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in held_out_prompts()]
-    ways = [*ways_of(options.baseline), Way("transformers", drafted=True, packed=False)]
+    ways = [*ways_of(options.baseline), Way("transformers", True, False, "with the draft, in transformers' own loop")]
     for regime, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {way.name: [] for way in ways}
         forwards, statistics_of_calls = Forwards(target, draft, 160), []
@@ -300,10 +301,12 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="tiny models and short calls: tries the script")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
+    result: dict[str, Any] = {"provenance": provenance_of(parser, options, options.device)}
     options.rows = options.rows or ROWS.get(options.part)
     if options.rehearse:
         options.repetitions, options.new_tokens, options.context = 1, 12, 32
-    result: dict[str, Any] = {"provenance": provenance_of(parser, options, options.device)}
+    if options.part in ("efficiency", "replay"):
+        result["ways"] = {way.name: way.meaning for way in ways_of(options.baseline, options.device)}
     if options.part in ("replay", "context"):
         result |= {"dtype": options.dtype, "context": options.context}
     result["cells"] = []

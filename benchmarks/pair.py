@@ -9,7 +9,7 @@ import json
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,23 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_dspark import AdaptiveDrafting, DSparkConfig, DSparkDraftModel, Policy, PrefixScheduler, SLOLimit, evaluate
-from hf_dspark.cpu.copies import packed_weights_of
-from hf_dspark.cpu.few_rows import large_linears, multiplying_few_rows, using_copies
+from hf_dspark import (
+    AdaptiveDrafting,
+    DecodingOptions,
+    DSparkConfig,
+    DSparkDraftModel,
+    Policy,
+    PrefixScheduler,
+    SLOLimit,
+    evaluate,
+    fast_linears,
+)
 from hf_dspark.decoding.hook import default_policy as default_policy
 from hf_dspark.decoding.loop import DecodingLoop
-from hf_dspark.decoding.step_costs import _passes_by_columns as passes_by_columns  # noqa: F401
-from hf_dspark.decoding.step_costs import _passes_by_slots as passes_by_slots  # noqa: F401
-from hf_dspark.decoding.step_costs import _plain_sampler as plain_sampler  # noqa: F401
+from hf_dspark.evaluation.profile import _passes_by_columns as passes_by_columns  # noqa: F401
+from hf_dspark.evaluation.profile import _passes_by_slots as passes_by_slots  # noqa: F401
+from hf_dspark.evaluation.profile import _plain_sampler as plain_sampler  # noqa: F401
 from hf_dspark.maths.costs import StepCost
-from hf_dspark.maths.costs import load_cost as load_cost
-from hf_dspark.maths.policies import EarlyStopScheduler as EarlyStopScheduler
-from hf_dspark.maths.policies import EliminationScheduler as EliminationScheduler
-from hf_dspark.maths.policies import GlobalScheduler as GlobalScheduler
 from hf_dspark.maths.sampling import VerifiedBlock
 from hf_dspark.provenance import provenance
 
@@ -65,13 +69,14 @@ class Way:
     name: str
     drafted: bool
     packed: bool
+    meaning: str  # for readers of a result file
 
 
 WAYS = (
-    Way("plain", drafted=False, packed=False),
-    Way("plain_packed", drafted=False, packed=True),
-    Way("own", drafted=True, packed=False),
-    Way("own_packed", drafted=True, packed=True),
+    Way("plain", False, False, "plain generate() as users run it"),
+    Way("plain_packed", False, True, "plain generate() inside fast_linears(packed=True), the stronger baseline"),
+    Way("own", True, False, "with the draft, as users run it"),
+    Way("own_packed", True, True, "with the draft, inside fast_linears(packed=True)"),
 )
 BASELINES = ("as_it_is", "both")
 
@@ -103,7 +108,9 @@ def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", rehearse
     try:
         with torch.device(device):
             target = Qwen3ForCausalLM(config).eval()
-            draft = DSparkDraftModel(DSparkConfig.from_target(config, num_hidden_layers=5, block_size=7)).eval()
+            num_layers = 1 if rehearse else 5
+            draft_config = DSparkConfig.from_target(config, num_hidden_layers=num_layers, block_size=7)
+            draft = DSparkDraftModel(draft_config).eval()
     finally:
         torch.set_default_dtype(before)
     return target.to(device), draft.to(device)  # what was made elsewhere all the same
@@ -188,40 +195,31 @@ def kernels(target: PreTrainedModel, draft: nn.Module | None, packed: bool) -> A
 def provenance_of(
     parser: argparse.ArgumentParser, options: argparse.Namespace, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return the provenance of a run. Take it first: it holds for what is loaded now."""
-    return provenance(device)
+    """Return the provenance of a run, with the options that are not defaults. Take it before options are changed."""
+    chosen = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
+    part = chosen.pop("part", None)  # a word of its own, not an option
+    found = provenance(device, chosen)
+    return found if part is None else found | {"command": found["command"].replace(".py", f".py {part}", 1)}
 
 
 def scheduler(cost: StepCost) -> Policy:
     """Return the default policy: draft when it pays, and verify the prefixes that pay."""
-    return AdaptiveDrafting(PrefixScheduler(cost), cost)
+    return AdaptiveDrafting(PrefixScheduler(cost))
 
 
-def with_limit(policy: Policy, cost: StepCost, tpot_seconds: float, mode: str) -> Policy:
+def with_limit(policy: Policy, tpot_seconds: float, mode: str) -> Policy:
     """Return AdaSpec's limit of the time per output token over a policy, which is asked whether to draft."""
-    return SLOLimit(AdaptiveDrafting(policy, cost), cost, tpot_seconds, mode)
+    return SLOLimit(AdaptiveDrafting(policy), tpot_seconds=tpot_seconds, mode=mode)
 
 
 @contextmanager
 def decoding(draft: DSparkDraftModel, policy: Policy | None = None, transformers_loop: bool = False) -> Iterator[None]:
     """While entered, a draft is verified as a policy says (the default one for `None`), in either loop."""
-    before = draft.policy, draft.use_transformers_loop
-    draft.policy, draft.use_transformers_loop = policy, transformers_loop
+    before, draft.decoding = draft.decoding, DecodingOptions(policy, use_transformers_loop=transformers_loop)
     try:
         yield
     finally:
-        draft.policy, draft.use_transformers_loop = before
-
-
-@contextmanager
-def fast_linears(*models: nn.Module, packed: bool = False) -> Iterator[None]:
-    """While entered, products of few rows on a CPU use faster kernels, with packed copies of the weights if asked."""
-    with ExitStack() as stack:
-        if packed:
-            stack.enter_context(using_copies(packed_weights_of(*models)))
-        for model in models:
-            stack.enter_context(multiplying_few_rows(large_linears(model)))
-        yield
+        draft.decoding = before
 
 
 def acceptance(
@@ -234,9 +232,7 @@ def acceptance(
 ) -> dict[str, Any]:
     """Return what whole blocks reach: `tau`, `acceptance` by position, and counts of prompts, rounds and tokens."""
     texts = [row["prompt"] if isinstance(row, Mapping) else row for row in prompts]
-    found = evaluate(
-        target, draft, {"prompts": texts}, processing_class, batch_size=32, seed=seed, chat_template=False, **options
-    )
+    found = evaluate(target, draft, {"prompts": texts}, processing_class, batch_size=32, seed=seed, **options)
     if found.failed:
         raise ValueError(f"{len(found.failed)} prompts failed; the first: {found.failed[0].error}")
     metrics = found.metrics["prompts"].to_dict()

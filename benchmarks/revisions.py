@@ -131,7 +131,7 @@ def main() -> None:
         "median_of_ratios": statistics.median(new / old for old, new in zip(*seconds, strict=True)),
         "seconds_per_round": medians,
         "identical": f"{identical} of {options.repetitions}",
-        "provenance": provenance(),
+        "provenance": provenance(options={name: getattr(options, name) for name in ("models", "repetitions")}),
     }
     print(json.dumps(result, indent=1))
     if options.output:

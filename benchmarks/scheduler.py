@@ -18,16 +18,7 @@ from typing import Any
 
 import numpy
 import torch
-from pair import (
-    RESULTS,
-    EarlyStopScheduler,
-    EliminationScheduler,
-    GlobalScheduler,
-    load_cost,
-    scheduler,
-    with_limit,
-    write_result,
-)
+from pair import RESULTS, provenance_of, scheduler, with_limit, write_result
 from simulator import LINE, Recording, load_curves, load_rounds
 from tqdm import tqdm
 
@@ -41,7 +32,7 @@ from hf_dspark.maths.policies import (
     RoundOutcome,
     survival,
 )
-from hf_dspark.provenance import provenance
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 LAG = 2
 JAGGED_REQUESTS, JAGGED_BLOCK_SIZE = 128, 7
@@ -282,7 +273,7 @@ def time_decisions(num_requests: int, repetitions: int, rng: numpy.random.Genera
         "lagged budget + top-K": LaggedScheduler(cost, LAG),
         "oracle": GlobalScheduler(cost),
         "elimination": EliminationScheduler(cost),
-        "hull + fill, SLO limit": with_limit(PrefixScheduler(cost), cost, 0.03, "step"),
+        "hull + fill, SLO limit": with_limit(PrefixScheduler(cost), 0.03, "step"),
     }
     times = {}
     for name, policy in policies.items():
@@ -335,7 +326,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         for name, (_, reference) in REFERENCE.items()
     }
     if options.table:
-        cost = load_cost(options.table)
+        cost = ThroughputTable.load(options.table)
         budget["recorded"] = [
             asdict(recorded_budget(recording, cost, requests, options.num_rows, rng))
             for requests in tqdm(RECORDED_REQUESTS, desc="recorded")
@@ -355,13 +346,14 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--curves", help="CSV of measured step times; see simulator.load_curves")
     parser.add_argument("--rounds", default=RESULTS / "pair_rounds.json", help="recorded rounds")
-    parser.add_argument("--table", help="cost for hf_dspark.load_cost: verified tokens against concurrency")
+    parser.add_argument("--table", help="a throughput table: verified tokens against concurrency")
     parser.add_argument("--num_draws", type=int, default=300, help="rounds per jagged curve")
     parser.add_argument("--num_rows", type=int, default=2048, help="requests drawn per concurrency, over all rounds")
     parser.add_argument("--repetitions", type=int, default=1000, help="decisions timed")
     parser.add_argument("--output", help="JSON file to write instead of printing")
     options = parser.parse_args()
-    write_result(options.output, {"provenance": provenance(), **PARTS[options.part](options)})
+    origin = provenance_of(parser, options)
+    write_result(options.output, {"provenance": origin, **PARTS[options.part](options)})
 
 
 if __name__ == "__main__":

@@ -26,16 +26,7 @@ from typing import Any
 
 import numpy
 import torch
-from pair import (
-    RESULTS,
-    EarlyStopScheduler,
-    EliminationScheduler,
-    GlobalScheduler,
-    load_cost,
-    scheduler,
-    with_limit,
-    write_result,
-)
+from pair import RESULTS, provenance_of, scheduler, with_limit, write_result
 from tqdm import tqdm
 from traces import Arrival, MeanLengths, load_trace
 
@@ -49,7 +40,7 @@ from hf_dspark.maths.policies import (
     PrefixScheduler,
     RoundOutcome,
 )
-from hf_dspark.provenance import provenance
+from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 WINDOW_SECONDS = 5.0
 FIXED_LENGTHS = (1, 3, 5, 7)
@@ -279,10 +270,9 @@ def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Con
         "hull + fill": PrefixScheduler(cost),
         "lagged budget + top-K": LaggedScheduler(cost),
         "hull + fill, draft or skip": scheduler(cost),
-        "hull + fill, limit: expected": with_limit(PrefixScheduler(cost), cost, tpot_seconds, "expected"),
+        "hull + fill, limit: expected": with_limit(PrefixScheduler(cost), tpot_seconds, "expected"),
         **{
-            f"AdaSpec, limit: {mode}": with_limit(EliminationScheduler(cost), cost, tpot_seconds, mode)
-            for mode in SLO_MODES
+            f"AdaSpec, limit: {mode}": with_limit(EliminationScheduler(cost), tpot_seconds, mode) for mode in SLO_MODES
         },
         "oracle": GlobalScheduler(cost),
     }
@@ -459,7 +449,7 @@ def load_curves(path: str | Path, draft_share: float = 0.0) -> dict[str, Through
 def chosen_cost(options: argparse.Namespace) -> StepCost:
     """Return the cost that the command line names."""
     if options.table:
-        return load_cost(options.table)
+        return ThroughputTable.load(options.table)
     if options.curves:
         return load_curves(options.curves, DRAFT_SHARE)[options.curve[0]]
     return LINE
@@ -516,9 +506,7 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--trace", help="arrivals; see load_trace")
     parser.add_argument("--rounds", default=RESULTS / "pair_rounds.json", help="recorded rounds; see load_rounds")
-    parser.add_argument(
-        "--table", help="cost for hf_dspark.load_cost; default: 20 ms + .03 ms per token, 1.5 ms draft"
-    )
+    parser.add_argument("--table", help="a throughput table; default: 20 ms + .03 ms per token, 1.5 ms draft")
     parser.add_argument("--curves", help="CSV of step times; see load_curves")
     parser.add_argument("--curve", nargs="+", default=["A100 Llama-2-7B"], help="which of them; one for `trace`")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="multiples of the recorded rate")
@@ -531,7 +519,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.part == "trace" and not options.trace:
         parser.error("`trace` needs --trace: a file of arrivals")
-    write_result(options.output, {"provenance": provenance(), **PARTS[options.part](options)})
+    origin = provenance_of(parser, options)
+    write_result(options.output, {"provenance": origin, **PARTS[options.part](options)})
 
 
 if __name__ == "__main__":

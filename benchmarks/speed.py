@@ -162,7 +162,13 @@ def main() -> None:
         for temperature in options.temperatures
         for cell in measure(*common, prompts, policies, temperature, length, options.baseline)
     ]
-    result = {"provenance": origin, "dtype": options.dtype, "num_prompts": len(prompts), "cells": cells}
+    result = {
+        "provenance": origin,
+        "dtype": options.dtype,
+        "num_prompts": len(prompts),
+        "ways": {way.name: way.meaning for way in ways_of(options.baseline)},
+        "cells": cells,
+    }
     write_result(options.output, result)
 
 

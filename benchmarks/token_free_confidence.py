@@ -14,10 +14,8 @@ import torch
 from pair import (
     RESULTS,
     SAMPLING,
-    GlobalScheduler,
     calibration_prompts,
     held_out_prompts,
-    load_cost,
     load_pair,
     provenance_of,
     write_result,
@@ -33,6 +31,7 @@ from hf_dspark.maths.calibration import (
     measure_calibration,
 )
 from hf_dspark.maths.costs import Load
+from hf_dspark.maths.policy_baselines import GlobalScheduler
 
 CONCURRENCY = (1, 4, 16, 64)
 
@@ -94,7 +93,7 @@ def realised_throughput(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--test_file", required=True, help="GSM8K test.jsonl")
-    parser.add_argument("--table", required=True, help="cost of the machine: a file that load_cost reads")
+    parser.add_argument("--table", required=True, help="the machine's throughput table")
     parser.add_argument("--num_prompts", type=int, default=150, help="questions to fit on")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--draws", type=int, default=400, help="steps per concurrency")
@@ -105,7 +104,7 @@ def main() -> None:
     fitted_on = calibration_prompts(options.test_file, options.num_prompts)
     fitting = record(target, draft, tokenizer, fitted_on, options.max_new_tokens)
     held_out = record(target, draft, tokenizer, held_out_prompts(), options.max_new_tokens)
-    cost, heads, confidences = load_cost(options.table), {}, {}
+    cost, heads, confidences = ThroughputTable.load(options.table), {}, {}
     for name, inputs in {
         "h_k and the previous token": lambda part: torch.cat([part.hidden, part.embedding], dim=-1),
         "h_k alone": lambda part: part.hidden,

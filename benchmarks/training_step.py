@@ -30,7 +30,7 @@ from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
 REHEARSAL = {"vocab_size": 200, "hidden_size": 64, "length": 64, "num_anchors": 8, "steps": 2}
 
 
-def attend_densely(query, key, value, layout, window, scaling, dropout=0.0):
+def attend_densely(query, key, value, layout, window, scaling, dropout=0.0, sinks=None):
     """Attention over all context and all blocks, under one mask."""
     index = [torch.arange(size, device=query.device) for size in (len(query), 1, query.shape[2], key.shape[2])]
     batch, head, row, column = torch.meshgrid(*index, indexing="ij")
@@ -148,9 +148,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("bounded", "dense"), help="one step, and print its memory")
     parser.add_argument("--output", help="result file")
     options = parser.parse_args()
+    origin = provenance_of(parser, options, options.device)
     if options.rehearse:
         vars(options).update(REHEARSAL)
-    origin = provenance_of(parser, options, options.device)
     setting = Setting(options)
     if options.only:
         print(growth_of_peak(options.device, lambda: setting.step(options.only)))

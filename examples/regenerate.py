@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dspark.decoding import regenerate as regeneration
+import hf_dspark
 from hf_dspark.models.modeling_draft import DraftModel
 
 
@@ -27,7 +27,7 @@ def regenerate(
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     questions = [json.loads(line)["question"] for line in Path(train_file).read_text().strip().split("\n")]
     prompts = [f"Question: {question}\nAnswer:" for question in questions]
-    report = regeneration.regenerate(
+    report = hf_dspark.regenerate(
         target, prompts, tokenizer, output_file, draft, num_samples, batch_size,
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=320,
     )  # fmt: skip

@@ -5,7 +5,7 @@ python examples/train_any.py --target Qwen/Qwen3-4B --train_file answers.jsonl -
 accelerate launch --config_file examples/fsdp.yaml examples/train_any.py --target ... (the same)
 
 Rows as `hf_dspark.regenerate` writes them, or `messages`, `prompt` and `completion`, `text`. All options of
-`DSparkTrainingArguments` can be given; `hf-dspark train --help_all` lists them.
+`DSparkTrainingArguments` can be given.
 """
 
 import argparse

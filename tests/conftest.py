@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -108,6 +109,31 @@ def make_target():
             return Qwen3ForCausalLM(config).eval()
 
     return build
+
+
+@pytest.fixture
+def make_quantised(make_target, tmp_path, bitsandbytes):
+    """Build a tiny target that bitsandbytes has quantised to 4 or 8 bits; options are those of its configuration."""
+
+    def build(bits: int, **options) -> PreTrainedModel:
+        make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path)
+        options = {f"load_in_{bits}bit": True, "bnb_4bit_compute_dtype": torch.float32} | options
+        return AutoModelForCausalLM.from_pretrained(
+            tmp_path, device_map="cpu", dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options)
+        ).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def bitsandbytes() -> None:
+    """Skip where bitsandbytes is not installed, or computes on no device of this machine."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    try:
+        layer = bitsandbytes.nn.Linear8bitLt(32, 32, has_fp16_weights=False, threshold=6.0)
+        layer(torch.ones(1, 32))
+    except Exception as error:  # whatever a library says where it has no kernels
+        pytest.skip(f"bitsandbytes has no backend on this machine: {error}")
 
 
 @pytest.fixture

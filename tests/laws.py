@@ -4,19 +4,13 @@ import itertools
 
 import scipy.stats
 import torch
-from transformers import (
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_dspark import (
-    DSparkConfig,
-    DSparkDraftModel,
-)
+from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.decoding.drafter import ProcessedSampler
 from hf_dspark.decoding.processing import BlockProcessor
 from hf_dspark.decoding.request import Request, StopRule
-from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.sampling import acceptance_probability, residual_distribution
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
@@ -26,6 +20,9 @@ PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
 ROUNDING = 2e-6  # total variation that float32 logits may leave
 # One bucket of two tokens, a cliff, then a slow rise.
 CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
+# Costs that make schedulers cut: every token a little and the fifth a lot; a steep slope.
+TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
+STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
 HEADS = {
     "vanilla": {"markov_head_type": "vanilla"},
     "gated": {"markov_head_type": "gated"},
@@ -66,7 +63,7 @@ def make_pair(make_target, gamma=2, seed=0, **overrides):
         if config.draft_vocab_size is not None:
             draft.d2t.copy_(torch.tensor([0, 1]))  # tokens 0 and 2
         if config.confidence_head_with_markov:
-            # c_k is high behind tokens 0 and 2 and low behind token 1, so a threshold of 0.5 cuts behind it.
+            # c_k is high after tokens 0 and 2 and low after token 1, so a threshold of 0.5 cuts there.
             wanted = torch.tensor([2.0, -2.0, 2.0])
             draft.confidence_head.proj.weight.zero_()
             solution = torch.linalg.lstsq(draft.markov_head.markov_w1.weight, wanted[:, None]).solution
@@ -90,6 +87,16 @@ class TargetLaw:
         return self.known[prefix]
 
 
+def each_block(target, draft, processors):
+    """Yield every possible path of a block after the prompt, with the block that the draft makes of it."""
+    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+        target(PROMPT[:, :-1])
+        features = capture.take(draft.device, draft.dtype)
+    for path in itertools.product(range(VOCAB), repeat=draft.config.block_size):
+        sampler = EnumeratingSampler(path, processors)
+        yield path, draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+
+
 def planned_length(policy, block):
     max_lengths = torch.tensor([block.token_ids.shape[1]])
     confidence = None if block.confidence_logits is None else block.confidence_logits.sigmoid()
@@ -102,13 +109,8 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
     `claimed_law` replaces the draft law in the ratio test, `cut` the length: both for negative controls.
     """
     gamma = draft.config.block_size
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
-        target(PROMPT[:, :-1])
-        features = capture.take(draft.device, draft.dtype)
     law, target_law = {}, TargetLaw(target, processors)
-    for path in itertools.product(range(VOCAB), repeat=gamma):
-        sampler = EnumeratingSampler(path, processors)
-        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+    for path, block in each_block(target, draft, processors):
         drawn_from = block.law.dense(VOCAB).probs[0].double()
         path_probability = drawn_from.gather(1, torch.tensor(path)[:, None]).prod().item()
         if path_probability == 0.0:
@@ -149,13 +151,17 @@ def total_variation(first, second):
     return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in first.keys() | second.keys())
 
 
-def law_of_drafts(target, draft, path=(0, 0)):
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
-        target(PROMPT[:, :-1])
-        features = capture.take(draft.device, draft.dtype)
-    sampler = EnumeratingSampler(path, LogitsProcessorList())
-    block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, committed_ids=PROMPT[0, 1:])
+def law_of_drafts(target, draft):
+    """Return the law of a block's tokens along the first path."""
+    _, block = next(each_block(target, draft, LogitsProcessorList()))
     return block.law.dense(VOCAB).probs[0].double()
+
+
+def distance_from_target(target, draft, policy, processors=(), **kwargs):
+    """Return the total variation between the law of a round and the target's own."""
+    processors = LogitsProcessorList(processors)
+    law = output_law(target, draft, policy, processors, **kwargs)
+    return total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, draft.config.block_size + 1))
 
 
 def chi_square_p_value(counts, law):

@@ -1,11 +1,23 @@
 """Prompts as batches, answers row by row: what tests of `generate()` share."""
 
 import torch
+from transformers import StoppingCriteria
 
 from hf_dspark import Policy
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
 EOS = 62  # of the trained pair
+OPTIONS = {
+    "default": {},
+    "eos_list": {"eos_token_id": [EOS, 11, 17]},
+    "no_eos": {"eos_token_id": None},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 3},
+    "min_new_tokens": {"min_new_tokens": 40},
+    "suppress_tokens": {"suppress_tokens": [1, 2, 3]},
+    "bad_words": {"bad_words_ids": [[5], [7, 8]]},
+    "one_token": {"max_new_tokens": 1},
+}
 
 
 def padded(prompts, pad=0):
@@ -30,10 +42,36 @@ def assert_rows(output, width, expected, pad=0):
         assert set(row[len(tokens) :]) <= {pad}
 
 
+def assert_same_tokens(target, draft, ids, drafting=None, **options):
+    """Decode with the draft and without it; `drafting` holds options that only the first call takes."""
+    plain = target.generate(ids, **(GREEDY | options))
+    assert torch.equal(target.generate(ids, assistant_model=draft, **(GREEDY | options | (drafting or {}))), plain)
+
+
+def assert_as_alone(target, draft, prompts, drafting=None, **options):
+    """Decode a batch with the draft: every row is what its prompt gives alone, without it."""
+    batch = padded(prompts)
+    output = target.generate(**batch, assistant_model=draft, **(GREEDY | options | (drafting or {})))
+    expected = [alone(target, prompt, **options) for prompt in prompts]
+    assert_rows(output, batch["input_ids"].shape[1], expected)
+    return expected
+
+
 def assert_no_hooks(target):
     for module in target.modules():  # transformers keeps hooks of its own
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         assert not [hook for hook in hooks if hook.__module__.startswith("hf_dspark")]
+
+
+class EndsAfterTwo(StoppingCriteria):
+    """Stops after the second token it is asked about; counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        return torch.full((len(input_ids),), self.calls >= 2)
 
 
 class EverySecond(Policy):

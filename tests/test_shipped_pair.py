@@ -11,6 +11,7 @@ import hf_dspark
 from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock, PrefixScheduler, ThroughputTable
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile
 from hf_dspark.maths.costs import ForwardCost, LinearCost
+from tests.rows import assert_rows, padded
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 TABLES = sorted((Path(hf_dspark.__file__).parent / "tables").glob("*.json"))
@@ -57,22 +58,16 @@ def test_shipped_pair_is_small_and_complete(shipped):
 
 
 @pytest.mark.parametrize("policy", [FullBlock(), None], ids=["full_block", "default"])
-def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, policy):
+def test_batches_of_real_prompts_are_answered_row_by_row_as_alone(shipped, policy, monkeypatch):
     target, draft, prompts = shipped
     prompts = [ids[0] for ids in prompts[:16]]
     options = {"do_sample": False, "max_new_tokens": 64, "pad_token_id": 0}
     alone = [target.generate(ids[None], **options)[0, len(ids) :].tolist() for ids in prompts]
-    draft.decoding = DecodingOptions(policy=policy)
-    try:
-        for size in (1, 2, 5, 16):
-            width = max(map(len, prompts[:size]))
-            ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in prompts[:size]])
-            mask = torch.stack([torch.arange(width) >= width - len(row) for row in prompts[:size]]).long()
-            output = target.generate(ids, attention_mask=mask, assistant_model=draft, **options)[:, width:]
-            for row, expected in zip(output.tolist(), alone, strict=False):
-                assert row[: len(expected)] == expected
-    finally:
-        draft.decoding = DecodingOptions()
+    monkeypatch.setattr(draft, "decoding", DecodingOptions(policy=policy))
+    for size in (1, 2, 5, 16):
+        batch = padded([row.tolist() for row in prompts[:size]])
+        output = target.generate(**batch, assistant_model=draft, **options)
+        assert_rows(output, batch["input_ids"].shape[1], alone[:size])
 
 
 def test_shipped_pair_answers_as_the_target_alone(shipped):
@@ -101,16 +96,13 @@ def test_a_table_is_shipped_for_the_pair(shipped):
     )
 
 
-def test_scheduled_rounds_verify_less_and_answer_the_same(shipped):
+def test_scheduled_rounds_verify_less_and_answer_the_same(shipped, monkeypatch):
     """By default, with a table that prices tokens: whatever machine runs this test."""
     target, draft, prompts = shipped
-    try:
-        cost = LinearCost(ForwardCost(0.0, 1e-3, 8e-3), ForwardCost(0.0, 0.0, 3e-3))
-        draft.decoding = DecodingOptions(policy=PrefixScheduler(cost))
-        compare(shipped, prompts[:4], {})
-        assert sum(draft.last_stats.proposed) < 6 * draft.last_stats.rounds
-    finally:
-        draft.decoding = DecodingOptions()
+    cost = LinearCost(ForwardCost(0.0, 1e-3, 8e-3), ForwardCost(0.0, 0.0, 3e-3))
+    monkeypatch.setattr(draft, "decoding", DecodingOptions(policy=PrefixScheduler(cost)))
+    compare(shipped, prompts[:4], {})
+    assert sum(draft.last_stats.proposed) < 6 * draft.last_stats.rounds
 
 
 @pytest.mark.slow

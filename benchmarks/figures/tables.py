@@ -99,6 +99,22 @@ def speed() -> Table:
     return Table(head, rows, ["speed"])
 
 
+def readme() -> Table:
+    """The shipped pair under its default policy, against the faster one of the measured ways to decode plainly."""
+    result = load("speed")
+    cells = {cell["temperature"]: cell for cell in result["cells"]}  # of each temperature the last: the default policy
+    rows, names = [], ("speedup_same_kernels", "speedup")
+    for temperature, cell in cells.items():
+        speedup = min(cell[name] for name in names if cell.get(name))
+        rates = [number(rate, 0) for rate in (cell["tokens_per_second"] / speedup, cell["tokens_per_second"])]
+        same = cell["identical_outputs"]
+        outputs = "same law" if same is None else f"{same} of {result['num_prompts']}"
+        rows.append([regime(temperature), number(cell["tau"]), *rates, f"**{number(speedup)}**", outputs])
+    both = all(cell.get(name) for cell in cells.values() for name in names)
+    plain = f"plain generate(), {'the faster baseline' if both else 'as it is'}: tokens/s"
+    return Table(("", "τ", plain, "with the draft: tokens/s", "speed-up", "identical outputs"), rows, ["speed"])
+
+
 def alternatives(name: str, batch_sizes: Sequence[int]) -> Table:
     """Every way to decode in one comparison: speed-ups over plain `generate()`."""
     result = load(name)
@@ -328,6 +344,8 @@ def finetune() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
+    "README": readme,
+} | {
     make.__name__: make
     for make in (
         speed, fair, all_methods, long_prompts, batches, larger_models, candidates, candidate_tau, block_sizes,

@@ -1,5 +1,4 @@
-"""DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, without changing a
-token.
+"""DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, with the same tokens.
 
 Importing it lets `AutoModel` load drafts and `generate()` decode with them. All else is imported when it is used.
 """
@@ -14,7 +13,7 @@ from .decoding.install import install
 from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
 
-if TYPE_CHECKING:  # for editors; _MODULES says the same
+if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .cpu import fast_linears as fast_linears
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
@@ -42,35 +41,30 @@ if TYPE_CHECKING:  # for editors; _MODULES says the same
 
 __version__ = "0.1.0.dev0"
 
-# The public names, and the module of each.
-_MODULES = {
-    "AdaptiveDrafting": "maths.policies",
-    "ConfidenceThreshold": "maths.policies",
-    "DSparkConfig": "models.configuration_dspark",
-    "DSparkDraftModel": "models.modeling_dspark",
-    "DSparkTrainer": "sharing.training",
-    "DSparkTrainingArguments": "training.arguments",
-    "DecodingOptions": "models.options",
-    "Eagle3Config": "models.configuration_eagle3",
-    "Eagle3DraftModel": "models.modeling_eagle3",
-    "FullBlock": "maths.policies",
-    "LaggedScheduler": "maths.policies",
-    "Policy": "maths.policies",
-    "PrefixScheduler": "maths.policies",
-    "RoundStatistics": "decoding.rounds",
-    "SLOLimit": "maths.policies",
-    "ThroughputTable": "maths.costs",
-    "cache_features": "training.feature_cache",
-    "calibrate": "evaluation.calibrate",
-    "check_target": "targets.check",
-    "convert_checkpoint": "sharing.convert",
-    "decode_with": "decoding.hook",
-    "evaluate": "evaluation.evaluate",
-    "fast_linears": "cpu",
-    "generate_many": "decoding.many",
-    "profile_throughput": "evaluation.profile",
-    "regenerate": "decoding.regenerate",
+# The public names by their modules.
+_NAMES = {
+    "cpu": "fast_linears",
+    "decoding.hook": "decode_with",
+    "decoding.many": "generate_many",
+    "decoding.regenerate": "regenerate",
+    "decoding.rounds": "RoundStatistics",
+    "evaluation.calibrate": "calibrate",
+    "evaluation.evaluate": "evaluate",
+    "evaluation.profile": "profile_throughput",
+    "maths.costs": "ThroughputTable",
+    "maths.policies": "AdaptiveDrafting ConfidenceThreshold FullBlock LaggedScheduler Policy PrefixScheduler SLOLimit",
+    "models.configuration_dspark": "DSparkConfig",
+    "models.configuration_eagle3": "Eagle3Config",
+    "models.modeling_dspark": "DSparkDraftModel",
+    "models.modeling_eagle3": "Eagle3DraftModel",
+    "models.options": "DecodingOptions",
+    "sharing.convert": "convert_checkpoint",
+    "sharing.training": "DSparkTrainer",
+    "targets.check": "check_target",
+    "training.arguments": "DSparkTrainingArguments",
+    "training.feature_cache": "cache_features",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
 
 

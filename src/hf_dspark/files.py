@@ -1,5 +1,4 @@
-"""Files that survive interruptions: a file of finished work that grows, and a file that is written at once or not at
-all."""
+"""Files that survive interruptions: finished work that grows, and a file that is written at once or not at all."""
 
 import hashlib
 import json
@@ -15,21 +14,9 @@ _LINE_ENDS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\
 class Journal:
     """Finished work, one JSON line each; a run that was interrupted goes on after the last one.
 
-    `<path>.settings.json` says what the lines were made with. It is written with the first line, so a run that failed
-    before it finished anything leaves nothing.
-
-    Args:
-        path (`str` or `Path`): The file; its folder is made. A last line cut short by an interruption is dropped.
-        settings (`Mapping`): What decides about the work, as JSON can hold it.
-        remember (`Callable`, *optional*): Returns what to keep in memory of a line; `None` drops the line from the
-            file. All of it unless given.
-
-    Attributes:
-        path (`Path`): The file.
-        entries (`list`): What is remembered of the work of earlier runs.
-
-    Raises:
-        ValueError: If the file was made with other settings, naming them, or is no journal.
+    `<path>.settings.json` says what the lines were made with; a journal goes on under the same settings only. It is
+    written with the first line, so a run that failed before it finished anything leaves nothing. A last line cut short
+    by an interruption is dropped. `remember` returns what `entries` keep of a line; `None` drops the line.
     """
 
     def __init__(
@@ -41,8 +28,7 @@ class Journal:
         self._settings = json.loads(json.dumps(settings))
         self._has_settings = self.path.exists() and self.path.stat().st_size > 0
         if self._has_settings:
-            self._compare()
-            self._read(remember)
+            self._resume(remember)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write a line; one cut short by the end of the process counts as not written."""
@@ -55,35 +41,26 @@ class Journal:
             file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair is JSON, too
 
     def remove(self) -> None:
-        """Delete the file: the run is over."""
         self.path.unlink(missing_ok=True)
         self._settings_path.unlink(missing_ok=True)
 
-    def _compare(self) -> None:
+    def _resume(self, remember: Callable[[Any], Any]) -> None:
+        way_out = "delete it, or name another file"
         try:
             known = json.loads(self._settings_path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{self.path} does not say what it was made with ({self._settings_path.name} is missing or damaged): "
-                "delete it, or name another file"
-            ) from error
-        different = differences(known, self._settings)
-        if different:
-            raise ValueError(
-                f"{self.path} holds what another run has finished, which differs in {different}: go on as before, "
-                "delete it, or name another file"
-            )
-
-    def _read(self, remember: Callable[[Any], Any]) -> None:
+            what = f"{self._settings_path.name} is missing or damaged"
+            raise ValueError(f"{self.path} does not say what it was made with ({what}): {way_out}") from error
+        if different := differences(known, self._settings):
+            before = f"{self.path} holds what another run has finished, which differs in {different}"
+            raise ValueError(f"{before}: go on as before, {way_out}")
         dropped = set()
         with self.path.open("rb") as lines:
-            for number, line in enumerate(lines):
+            for number, line in enumerate(lines, 1):
                 try:
                     kept = remember(json.loads(line)) if line.endswith(b"\n") else None
                 except (ValueError, LookupError, TypeError) as error:
-                    raise ValueError(
-                        f"{self.path} line {number + 1} is damaged: delete the file, or the line"
-                    ) from error
+                    raise ValueError(f"{self.path} line {number} is damaged: delete the file, or the line") from error
                 if kept is None:
                     dropped.add(number)
                 else:
@@ -91,7 +68,7 @@ class Journal:
         if dropped:
             rewritten = self.path.with_name(f".{self.path.name}.{os.getpid()}")
             with self.path.open("rb") as lines, rewritten.open("wb") as copy:
-                copy.writelines(line for number, line in enumerate(lines) if number not in dropped)
+                copy.writelines(line for number, line in enumerate(lines, 1) if number not in dropped)
             rewritten.replace(self.path)
 
 
@@ -103,6 +80,7 @@ def differences(known: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 def plain_json(value: Any) -> Any:
     """Return what JSON can hold of a value; of a configuration, what it sets, and of another object, its type."""
+
     return json.loads(json.dumps(value, default=_described))
 
 

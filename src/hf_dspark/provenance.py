@@ -16,22 +16,11 @@ import torch
 def provenance(device: torch.device | str = "cpu", options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return where and how a measurement is made, for the file that holds its result.
 
-    A result is published. The command line is not read, as it may hold secrets: the options are those of the caller.
-
-    Args:
-        device (`torch.device` or `str`): Where the models were.
-        options (`Mapping`, *optional*): What the program was called with, without secrets. Of a path outside of the
-            working folder, only the last part is shown.
-
-    Returns:
-        `dict`: `command`, `revision` (of the git checkout that the package runs from, with `+changes` if its sources
-        differ from it; absent for an installed package), `hf_dspark`, `python`, `torch`, `transformers`, `device`,
-        `threads`.
+    The command line is not read, as it may hold secrets. Of a path outside of the working folder, only its name shows.
     """
-    revision = _revision()
     return {
         "command": _command(options or {}),
-        **({"revision": revision} if revision else {}),
+        **({"revision": revision} if (revision := _revision()) else {}),
         "hf_dspark": version("hf_dspark"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -45,10 +34,8 @@ def _command(options: Mapping[str, Any]) -> str:
     started = Path(sys.argv[0])
     words = ["python", _shown(str(started))] if started.suffix == ".py" else [started.name]
     for name, value in options.items():
-        values = value if isinstance(value, list | tuple) else [value]
-        if value is True:
-            words.append(f"--{name}")
-        elif value is not None and value is not False:
+        if value is not None and value is not False:
+            values = value if isinstance(value, list | tuple) else [] if value is True else [value]
             words += [f"--{name}", *(_shown(str(each)) for each in values)]
     return " ".join(words)
 
@@ -63,21 +50,18 @@ def _shown(word: str) -> str:
 
 @functools.cache  # a commit that is made during a long run is not what runs
 def _revision() -> str | None:
-    """Return the revision of the checkout that this file belongs to, or `None` for an installed package."""
+    """Return the revision of the checkout that this file belongs to, with `+changes` if it differs; `None` without."""
     sources = Path(__file__).parent
     if sources.parent.name != "src" or not (sources.parent.parent / ".git").exists():
         return None
-    git = ["git", "-C", str(sources)]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=sources, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        revision = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True
-        ).stdout
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return revision.strip() + ("+changes" if changed.strip() else "")
 
 
 @functools.cache
@@ -90,9 +74,9 @@ def device_name(device: torch.device) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+        lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     flags = next((line for line in lines if line.startswith("flags")), "").split()
     units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16") if unit in flags]
-    name = names[0] if names else platform.machine()
+    name = names[0] if names else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, {' '.join(units)}".removesuffix(", ")

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TextIO
@@ -21,25 +21,17 @@ DONE, FAILED, INTERRUPTED = 0, 1, 130
 
 @dataclass(frozen=True)
 class Console:
-    """Where a command shows what it found.
-
-    Args:
-        output (`TextIO`): For people and pipes.
-        json (`bool`): Whether one JSON document is all that may be printed there.
-        quiet (`bool`): Whether progress and notes are left out.
-    """
+    """Where a command shows what it found."""
 
     output: TextIO
-    json: bool = False
-    quiet: bool = False
+    json: bool  # one JSON document is all that is printed on `output`
+    quiet: bool  # no progress, no notes
 
     @property
     def progress(self) -> bool:
-        """Whether progress bars are drawn."""
         return not self.quiet and sys.stderr.isatty()
 
     def show(self, text: str) -> None:
-        """Print a part of the answer."""
         if not self.json:
             print(text, file=self.output, flush=True)
 
@@ -54,36 +46,12 @@ class Console:
             print(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False), file=self.output, flush=True)
 
 
-class _NoTerminal:
-    """Standard error as if it went to a file."""
-
-    def __init__(self) -> None:
-        self._stream = sys.stderr
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def isatty(self) -> bool:
-        return False
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv (`Sequence[str]`, *optional*): The words after the program's name; those of this process unless given.
-
-    Returns:
-        `int`: The exit code.
-
-    Raises:
-        SystemExit: If the words are wrong, or ask for help.
-    """
+    """Run a command; return its exit code. Raises `SystemExit` if the words are wrong, or ask for help."""
     options = parse(sys.argv[1:] if argv is None else argv)
     console = Console(sys.stdout, options.json, options.quiet)
     try:
-        # What libraries print is no answer; and they draw their progress on terminals only.
-        with redirect_stdout(sys.stderr), redirect_stderr(_NoTerminal() if options.quiet else sys.stderr):
+        with redirect_stdout(sys.stderr):  # what libraries print is no answer
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
             if not console.progress:
                 import_module("transformers.utils.logging").disable_progress_bar()
@@ -91,11 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         message, code = f"interrupted; {options.kept}", INTERRUPTED
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
         # The package's own errors say what was given and what is needed; files and networks fail without a bug.
-        code = WRONG_WORDS if isinstance(error, (ValueError, TypeError, ImportError)) else FAILED
-        message = f"error: {said}" if code == WRONG_WORDS else f"error: {said}; {options.kept}"
-        if not isinstance(error, (ValueError, TypeError, ImportError, OSError)) or os.environ.get("HF_DSPARK_DEBUG"):
+        is_input = isinstance(error, (ValueError, TypeError, ImportError))
+        message, code = f"error: {said(error)}", WRONG_WORDS if is_input else FAILED
+        if not is_input:
+            message += f"; {options.kept}"
+        if not (is_input or isinstance(error, OSError)) or os.environ.get("HF_DSPARK_DEBUG"):
             traceback.print_exc()
     print(f"{PROGRAM} {options.command}: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def said(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -3,40 +3,32 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from hf_dspark.data.prompts import Prompt, PromptFile, read_prompt_file
+from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, token_ids
 from hf_dspark.decoding.endpoint import Endpoint
 from hf_dspark.decoding.many import Completion, generate_many
 from hf_dspark.decoding.regenerate import RegenerationReport, regenerate
 from hf_dspark.evaluation.results import describe_policy, describe_sampling
-from hf_dspark.evaluation.timed_decoding import timed_call
+from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
 
-from . import Console
-from .models import (
-    Models,
-    all_token_ids,
-    as_asked,
-    choose_policy,
-    generate_kwargs,
-    is_sampled,
-    load_models,
-    load_tokenizer,
-    note_faults,
-)
+from . import Console, said
+from .models import Models, choose_policy, generate_kwargs, is_sampled, load_models, note_faults, values_of
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
-    """Answer prompts with a draft."""
     read = _given_prompts(options)
     faults = note_faults(console, read)
     models = load_models(options)
-    prompts = all_token_ids(read.prompts, models, options)
+    asked = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
+    prompts = [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in asked]
     policy = choose_policy(options.policy, models)
     models.draft.decoding = replace(models.draft.decoding, policy=policy)
     kwargs = generate_kwargs(options, models.target)
@@ -46,10 +38,10 @@ def run_generate(options: Namespace, console: Console) -> bool:
         text = models.tokenizer.decode(ids, skip_special_tokens=True)
         answers[done.index] = {"index": done.index, "text": text, "token_ids": ids}
         if done.error is not None:
-            answers[done.index]["error"] = text = " ".join(str(done.error).split()) or type(done.error).__name__
+            answers[done.index]["error"] = said(done.error)
+            text = f"(failed: {said(done.error)})"
         if len(prompts) > 1:
-            console.show(f"=== prompt {done.index + 1} of {len(prompts)}")
-            console.show(text if done.error is None else f"(failed: {text})")
+            console.show(f"=== prompt {done.index + 1} of {len(prompts)}\n{text}")
     rounds = models.draft.last_stats
     num_tokens = sum(len(answer["token_ids"]) for answer in answers.values())
     document = {
@@ -65,7 +57,12 @@ def run_generate(options: Namespace, console: Console) -> bool:
     if rounds.rounds:
         console.note(f"{rounds.rounds} rounds of {rounds.tau:.2f} tokens")
     if options.compare:
-        document["plain"] = _compare(prompts, answers, models, options, console, kwargs)
+        plain = partial(timed_call, models.target, seed=options.seed, **kwargs)
+        found = _compare(prompts, document["answers"], plain, is_sampled(kwargs, models.target))
+        document["plain"] = found
+        console.note("without the draft: {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**found))
+        if found["identical_answers"] is not None:
+            console.note(f"the same tokens in {found['identical_answers']} of {len(prompts)} answers")
     console.document(document)
     return not any("error" in answer for answer in answers.values())
 
@@ -75,7 +72,7 @@ def _given_prompts(options: Namespace) -> PromptFile:
         return read_prompt_file(options.prompts_file, several_turns=False)
     words = options.prompts or [sys.stdin.read().rstrip("\n")]
     if not all(words):
-        raise ValueError("the prompt on stdin is empty")
+        raise ValueError("a prompt is empty: give it as a word, as --prompts_file, or on stdin")
     return PromptFile("the command line", [Prompt(word) for word in words], [])
 
 
@@ -89,8 +86,9 @@ def _completions(
         timed_call(target, prompts[:1], **(kwargs | few))
         timed_call(target, prompts[:1], draft=draft, **(kwargs | few))
     if len(prompts) == 1:
-        streamer = None if console.json else _Streamer(models.tokenizer, console)
-        call = timed_call(target, prompts, options.seed, draft, streamer=streamer, **kwargs)
+        shown = None if console.json else TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        with redirect_stdout(console.output):
+            call = timed_call(target, prompts, options.seed, draft, streamer=shown, **kwargs)
         yield Completion(0, prompts[0], torch.tensor(call.token_ids[0]))
     else:
         torch.manual_seed(options.seed)
@@ -98,43 +96,22 @@ def _completions(
 
 
 def _compare(
-    prompts: list[list[int]],
-    answers: dict[int, dict[str, Any]],
-    models: Models,
-    options: Namespace,
-    console: Console,
-    kwargs: dict[str, Any],
+    prompts: list[list[int]], answers: list[dict[str, Any]], plain: Callable[..., TimedCall], sampled: bool
 ) -> dict[str, Any]:
     """Decode the answered prompts without the draft, too."""
-    answered = [index for index in sorted(answers) if "error" not in answers[index]]
-    calls = {index: timed_call(models.target, [prompts[index]], options.seed, **kwargs) for index in answered}
-    num_tokens = sum(len(call.token_ids[0]) for call in calls.values())
-    plain = _times(num_tokens, sum(call.seconds for call in calls.values()))
-    same = sum(call.token_ids[0] == answers[index]["token_ids"] for index, call in calls.items())
-    console.note("without the draft: {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**plain))
-    if is_sampled(kwargs, models.target):
-        return plain | {"identical_answers": None}
-    console.note(f"the same tokens in {same} of {len(prompts)} answers")
-    return plain | {"identical_answers": same}
+    answers = [answer for answer in answers if "error" not in answer]
+    calls = [plain([prompts[answer["index"]]]) for answer in answers]
+    same = sum(call.token_ids[0] == answer["token_ids"] for call, answer in zip(calls, answers, strict=True))
+    num_tokens = sum(len(call.token_ids[0]) for call in calls)
+    times = _times(num_tokens, sum(call.seconds for call in calls))
+    return times | {"identical_answers": None if sampled else same}
 
 
 def _times(num_tokens: int, seconds: float) -> dict[str, Any]:
     return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / max(seconds, 1e-9)}
 
 
-class _Streamer(TextStreamer):
-    """Shows an answer while it grows."""
-
-    def __init__(self, tokenizer: Any, console: Console) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._output = console.output
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        print(text, file=self._output, end="\n" if stream_end else "", flush=True)
-
-
 def run_regenerate(options: Namespace, console: Console) -> bool:
-    """Let the target answer prompts, for training a draft on."""
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
     faults = note_faults(console, read)
     report = _regenerate(read.prompts, options)
@@ -147,30 +124,14 @@ def run_regenerate(options: Namespace, console: Console) -> bool:
 
 
 def _regenerate(prompts: list[Prompt], options: Namespace) -> RegenerationReport:
-    same = {"num_samples": options.num_samples, "enable_thinking": options.enable_thinking, "seed": options.seed}
+    kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
     if options.endpoint is None:
         models = load_models(options)
-        return regenerate(
-            models.target,
-            as_asked(prompts, models),
-            models.tokenizer,
-            options.output_file,
-            models.draft,
-            batch_size=options.batch_size,
-            **same,
-            **generate_kwargs(options, models.target),
-        )
+        prompts = [as_chat(prompt, models.tokenizer) for prompt in prompts]
+        kwargs |= generate_kwargs(options, models.target)
+        return regenerate(models.target, prompts, models.tokenizer, draft=models.draft, **kwargs)
     api_key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
     if options.api_key_env is not None and not api_key:
         raise ValueError(f"--api_key_env: the environment variable {options.api_key_env} is not set")
-    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
-    return regenerate(
-        options.model,
-        prompts,
-        load_tokenizer(options) if options.target or options.tokenizer else None,
-        options.output_file,
-        batch_size=options.concurrency,
-        endpoint=Endpoint(options.endpoint, api_key, options.timeout),
-        **same,
-        **{name: getattr(options, name) for name in names},
-    )
+    kwargs |= values_of(options, "draft", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    return regenerate(options.target, prompts, None, endpoint=Endpoint(options.endpoint, api_key), **kwargs)

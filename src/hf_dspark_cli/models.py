@@ -1,7 +1,6 @@
-"""The models that a command line names, loaded and checked against each other; its prompts, policy and sampling."""
+"""The models that a command line names, loaded and checked against each other; its policy and sampling."""
 
 from argparse import Namespace
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, token_ids
+from hf_dspark.data.prompts import PromptFile
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.decoding.step_costs import find_cost
-from hf_dspark.formats.files import read_config
-from hf_dspark.formats.tables import draft_model_type
 from hf_dspark.maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
-from hf_dspark.models.auto import DRAFTS, load_draft
+from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
 
 from . import Console
@@ -37,15 +34,10 @@ class Models:
 
 
 def load_models(options: Namespace) -> Models:
-    """Load what `--target` and `--draft` name. The draft is small, so that mistakes show soon.
-
-    Raises:
-        ValueError: If one is not what it should be, or they do not fit.
-        OSError: If the Hub has no such model, or is out of reach.
-    """
+    """Load what `--target` and `--draft` name. The draft is small, so that mistakes show soon."""
     if options.draft is None:
         return load_target(options)
-    draft = load_draft(options.draft, dtype=options.draft_dtype, revision=options.draft_revision).eval()
+    draft = load_draft(options.draft, dtype=options.dtype, revision=options.draft_revision).eval()
     models = load_target(options)
     try:
         draft = draft.to(models.target.device).bind(models.target)
@@ -56,41 +48,25 @@ def load_models(options: Namespace) -> Models:
 
 def load_target(options: Namespace) -> Models:
     """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer."""
-    _refuse_draft(options.target, options.target_revision)
-    tokenizer = load_tokenizer(options)
+    if names_a_draft(options.target):
+        raise ValueError(f"--target {options.target} is a draft: the target decodes, and --draft names its draft")
+    hub = {"revision": options.target_revision, "trust_remote_code": options.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(options.target, **hub)
     if getattr(options, "no_chat_template", False):
         tokenizer.chat_template = None
-    quantised: dict[str, Any] = {}
     if options.load_in_8bit or options.load_in_4bit:
-        bits = BitsAndBytesConfig(load_in_8bit=options.load_in_8bit, load_in_4bit=options.load_in_4bit)
-        quantised["quantization_config"] = bits
+        bits = values_of(options, "load_in_8bit", "load_in_4bit")
+        hub["quantization_config"] = BitsAndBytesConfig(**bits)
     device_map = options.device_map
     if device_map is None and torch.accelerator.is_available():
         device_map = str(torch.accelerator.current_accelerator())
-    target = AutoModelForCausalLM.from_pretrained(
-        options.target,
-        revision=options.target_revision,
-        dtype=options.dtype,
-        device_map=device_map,
-        trust_remote_code=options.trust_remote_code,
-        **quantised,
-    )
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype, device_map=device_map, **hub)
     return Models(target.eval(), tokenizer)
 
 
-def _refuse_draft(name: str, revision: str) -> None:
-    try:
-        kind = draft_model_type(read_config(name, revision=revision))
-    except (OSError, ValueError):  # of an adapter, say: transformers knows better
-        return
-    if kind in DRAFTS:
-        raise ValueError(f"--target {name} is a draft: the target decodes, and its draft is named by --draft")
-
-
-def load_tokenizer(options: Namespace) -> PreTrainedTokenizerBase:
-    """Load the tokenizer alone."""
-    name, revision = (options.tokenizer, "main") if options.tokenizer else (options.target, options.target_revision)
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=options.trust_remote_code)
+def values_of(options: Namespace, *names: str) -> dict[str, Any]:
+    """Return the options that were given, or have a default, by their names."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def note_faults(console: Console, *files: PromptFile) -> list[str]:
@@ -101,33 +77,14 @@ def note_faults(console: Console, *files: PromptFile) -> list[str]:
     return faults
 
 
-def as_asked(prompts: Iterable[Prompt], models: Models) -> list[Prompt]:
-    """Make texts a user's messages, if there is a chat template that may be used."""
-    has_template = models.tokenizer.chat_template is not None
-    return [as_chat(prompt, models.tokenizer) if has_template else prompt for prompt in prompts]
-
-
-def all_token_ids(prompts: Iterable[Prompt], models: Models, options: Namespace) -> list[list[int]]:
-    """Return the tokens of each prompt.
-
-    Raises:
-        ValueError: If one needs a chat template and there is none, or has no tokens.
-    """
-    return [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in as_asked(prompts, models)]
-
-
 def choose_policy(name: str, models: Models) -> Policy:
-    """Return the policy of a name.
-
-    Raises:
-        ValueError: If scheduling lacks a confidence head, or the cost of a step on this machine.
-    """
+    """Return the policy of a name; a `ValueError` if the cost of a step on this machine is not known."""
+    if models.draft is None:
+        raise ValueError(f"--policy {name} needs --draft: give it, or drop --policy")
     if name == "default":
         return default_policy(models.draft, models.target)
     if name == "full":
         return FullBlock()
-    if not models.draft.config.enable_confidence_head:
-        raise ValueError(f"--policy {name} needs a draft with a confidence head; this one has none: use full")
     if name.startswith(THRESHOLD):
         return ConfidenceThreshold(float(name.removeprefix(THRESHOLD)))
     cost = find_cost(models.target, models.draft)
@@ -143,8 +100,7 @@ def generate_kwargs(options: Namespace, target: PreTrainedModel) -> dict[str, An
     kwargs: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature == 0:
         return kwargs | {"do_sample": False}
-    names = ("temperature", "top_k", "top_p", "min_p")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = values_of(options, "temperature", "top_k", "top_p", "min_p")
     if given:
         kwargs |= {"do_sample": True} | given
     # transformers would sample among the 50 best tokens if nothing is said.

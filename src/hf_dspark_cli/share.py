@@ -7,10 +7,10 @@ from pathlib import Path
 from hf_dspark.sharing import convert, hub
 
 from . import Console
+from .models import values_of
 
 
 def run_convert(options: Namespace, console: Console) -> bool:
-    """Write a draft in another project's format."""
     layout = {} if options.block_layout is None else {"sample_from_anchor": options.block_layout == "anchor"}
     report = convert.convert_checkpoint(
         options.source, options.destination, options.to, options.target, engine=options.engine, **layout
@@ -25,10 +25,9 @@ def run_convert(options: Namespace, console: Console) -> bool:
 
 
 def run_push(options: Namespace, console: Console) -> bool:
-    """Publish a draft with its card."""
     beside = Path(options.folder) / hub.RESULTS_FOLDER
     results = options.results or ([str(beside)] if beside.is_dir() else [])
-    card = {name: getattr(options, name) for name in ("target", "license") if getattr(options, name)}
+    card = values_of(options, "target", "license")
     private = True if options.private else None  # else as the Hub does it: some organisations make everything private
     url = hub.push_draft(options.folder, options.repository, results, private=private, **card)
     console.show(url)

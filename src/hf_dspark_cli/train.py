@@ -23,7 +23,7 @@ from hf_dspark.training.arguments import DSparkTrainingArguments
 from hf_dspark.training.resume import last_checkpoint
 
 from . import Console
-from .models import load_target
+from .models import load_target, values_of
 from .words import PROGRAM, Parser
 
 LOSS_WEIGHTS = ("cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight")
@@ -37,21 +37,15 @@ class TrainerParser(Parser, HfArgumentParser):
 
 
 def run_train(options: Namespace, console: Console) -> bool:
-    """Train a new draft, or fine-tune one."""
     arguments = _training_arguments(options, console)
     checkpoint = _checkpoint_to_resume(arguments)
-    rows, held_out, faults = read_rows(options, arguments.seed)
+    rows, held_out, faults = _read_rows(options, arguments.seed)
     for fault in faults:
         console.note(f"skipped {fault}")
-    draft = None if options.draft is None else load_draft(options.draft, dtype=torch.float32)
     models = load_target(options)
+    draft = _draft(options, models.target, arguments.seed)
     trainer = DSparkTrainer(
-        new_draft(options, models.target, arguments.seed) if draft is None else draft,
-        models.target,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=held_out,
-        processing_class=models.tokenizer,
+        draft, models.target, arguments, train_dataset=rows, eval_dataset=held_out, processing_class=models.tokenizer
     )
     trainer.train(checkpoint)
     if held_out is not None:
@@ -67,14 +61,10 @@ def run_train(options: Namespace, console: Console) -> bool:
     return True
 
 
-def trainer_parser() -> TrainerParser:
-    """Return the parser of what the training alone can be told."""
-    return TrainerParser(DSparkTrainingArguments, prog=f"{PROGRAM} train", usage=SUPPRESS, allow_abbrev=False)
-
-
 def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingArguments:
     words = ["--output_dir", options.output_dir, *options.trainer_words]
-    (arguments,) = trainer_parser().parse_args_into_dataclasses(words)
+    parser = TrainerParser(DSparkTrainingArguments, prog=f"{PROGRAM} train", usage=SUPPRESS, allow_abbrev=False)
+    (arguments,) = parser.parse_args_into_dataclasses(words)
     arguments.disable_tqdm = arguments.disable_tqdm or not console.progress
     defaults = {part.name: part.default for part in fields(DSparkTrainingArguments)}
     given = any(getattr(arguments, name) != defaults[name] for name in LOSS_WEIGHTS)
@@ -87,55 +77,43 @@ def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingA
 def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
     """Return the checkpoint to go on from; refuse to write over what another run has left."""
     folder, wanted = Path(arguments.output_dir), arguments.resume_from_checkpoint
-    if wanted is not None and wanted != LAST:
-        if not Path(wanted).is_dir():
-            raise ValueError(f"--resume_from_checkpoint: there is no folder {wanted}; {LAST} is the newest one")
-        if Path(wanted).resolve().parent == folder.resolve():
-            return wanted
-    newest = last_checkpoint(folder)
     if wanted == LAST:
+        newest = last_checkpoint(folder)
         if newest is None:
             raise ValueError(f"--resume_from_checkpoint {LAST}: there is no checkpoint in {folder}")
         return newest
-    if newest is not None:
+    if wanted is not None and Path(wanted).resolve().parent == folder.resolve():
+        return wanted
+    if any(folder.glob("checkpoint-*")) or any(folder.glob("*.safetensors")) or (folder / "config.json").exists():
         raise ValueError(
-            f"{folder} holds checkpoints of an earlier run: go on from there with --resume_from_checkpoint {LAST}, or "
-            "name another --output_dir"
+            f"{folder} holds a draft or checkpoints already: go on from there with --resume_from_checkpoint {LAST}, "
+            "or name another --output_dir"
         )
-    if any((folder / name).exists() for name in ("config.json", "model.safetensors")):
-        raise ValueError(f"{folder} holds a model already: name another --output_dir")
     return wanted
 
 
-def read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
-    """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines.
-
-    Raises:
-        ValueError: If a file holds no row, or too few are left to train on.
-    """
+def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
+    """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines."""
     rows, faults = _read_file(options.train_file)
-    if options.eval_file is not None:
-        held_out, more_faults = _read_file(options.eval_file)
-        return rows, held_out, faults + more_faults
-    if not options.eval_rows:
+    number = options.eval_rows
+    if number == 0:
         return rows, None, faults
-    if options.eval_rows >= len(rows):
-        raise ValueError(
-            f"--eval_rows {options.eval_rows} would leave nothing to train on: {options.train_file} has {len(rows)}"
-        )
-    order = list(range(len(rows)))
-    random.Random(seed).shuffle(order)
-    return _chosen(rows, order[options.eval_rows :]), _chosen(rows, order[: options.eval_rows]), faults
+    if number >= len(rows):
+        raise ValueError(f"--eval_rows {number} would leave nothing to train on: the file has {len(rows)} rows")
+    order = random.Random(seed).sample(range(len(rows)), len(rows))
+    held_out, rows = (
+        [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
+        for places in (order[:number], order[number:])
+    )
+    return rows, held_out, faults
 
 
 def _read_file(path: str) -> tuple[Any, list[str]]:
     """Read JSON Lines into a list, and Parquet, for data larger than memory, into a table on disk."""
     faults: list[str] = []
     if path.endswith(".parquet"):
-        try:
-            from datasets import Dataset
-        except ImportError as error:
-            raise ValueError(f"{path} needs datasets: pip install 'hf_dspark[train]', or give JSON Lines") from error
+        from datasets import Dataset
+
         rows = Dataset.from_parquet(path)
     else:
         numbered, malformed = read_json_lines(path)
@@ -147,19 +125,14 @@ def _read_file(path: str) -> tuple[Any, list[str]]:
     return rows, faults
 
 
-def _chosen(rows: Any, places: list[int]) -> Any:
-    return [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
-
-
-def new_draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftModel:
-    """Return a new draft for a target, in float32; the same seed gives the same weights in every process."""
-    facts: dict[str, Any] = {"block_size": options.block_size}
-    for name in ("num_hidden_layers", "target_layer_ids"):
-        if getattr(options, name) is not None:
-            facts[name] = getattr(options, name)
+def _draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftModel:
+    """Return a draft in float32; a new one has the same weights in every process."""
+    if options.draft is not None:
+        return load_draft(options.draft, dtype=torch.float32)
+    facts = values_of(options, "block_size", "num_hidden_layers", "target_layer_ids")
     torch.manual_seed(seed)
     if options.draft_kind == "eagle3":
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
-    heads = {"markov_rank": options.markov_rank, "markov_head_type": options.markov_head_type}
+    heads = values_of(options, "markov_rank", "markov_head_type")
     facts |= WITHOUT_HEADS if options.draft_kind == "dflash" else heads
     return DSparkDraftModel(DSparkConfig.from_target(target.config, **facts))

@@ -3,15 +3,14 @@
 Imports the standard library alone, so that help and mistakes are answered at once.
 """
 
-import importlib.util
 import sys
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import NoReturn
 
 PROGRAM = "hf-dspark"
 WRONG_WORDS = 2
@@ -23,6 +22,7 @@ EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 exit codes: 0 done, 1 failed, 2 wrong words or input, 130 interrupted.
 HF_DSPARK_DEBUG=1 shows where an error came from."""
 POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1]"
+GOES_ON = "the same command goes on from there"
 PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
 
 
@@ -33,33 +33,16 @@ class Parser(ArgumentParser):
         self.exit(WRONG_WORDS, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-class HelpAll(Action):
-    """Shows the arguments of the training, too, which only transformers can list."""
-
-    def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
-        from .train import trainer_parser
-
-        parser.print_help()
-        trainer_parser().print_help()
-        parser.exit()
-
-
 def parse(words: Sequence[str]) -> Namespace:
-    """Return what a command line says: the values of the command's options, and what the command was declared with.
-
-    Raises:
-        SystemExit: If help was asked for, or the words are wrong.
-    """
+    """Return what a command line says: the values of the command's options, and what the command was declared with."""
     parser, parsers = build_parsers()
     options, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
     options.trainer_words = unknown
     if unknown and options.command != "train":
         parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    try:
-        for check in (_check_target, _check_decoding, options.check):
-            check(options)
-    except ValueError as error:
-        parsers[options.command].error(str(error))
+    for name in ("top_k", "top_p", "min_p"):
+        if getattr(options, name, None) is not None and options.temperature == 0:
+            parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
     return options
 
 
@@ -74,7 +57,7 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {version('hf_dspark')}")
     commands = parser.add_subparsers(prog=PROGRAM, metavar="COMMAND", dest="command", required=True)
-    for declare in COMMANDS:
+    for module, declare in [(module, each) for module, part in COMMANDS.items() for each in part]:
         parts = cleandoc(declare.__doc__).split("\n\n")
         command = commands.add_parser(
             declare.__name__.strip("_"),
@@ -83,7 +66,7 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.set_defaults(check=lambda options: None, kept="nothing was written")
+        command.set_defaults(module=module, kept="nothing was written")
         declare(command)
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         command.add_argument("--quiet", action="store_true", help="show neither progress nor notes")
@@ -109,13 +92,14 @@ def generate(parser: ArgumentParser) -> None:
       --dtype float32 --temperature 0 --compare $'Question: How much are 4 pens at 3 dollars?\\nAnswer:'
     """
     add = parser.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="without any, and without --prompts_file, stdin is one")
-    add("--prompts_file", type=existing, metavar="FILE", help=PROMPTS)
+    given = parser.add_mutually_exclusive_group().add_argument
+    given("prompts", nargs="*", default=[], metavar="PROMPT", help="one on stdin unless given")
+    given("--prompts_file", metavar="FILE", help=PROMPTS)
     add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
     add("--compare", action="store_true", help="also decode without the draft; show both times, and equal answers")
     _add_models(parser)
-    parser.set_defaults(module="generate", check=_check_generate, kept="finished answers stand above")
+    parser.set_defaults(kept="finished answers stand above")
 
 
 def regenerate(parser: ArgumentParser) -> None:
@@ -128,19 +112,15 @@ def regenerate(parser: ArgumentParser) -> None:
       --prompts_file examples/gsm8k_pair/prompts.jsonl --output_file out/answers.jsonl --temperature 1
     """
     add = parser.add_argument
-    add("--prompts_file", type=existing, required=True, metavar="FILE", help=PROMPTS)
+    add("--prompts_file", required=True, metavar="FILE", help=PROMPTS)
     add("--output_file", required=True, metavar="FILE", help="JSON Lines of answers")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
     add("--num_samples", type=count, default=1, metavar="N", help="answers per prompt (%(default)s)")
-    add("--batch_size", type=count, default=8, metavar="N", help="prompts answered together at most (%(default)s)")
-    add("--endpoint", metavar="URL", help="OpenAI-compatible server that answers, such as http://localhost:8000/v1")
-    add("--model", metavar="NAME", help="name by which that server knows the target")
-    add("--concurrency", type=count, default=8, metavar="N", help="requests to the server at a time (%(default)s)")
+    add("--batch_size", type=count, default=8, metavar="N", help="prompts answered at a time, also by a server (8)")
+    add("--endpoint", metavar="URL", help="OpenAI-compatible server, such as http://localhost:8000/v1, that answers")
     add("--api_key_env", metavar="VARIABLE", help="environment variable that holds the server's key")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="that a request may take (%(default)s)")
-    _add_models(parser, needs_target=False, without_draft="; slower without one")
-    kept = "finished answers are kept: the same command goes on from there"
-    parser.set_defaults(module="generate", check=_check_regenerate, kept=kept)
+    _add_models(parser, "; slower without one", named="; with --endpoint, the server's name of it")
+    parser.set_defaults(kept=f"finished answers are kept: {GOES_ON}")
 
 
 def train(parser: ArgumentParser) -> None:
@@ -156,41 +136,37 @@ def train(parser: ArgumentParser) -> None:
       --bf16 --packing --max_length 4096 --num_anchors 512 --learning_rate 6e-4 --num_train_epochs 6
     """
     add = parser.add_argument_group("data and draft").add_argument
-    add("--train_file", type=existing, required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
-    add("--eval_file", type=existing, metavar="FILE", help="held-out rows")
-    add("--eval_rows", type=int, default=0, metavar="N", help="rows to hold out of the training file (%(default)s)")
+    add("--train_file", required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
+    add("--eval_rows", type=within(int, 0), default=0, metavar="N", help="rows to hold out of the file (%(default)s)")
     add("--output_dir", required=True, metavar="FOLDER", help="where draft, card, checkpoints and results go")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
     add("--draft_kind", choices=("dspark", "dflash", "eagle3"), default="dspark", help="of a new draft (%(default)s)")
     add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
     add("--block_size", type=count, default=7, metavar="N", help="tokens per block of a new draft (%(default)s)")
-    add("--markov_rank", type=int, default=256, metavar="N", help="of a new dspark draft's Markov head (%(default)s)")
+    add("--markov_rank", type=count, default=256, metavar="N", help="of a dspark draft's Markov head; dflash has none")
     add("--markov_head_type", choices=("vanilla", "gated", "rnn"), default="vanilla", help="of a new dspark draft")
     add("--target_layer_ids", type=int, nargs="+", metavar="LAYER", help="of the target, that a new draft reads")
-    add("--help_all", action=HelpAll, nargs=0, help="list all arguments of the training, too (takes seconds)")
     _add_target(parser)
-    kept = "checkpoints are kept: --resume_from_checkpoint last goes on from the newest"
-    parser.set_defaults(module="train", check=_check_train, kept=kept)
+    parser.set_defaults(kept="checkpoints are kept: --resume_from_checkpoint last goes on from the newest")
 
 
 def calibrate(parser: ArgumentParser) -> None:
     """Fit a draft's confidences, which schedulers rely on.
 
     Decodes prompts, and fits one temperature per draft position, so that predicted acceptance is true. Do it once with
-    --temperature 0 and once without. Writes them into the draft's config.json, and a result of the kind calibration.
+    --temperature 0 and once without. Writes them into the draft's config.json, and results/calibration-DOMAIN.json.
 
     example: hf-dspark calibrate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --prompts_file examples/gsm8k_pair/prompts.jsonl --temperature 0 --output_dir out/calibrated
     """
     add = parser.add_argument
-    add("--prompts_file", type=existing, required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
+    add("--prompts_file", required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
     add("--domain", metavar="NAME", help="to keep the temperatures under; greedy or sampled unless given")
-    add("--output_dir", type=empty, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
+    add("--output_dir", type=new, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
     add("--rounds_file", metavar="FILE", help="where rounds are recorded; the same command goes on from there")
-    add("--result_file", metavar="FILE", help="results/calibration-DOMAIN.json in the draft's folder unless given")
     _add_models(parser)
-    parser.set_defaults(module="measure", kept="rounds in --rounds_file are kept: the same command goes on from there")
+    parser.set_defaults(kept=f"rounds in --rounds_file are kept: {GOES_ON}")
 
 
 def profile(parser: ArgumentParser) -> None:
@@ -205,12 +181,8 @@ def profile(parser: ArgumentParser) -> None:
     add("--batch_sizes", type=count, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="requests per pass")
     add("--context_lengths", type=count, nargs="+", default=[64, 512], metavar="N", help="cached tokens per request")
     add("--repetitions", type=count, default=5, metavar="N", help="timed passes per setting (%(default)s)")
-    add("--output_file", metavar="FILE", help="also write the table to this file")
-    add("--format", choices=("hf_dspark", "sglang"), default="hf_dspark", help="of that file (%(default)s)")
-    add("--no_cache", action="store_true", help="do not remember the table for generate() on this machine")
-    add("--overwrite", action="store_true", help="replace the file if it exists")
+    add("--output_file", type=new, metavar="FILE", help="also write the table to this file; SGLang reads it, too")
     _add_models(parser, decodes=False)
-    parser.set_defaults(module="measure", check=_check_profile)
 
 
 def eval_(parser: ArgumentParser) -> None:
@@ -223,28 +195,14 @@ def eval_(parser: ArgumentParser) -> None:
       --prompts math=examples/gsm8k_pair/prompts.jsonl --num_prompts 20 --compare --result_file out/math.json
     """
     add = parser.add_argument
-    add("--prompts", "--tasks", nargs="+", required=True, metavar="NAME=FILE", help=f"tasks to measure. {PROMPTS}")
+    add("--prompts", type=task, nargs="+", required=True, metavar="NAME=FILE", help=f"tasks to measure. {PROMPTS}")
     add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
     add("--compare", action="store_true", help="also decode each turn without the draft; show the speed-up")
-    add("--result_file", "--output", default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
-    add("--baseline", type=existing, metavar="FILE", help="result of an earlier eval to compare with")
-    add("--overwrite", action="store_true", help="replace the result file if it exists")
-    _add_models(parser, without_draft="; without one, plain decoding is measured")
-    kept = "finished turns are kept: the same command goes on from there"
-    parser.set_defaults(module="measure", check=_check_eval, kept=kept)
-
-
-def check(parser: ArgumentParser) -> None:
-    """Check that a target decodes rows together as it decodes each alone.
-
-    Takes seconds. Run it once for an architecture that is new to you.
-
-    example: hf-dspark check --target examples/gsm8k_pair/target --dtype float32
-    """
-    _add_target(parser)
-    parser.set_defaults(module="measure")
+    add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
+    _add_models(parser, "; without one, plain decoding is measured")
+    parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}")
 
 
 def convert(parser: ArgumentParser) -> None:
@@ -257,13 +215,12 @@ def convert(parser: ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("source", type=model, metavar="SOURCE", help="Hub id or folder of the draft")
-    add("destination", type=empty, metavar="DESTINATION", help="folder to write")
+    add("destination", metavar="DESTINATION", help="folder to write")
     add("--to", choices=FORMATS, required=True, help="format to write")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
     add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
     layout = "of the source, if its files do not say: whether the anchor's slot predicts the first token (anchor)"
     add("--block_layout", choices=("anchor", "fill_in"), help=layout)
-    parser.set_defaults(module="share")
 
 
 def push(parser: ArgumentParser) -> None:
@@ -277,36 +234,36 @@ def push(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=model, metavar="FOLDER", help="folder of the draft")
     add("repository", metavar="REPOSITORY", help="such as me/my-draft")
-    add("--results", type=existing, nargs="+", metavar="FILE", help="or folders of them; FOLDER/results unless given")
+    add("--results", nargs="+", metavar="FILE", help="or folders of them; FOLDER/results unless given")
     add("--target", metavar="MODEL", help="Hub id of the target; as the results say unless given")
     add("--license", metavar="ID", help="of the draft, as the Hub abbreviates it, such as mit")
     add("--private", action="store_true", help="make a new repository private")
-    parser.set_defaults(module="share", kept="the repository is as it was, or new and empty")
+    parser.set_defaults(kept="the repository is as it was, or new and empty")
 
 
-COMMANDS: tuple[Callable[[ArgumentParser], None], ...] = (
-    generate, regenerate, train, calibrate, profile, eval_, check, convert, push,
-)  # fmt: skip
+# The commands by the module that runs them, in functions run_<command>.
+COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
+    "generate": (generate, regenerate),
+    "train": (train,),
+    "measure": (calibrate, profile, eval_),
+    "share": (convert, push),
+}
 
 
 # ---- options that several commands have
 
 
-def _add_models(
-    parser: ArgumentParser, needs_target: bool = True, without_draft: str = "", decodes: bool = True
-) -> None:
+def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool = True, named: str = "") -> None:
     """Add the options of a target and its draft, and of how they decode."""
-    _add_target(parser, needs_target)
+    _add_target(parser, named)
     add = parser.add_argument_group("draft").add_argument
     what = f"Hub id or folder of the draft{without_draft}"
     add("--draft", type=model, required=not without_draft, metavar="MODEL", help=what)
     add("--draft_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
-    add("--draft_dtype", choices=DTYPES, default="auto", help="of the draft's weights (%(default)s: as in its files)")
     if not decodes:
         return
-    group = parser.add_argument_group("chat template")
-    group.add_argument("--no_chat_template", action="store_true", help="continue texts as they are")
-    add = group.add_mutually_exclusive_group().add_argument
+    add = parser.add_argument_group("chat template").add_mutually_exclusive_group().add_argument
+    add("--no_chat_template", action="store_true", help="continue texts as they are")
     add("--enable_thinking", action="store_true", default=None, help="tell it that the target may think first")
     add("--no_thinking", action="store_false", dest="enable_thinking", help="tell it that the target may not think")
     add = parser.add_argument_group("decoding, as the target's generation config recommends unless given").add_argument
@@ -318,13 +275,13 @@ def _add_models(
     add("--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)")
 
 
-def _add_target(parser: ArgumentParser, required: bool = True) -> None:
+def _add_target(parser: ArgumentParser, named: str = "") -> None:
     group = parser.add_argument_group("target")
     add = group.add_argument
-    add("--target", type=model, required=required, metavar="MODEL", help="Hub id or folder of the target")
+    what = f"Hub id or folder of the target{named}"
+    add("--target", type=str if named else model, required=True, metavar="MODEL", help=what)
     add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
-    add("--tokenizer", type=folder_or_id, metavar="MODEL", help="Hub id or folder; the target's unless given")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights; only float32 keeps every greedy token")
+    add("--dtype", choices=DTYPES, default="auto", help="of all weights; only float32 keeps every greedy token")
     add("--device_map", metavar="WHERE", help="auto, cpu, cuda:0, ...; the accelerator, if there is one, unless given")
     add("--trust_remote_code", action="store_true", help="run the code of the target's repository; read it first")
     add = group.add_mutually_exclusive_group().add_argument
@@ -352,113 +309,33 @@ def within(kind: type, least: float, most: float = sys.float_info.max) -> Callab
 count, positive, share = within(int, 1), within(float, 0), within(float, 0, 1)
 
 
-def folder_or_id(name: str) -> str:
-    """Accept a folder, or what can be a Hub id."""
-    is_id = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
-    if not Path(name).is_dir() and (Path(name).exists() or not is_id):
+def model(name: str) -> str:
+    """Accept a folder that holds a model, or what can be a Hub id."""
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            raise ArgumentTypeError(f"the folder {name} holds no model, which needs a config.json")
+    elif path.exists() or name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
         raise ArgumentTypeError(f"there is no folder {name}")
     return name
 
 
-def model(name: str) -> str:
-    """Accept a folder that holds a model, or what can be a Hub id."""
-    path = Path(folder_or_id(name))
-    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
-        raise ArgumentTypeError(f"the folder {name} holds no model, which needs a config.json")
-    return name
-
-
-def existing(path: str) -> str:
-    """Accept a file or a folder that exists, or `-`."""
-    if path != "-" and not Path(path).exists():
-        raise ArgumentTypeError(f"there is no file {path}")
+def new(path: str) -> str:
+    if Path(path).exists():
+        raise ArgumentTypeError(f"{path} exists: name another, or delete it")
     return path
 
 
-def empty(path: str) -> str:
-    """Accept a folder that can be filled."""
-    if Path(path).is_file() or (Path(path).is_dir() and any(Path(path).iterdir())):
-        raise ArgumentTypeError(f"{path} exists and is not empty: name another folder, or empty it")
-    return path
+def task(word: str) -> tuple[str, str]:
+    """Read NAME=FILE, or FILE, whose name is then the task's."""
+    name, _, path = word.rpartition("=") if not Path(word).is_file() else ("", "", word)
+    return name or Path(path).stem, path
 
 
 def policy(text: str) -> str:
     """Accept the name of a policy."""
-    try:
-        if text not in ("default", "full", "scheduled"):
-            share(text.removeprefix(THRESHOLD) if text.startswith(THRESHOLD) else "nan")
-    except (ValueError, ArgumentTypeError):
-        raise ArgumentTypeError(f"must be one of {POLICIES}; got {text!r}") from None
+    if text.startswith(THRESHOLD):
+        share(text.removeprefix(THRESHOLD))
+    elif text not in ("default", "full", "scheduled"):
+        raise ArgumentTypeError(f"must be one of {POLICIES}; got {text!r}")
     return text
-
-
-def _require_new(path: str | None, overwrite: bool) -> None:
-    if path is not None and (Path(path).is_dir() or (Path(path).exists() and not overwrite)):
-        raise ValueError(f"{path} exists: name another file, or give --overwrite to replace a file")
-
-
-# ---- values that do not go together
-
-
-def _check_target(options: Namespace) -> None:
-    quantised = getattr(options, "load_in_8bit", False) or getattr(options, "load_in_4bit", False)
-    if quantised and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError("quantising needs bitsandbytes: pip install 'hf_dspark[quantization]'")
-
-
-def _check_decoding(options: Namespace) -> None:
-    if "temperature" not in options:
-        return
-    if options.no_chat_template and options.enable_thinking is not None:
-        raise ValueError("thinking is a matter of the chat template: drop --no_chat_template, or the other")
-    given = [name for name in ("top_k", "top_p", "min_p") if getattr(options, name) is not None]
-    if options.temperature == 0 and given:
-        raise ValueError(f"--temperature 0 decodes greedily, which needs no --{given[0]}: drop one of them")
-
-
-def _check_generate(options: Namespace) -> None:
-    if options.prompts and options.prompts_file is not None:
-        raise ValueError("prompts are given as words and as --prompts_file: give one of them")
-    if not all(options.prompts):
-        raise ValueError("a prompt is empty")
-    if not options.prompts and options.prompts_file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise ValueError("there is no prompt: give it as a word, as --prompts_file, or on stdin")
-
-
-def _check_regenerate(options: Namespace) -> None:
-    if (options.endpoint is None) != (options.model is None):
-        raise ValueError("--endpoint and --model belong together: give both, or --target")
-    if options.endpoint is None and options.target is None:
-        raise ValueError("no model to answer: give --target, or --endpoint with --model")
-    if options.endpoint is not None and options.draft is not None:
-        raise ValueError("--draft helps a target in this process, not one at an --endpoint: drop one of them")
-
-
-def _check_train(options: Namespace) -> None:
-    if options.eval_rows < 0 or (options.eval_rows and options.eval_file is not None):
-        raise ValueError("--eval_rows must be 0 or positive, and excludes --eval_file")
-    if options.draft_kind == "dspark" and options.draft is None and options.markov_rank < 1:
-        raise ValueError("--markov_rank must be at least 1: a draft without a Markov head is --draft_kind dflash")
-
-
-def _check_profile(options: Namespace) -> None:
-    if options.no_cache and options.output_file is None:
-        raise ValueError("--no_cache needs --output_file: otherwise the measurement is discarded")
-    _require_new(options.output_file, options.overwrite)
-
-
-def _check_eval(options: Namespace) -> None:
-    _require_new(options.result_file, options.overwrite)
-    given = next((name for name in ("policy", "compare", "baseline") if getattr(options, name)), None)
-    if options.draft is None and given is not None:
-        raise ValueError(f"--{given} needs --draft: give it, or drop --{given}")
-    tasks: dict[str, str] = {}
-    for word in options.prompts:  # NAME=FILE, or FILE, whose name is then the task's
-        name, _, path = word.rpartition("=") if not Path(word).is_file() else ("", "", word)
-        name = name or Path(path).stem
-        if name in tasks:
-            raise ValueError(f"--prompts names the task {name!r} twice: give NAME=FILE with different names")
-        if not Path(path).is_file():
-            raise ValueError(f"--prompts: there is no file {path}")
-        tasks[name] = path
-    options.prompts = tasks

@@ -22,35 +22,13 @@ def figures():
     style.pyplot.close("all")
 
 
-def lines(axis) -> dict[str, list[float]]:
-    """Return the heights of each named line of a panel."""
-    return {line.get_label(): list(line.get_ydata()) for line in axis.get_lines() if line.get_label()[0] != "_"}
-
-
-def shown_text(figure) -> str:
-    return "\n".join(text.get_text() for text in figure.findobj(lambda part: hasattr(part, "get_text")))
-
-
-@pytest.fixture
-def own_results(tmp_path, monkeypatch):
-    """Let tables be made from a folder of the test."""
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-
-    def write(name: str, content: dict) -> None:
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-
-    return write
-
-
-# ---- figures
-
-
 @pytest.mark.parametrize("name", draw.FIGURES)
 def test_figures_have_a_message_a_footnote_and_no_empty_panel(name, figures):
     figure = figures[name]
     assert figure.axes and all(axis.has_data() for axis in figure.axes)
     assert figure.get_suptitle() and figure.get_supxlabel()
-    assert not MACHINE_WORDS.search(shown_text(figure))
+    texts = figure.findobj(lambda part: hasattr(part, "get_text"))
+    assert not any(MACHINE_WORDS.search(text.get_text()) for text in texts)
     legends = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert all(len(text) < 35 for text in legends) and len(set(legends)) == len(legends)
 
@@ -58,7 +36,7 @@ def test_figures_have_a_message_a_footnote_and_no_empty_panel(name, figures):
 def test_position_wise_figure_shows_what_was_measured_and_reached_often_enough(figures):
     (axis, *_) = figures["figure_2_position_wise"].axes
     measured = style.load("domains")["drafts"]["dflash_5"]["measured"]["math"]["temperature 1"]
-    shown = lines(axis)["DFlash, 5 layers"]
+    (shown,) = (list(line.get_ydata()) for line in axis.get_lines() if line.get_label() == "DFlash, 5 layers")
     assert shown == measured["acceptance"][: len(shown)] and len(shown) < len(measured["acceptance"])
 
 
@@ -102,9 +80,6 @@ def test_documents_show_figures_that_are_drawn_here():
     assert {name.split("_")[1] for name in drawn if name.startswith("figure_")} == set("2345678")
 
 
-# ---- tables
-
-
 def test_pages_hold_the_tables_of_the_result_files():
     pages = tables.pages()
     assert ROOT / "benchmarks" / "README.md" in pages
@@ -136,10 +111,20 @@ def test_page_asking_for_an_unknown_table_is_named():
     assert "](../benchmarks/results/speed.json)" in tables.origin("speed", ROOT / "docs" / "cpu.md")
 
 
-def test_stronger_baseline_comes_first_and_is_a_dash_where_it_was_not_measured(own_results):
+def test_readme_compares_the_default_policy_with_the_faster_baseline(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    cell = {"temperature": 0.0, "tau": 4.0, "tokens_per_second": 150.0, "speedup": 3.0, "identical_outputs": 50}
+    cells = [cell | {"tau": 9.0}, cell | {"speedup_same_kernels": 2.0}]
+    (tmp_path / "speed.json").write_text(json.dumps({"cells": cells, "num_prompts": 50}))
+    assert tables.readme().rows == [["greedy", "4.00", "75", "150", "**2.00**", "50 of 50"]]
+
+
+def test_stronger_baseline_comes_first_and_is_a_dash_where_it_was_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     cell = {"geometry": "qwen3-4b", "rows": 8, "regime": "greedy", "speedup": 3.0, "tau": 3.5}
     origin = {"provenance": {"device": "NVIDIA H200", "command": "python loop.py"}}
-    own_results("loop_4b_a", origin | {"cells": [cell, cell | {"rows": 32, "speedup_same_kernels": 2.5}]})
+    content = origin | {"cells": [cell, cell | {"rows": 32, "speedup_same_kernels": 2.5}]}
+    (tmp_path / "loop_4b_a.json").write_text(json.dumps(content))
     first, second = tables.larger_models().rows
     assert first == ["Qwen3-4B", "NVIDIA H200", 8, "–", "–", "3.00", "–", "3.50"]
     assert second[3:6] == ["2.50", "–", "3.00"]

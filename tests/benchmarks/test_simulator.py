@@ -40,9 +40,6 @@ def synthetic(seed=0):
     return simulator.synthetic_recording(rng.uniform(0.5, 0.95, 10), 12.0, 7, 30, rng)
 
 
-# ---- conservation
-
-
 @pytest.mark.parametrize("contender", simulator.contenders(COST, 7, 0.05), ids=lambda contender: contender.name)
 def test_every_request_gets_exactly_its_tokens_under_every_policy(contender):
     rng = numpy.random.default_rng(len(contender.name))
@@ -55,9 +52,6 @@ def test_every_request_gets_exactly_its_tokens_under_every_policy(contender):
     assert max(each.requests for each in run.rounds) <= 6
     assert all(each.requests <= each.new_tokens <= each.verify_tokens for each in run.rounds)
     assert all(each.arrived <= each.admitted < each.ended for each in run.finished)
-
-
-# ---- times by hand
 
 
 def test_autoregressive_throughput_by_hand():
@@ -119,9 +113,6 @@ def test_time_limit_is_that_of_plain_decoding_at_the_first_rate(tmp_path):
     found = simulator.trace(options)
     assert found["tpot_ms"] == pytest.approx(20.03) and found["cost"] == "line"
     assert found["results"][0]["policies"]["autoregressive"]["slo_attainment"] == 1.0
-
-
-# ---- files
 
 
 TRACES = {
@@ -195,9 +186,6 @@ def test_curves_are_linear_or_padded_and_drafting_is_a_share_of_the_shortest_ste
     (tmp_path / "b.csv").write_text("gpu_model,num_tokens,gemm_ms_all_layers_tp1\nA,1,2\nA,x,4\n")
     with pytest.raises(ValueError, match="line 3"):
         simulator.load_curves(tmp_path / "b.csv")
-
-
-# ---- reference outcomes
 
 
 @pytest.mark.parametrize(("name", "requests"), [("knee", 100), ("knee", 256), ("line", 64), ("line", 256)])

@@ -13,7 +13,7 @@ from hf_dspark_cli import main
 from hf_dspark_cli.words import COMMANDS, FORMATS, build_parsers, parse
 
 PACKAGE = Path(hf_dspark_cli.__file__).parent
-NAMES = [declare.__name__.strip("_") for declare in COMMANDS]
+NAMES = [declare.__name__.strip("_") for part in COMMANDS.values() for declare in part]
 
 
 @pytest.fixture
@@ -34,14 +34,6 @@ def run(words: str) -> int:
         return stop.code
 
 
-def one_line(capsys) -> str:
-    """Return what was said about an error: one line on stderr, and nothing on stdout."""
-    printed = capsys.readouterr()
-    (line,) = printed.err.rstrip("\n").split("\n")
-    assert printed.out == "" and line.startswith("hf-dspark")
-    return line
-
-
 # ---- help
 
 
@@ -49,14 +41,11 @@ def test_help_lists_the_commands_and_exit_codes(capsys):
     assert run("--help") == 0
     printed = capsys.readouterr().out
     assert all(f"    {name}" in printed for name in NAMES) and "130" in printed
-    assert run("--version") == 0
-    assert capsys.readouterr().out.startswith("hf-dspark 0.")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_of_every_command_describes_all_options_and_shows_an_example_that_parses(capsys, monkeypatch, name):
     monkeypatch.chdir(PACKAGE.parents[1])
-    monkeypatch.setattr("hf_dspark_cli.words.existing", str)
     monkeypatch.setattr("hf_dspark_cli.words.model", str)
     assert run(f"{name} --help") == 0
     printed = capsys.readouterr().out
@@ -68,7 +57,7 @@ def test_help_of_every_command_describes_all_options_and_shows_an_example_that_p
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "generate --help", "train --help", "nonsense", "eval --speed 9", "check"]
+    "words", ["--help", "--version", "generate --help", "train --help", "nonsense", "eval --speed 9", "profile"]
 )
 def test_help_and_wrong_words_are_answered_without_loading_anything(words):
     program = "import sys; from hf_dspark_cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -85,10 +74,6 @@ def test_the_script_and_the_module_run_main(capsys, monkeypatch):
     assert sys.argv[0] == "hf-dspark"  # what provenance notes
 
 
-def test_files_of_the_command_line_are_short_enough_to_be_read():
-    assert all(len(path.read_text().splitlines()) <= 600 for path in PACKAGE.glob("*.py"))
-
-
 def test_formats_on_the_command_line_are_those_of_the_library():
     from hf_dspark.formats.tables import FORMAT_NAMES
 
@@ -100,68 +85,36 @@ def test_formats_on_the_command_line_are_those_of_the_library():
 PAIR = "--target target --draft draft"
 WRONG = {
     "no command": ("", "required: COMMAND"),
-    "unknown command": ("nonsense", "invalid choice: 'nonsense'"),
     "unknown option": (f"generate {PAIR} --speed 9 up", "unrecognized arguments: --speed"),
     "unknown folder": ("generate --target ./nowhere --draft draft up", "--target: there is no folder ./nowhere"),
     "unknown draft": ("generate --target target --draft no/such/draft up", "no folder no/such/draft"),
-    "folder without a model": ("generate --target empty --draft draft up", "the folder empty holds no model"),
-    "missing prompts": (f"generate {PAIR} --prompts_file nowhere.jsonl", "there is no file nowhere.jsonl"),
-    "missing task": (f"eval {PAIR} --prompts nowhere.jsonl", "there is no file nowhere.jsonl"),
-    "missing results": ("push draft me/mine --results results", "there is no file results"),
-    "two tasks of one name": (f"eval {PAIR} --prompts a=prompts.jsonl a=prompts.jsonl", "'a' twice"),
     "wrong policy": (f"generate {PAIR} --policy fastest up", "must be one of default, full, scheduled, threshold=T"),
-    "wrong threshold": (f"generate {PAIR} --policy threshold=1.5 up", "must be one of default, full, scheduled"),
-    "threshold alone": (f"generate {PAIR} --policy 0.6 up", "must be one of default, full, scheduled"),
-    "wrong dtype": (f"generate {PAIR} --dtype int8 up", "invalid choice: 'int8'"),
+    "wrong threshold": (f"generate {PAIR} --policy threshold=1.5 up", "must be in [0, 1], got 1.5"),
     "wrong temperature": (f"generate {PAIR} --temperature -1 up", "--temperature: must be at least 0, got -1.0"),
     "wrong top_p": (f"generate {PAIR} --top_p 1.5 up", "--top_p: must be in [0, 1], got 1.5"),
     "greedy with top_k": (f"generate {PAIR} --temperature 0 --top_k 5 up", "needs no --top_k"),
-    "two quantisations": (f"generate {PAIR} --load_in_8bit --load_in_4bit up", "not allowed with argument"),
-    "words and file": (f"generate {PAIR} --prompts_file prompts.jsonl up", "give one of them"),
-    "empty prompt": (f"generate {PAIR} ''", "a prompt is empty"),
-    "thinking alone": (f"generate {PAIR} --no_thinking --no_chat_template up", "a matter of the chat template"),
-    "endpoint without model": (
-        "regenerate --endpoint http://x --prompts_file prompts.jsonl --output_file o", "belong together",
-    ),
-    "no model": ("regenerate --prompts_file prompts.jsonl --output_file o", "no model to answer"),
-    "draft of an endpoint": (
-        "regenerate --endpoint http://x --model m --draft draft --prompts_file prompts.jsonl --output_file o",
-        "not one at an --endpoint",
-    ),
+    "words and file": (f"generate {PAIR} --prompts_file prompts.jsonl up", "not allowed with argument"),
     "result that is there": (f"eval {PAIR} --prompts prompts.jsonl --result_file there.json", "there.json exists"),
-    "policy of no draft": ("eval --target target --prompts prompts.jsonl --policy full", "--policy needs --draft"),
-    "discarded table": (f"profile {PAIR} --no_cache", "--no_cache needs --output_file"),
-    "full folder": ("convert --to deepspec draft target", "target exists and is not empty"),
-    "no folder": ("train --target target --train_file prompts.jsonl", "required: --output_dir"),
-    "no head": (
-        "train --target target --train_file prompts.jsonl --output_dir o --markov_rank 0", "--draft_kind dflash",
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_words_are_one_line_on_stderr_and_end_with_two(files, capsys, name):
     words, said = WRONG[name]
-    assert run(words) == 2 and said in one_line(capsys)
+    assert run(words) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.rstrip("\n").split("\n")
+    assert printed.out == "" and line.startswith("hf-dspark") and said in line
 
 
-def test_words_with_dashes_are_understood(files):
+def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files):
     options = parse(shlex.split(f"generate {PAIR} --max-new-tokens=8 --batch-size 2 a-prompt"))
     assert (options.max_new_tokens, options.batch_size, options.prompts) == (8, 2, ["a-prompt"])
-
-
-def test_train_leaves_the_arguments_of_the_trainer_to_it(files):
     words = (
         "train --target target --train_file prompts.jsonl --output_dir o --learning_rate 1e-4 --block_size 3 --bf16"
     )
     options = parse(shlex.split(words))
     assert options.output_dir == "o" and options.trainer_words == ["--learning_rate", "1e-4", "--bf16"]
-
-
-def test_quantising_without_bitsandbytes_says_what_to_install(files, capsys, monkeypatch):
-    monkeypatch.setattr("hf_dspark_cli.words.importlib.util.find_spec", lambda name: None)
-    assert run(f"generate {PAIR} --load_in_8bit up") == 2
-    assert "pip install 'hf_dspark[quantization]'" in one_line(capsys)
 
 
 # ---- errors of a command
@@ -170,9 +123,7 @@ def test_quantising_without_bitsandbytes_says_what_to_install(files, capsys, mon
 @pytest.mark.parametrize(
     ("error", "code", "said", "traced"),
     [
-        (ValueError("give another"), 2, "error: give another", False),
-        (TypeError("give\nanother"), 2, "error: give another", False),
-        (FileNotFoundError(2, "No such file"), 1, "error: [Errno 2] No such file; nothing was written", False),
+        (ValueError("give\nanother"), 2, "error: give another", False),
         (ConnectionError("no answer"), 1, "error: no answer; nothing was written", False),
         (RuntimeError("a bug"), 1, "error: a bug; nothing was written", True),
         (AssertionError(), 1, "error: AssertionError; nothing was written", True),
@@ -188,9 +139,6 @@ def test_exit_codes_tell_wrong_input_from_what_failed(files, capsys, monkeypatch
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.rstrip("\n").split("\n")[-1] == f"hf-dspark convert: {said}"
     assert ("Traceback" in printed.err) == traced
-
-
-def test_tracebacks_are_shown_on_request(files, capsys, monkeypatch):
     monkeypatch.setenv("HF_DSPARK_DEBUG", "1")
-    assert run("convert --to deepspec draft out") == 2  # the config.json is empty
-    assert "Traceback" in capsys.readouterr().err
+    assert run("convert --to deepspec draft out") == code
+    assert ("Traceback" in capsys.readouterr().err) == (code != 130)

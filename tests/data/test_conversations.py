@@ -313,7 +313,7 @@ def test_things_that_are_no_dataset_are_refused():
         ({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "row 0 must be a dict"),
         ("text", "must hold rows"), (5, "must hold rows"),
         (datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}),
-         r"columns \['question', 'answer'\] are not understood"),
+         r"columns \['answer', 'question'\] are not understood"),
         (foreign, "row 2: token id 64.*vocab_size 64.*own tokenizer"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -11,6 +11,16 @@ from transformers import PreTrainedTokenizerFast
 from hf_dspark import DecodingOptions
 
 
+@pytest.fixture
+def target(pair):
+    return pair[0]
+
+
+@pytest.fixture
+def draft(pair):
+    return pair[1]
+
+
 @pytest.fixture(scope="session")
 def reference(fixtures):
     return json.loads((fixtures / "deepspec" / "trained" / "generation.json").read_text())

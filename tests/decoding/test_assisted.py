@@ -7,15 +7,12 @@ import torch
 import transformers
 from packaging.version import parse
 
-from hf_dspark import (
-    DecodingOptions,
-)
+from hf_dspark import DecodingOptions
 from hf_dspark.decoding import checks
-from tests.rows import GREEDY, padded
+from tests.rows import GREEDY, assert_same_tokens, padded
 
 
-def test_attentions_are_left_to_transformers_loop(pair, prompts):
-    target, draft = pair
+def test_attentions_are_left_to_transformers_loop(target, draft, prompts):
     eager = copy.deepcopy(target)
     eager.set_attn_implementation("eager")
     ask = {"return_dict_in_generate": True, "output_attentions": True}
@@ -24,28 +21,22 @@ def test_attentions_are_left_to_transformers_loop(pair, prompts):
         eager.generate(**padded(prompts), assistant_model=draft, **GREEDY, **ask)
 
 
-def test_transformers_loop_refuses_batches_and_says_why_it_was_needed(pair, prompts):
-    target, draft = pair
+def test_transformers_loop_refuses_batches_and_says_why_it_was_needed(target, draft, prompts):
     draft.decoding = DecodingOptions(use_transformers_loop=True)
     with pytest.raises(ValueError, match="6 sequences .* together: draft.decoding.use_transformers_loop"):
         target.generate(**padded(prompts), assistant_model=draft, **GREEDY)
 
 
-def test_positions_of_the_users_own_are_left_to_transformers_loop(pair, prompts):
-    target, draft = pair
-    ids = torch.tensor(prompts[:1])
-    shifted = torch.arange(ids.shape[1])[None] + 50
-    plain = target.generate(ids, position_ids=shifted, **GREEDY)
-    assert target.generate(ids, position_ids=shifted, assistant_model=draft, **GREEDY).tolist() == plain.tolist()
-    batch = padded(prompts)
+def test_positions_of_the_users_own_are_left_to_transformers_loop(target, draft, prompts):
+    ids, batch = torch.tensor(prompts[:1]), padded(prompts)
+    assert_same_tokens(target, draft, ids, position_ids=torch.arange(ids.shape[1])[None] + 50)
     positions = torch.arange(batch["input_ids"].shape[1]).expand(len(prompts), -1) + 50
     with pytest.raises(ValueError, match="position_ids"):
         target.generate(**batch, position_ids=positions, assistant_model=draft, **GREEDY)
 
 
 @pytest.mark.usefixtures("either_loop")
-def test_inputs_embeds_give_the_same_continuation_or_are_refused(pair, prompt_ids):
-    target, draft = pair
+def test_inputs_embeds_give_the_same_continuation_or_are_refused(target, draft, prompt_ids):
     embeds = target.get_input_embeddings()(prompt_ids[0])
     if draft.decoding.use_transformers_loop and parse(transformers.__version__) < checks.INPUTS_EMBEDS_SINCE:
         with pytest.raises(ValueError, match="inputs_embeds"):

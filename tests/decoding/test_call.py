@@ -4,45 +4,37 @@ import threading
 
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from tests.rows import (
+    EOS,
+    GREEDY,
+    OPTIONS,
+    EndsAfterTwo,
+    alone,
+    assert_as_alone,
+    assert_rows,
+    assert_same_tokens,
+    padded,
 )
 
-from tests.rows import EOS, GREEDY, alone, assert_rows, padded
-
-OPTIONS = {
-    "default": {},
-    "eos_list": {"eos_token_id": [EOS, 11, 17]},
-    "no_eos": {"eos_token_id": None},
-    "repetition_penalty": {"repetition_penalty": 1.3},
-    "no_repeat_ngram": {"no_repeat_ngram_size": 3},
-    "min_new_tokens": {"min_new_tokens": 30},
-    "suppress_tokens": {"suppress_tokens": [1, 2, 3]},
-    "bad_words": {"bad_words_ids": [[5], [7, 8]]},
+BATCHED = OPTIONS | {
     "forced_eos": {"forced_eos_token_id": EOS, "max_new_tokens": 9},
     "encoder_penalty": {"encoder_repetition_penalty": 1.4},
     "encoder_ngram": {"encoder_no_repeat_ngram_size": 2},
     "begin_suppress": {"begin_suppress_tokens": [26, 42, 29]},
     "decay": {"exponential_decay_length_penalty": (4, 1.5)},
-    "one_token": {"max_new_tokens": 1},
     "chunked_prefill": {"prefill_chunk_size": 4},
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_row_is_what_its_prompt_gives_alone(pair, prompts, options):
-    target, draft = pair
-    batch = padded(prompts)
-    output = target.generate(**batch, assistant_model=draft, **(GREEDY | options))
+@pytest.mark.parametrize("options", BATCHED.values(), ids=BATCHED)
+def test_every_row_is_what_its_prompt_gives_alone(target, draft, prompts, options):
     plain = {key: value for key, value in options.items() if key != "prefill_chunk_size"}
-    assert_rows(output, batch["input_ids"].shape[1], [alone(target, prompt, **plain) for prompt in prompts])
+    assert_as_alone(target, draft, prompts, options, **plain)
 
 
-def test_constraints_are_asked_about_the_right_row(pair, prompts):
-    target, draft = pair
+def test_constraints_are_asked_about_the_right_row(target, draft, prompts):
     batch = padded(prompts[:3])
 
     def allowed(row, ids):
@@ -53,9 +45,7 @@ def test_constraints_are_asked_about_the_right_row(pair, prompts):
         assert set(tokens) <= {10 + row, 20 + row}
 
 
-def test_custom_processors_see_each_row_without_padding(pair, prompts):
-    target, draft = pair
-
+def test_custom_processors_see_each_row_without_padding(target, draft, prompts):
     class Echo(LogitsProcessor):
         """Favours a token that depends on the first one of the sequence and its length."""
 
@@ -63,20 +53,16 @@ def test_custom_processors_see_each_row_without_padding(pair, prompts):
             favoured = (input_ids[:, :1] * 7 + input_ids.shape[1]) % scores.shape[-1]
             return scores.scatter(1, favoured, 30.0)
 
-    batch, extra = padded(prompts), {"logits_processor": LogitsProcessorList([Echo()])}
-    output = target.generate(**batch, assistant_model=draft, **GREEDY, **extra)
-    assert_rows(output, batch["input_ids"].shape[1], [alone(target, prompt, **extra) for prompt in prompts])
+    assert_as_alone(target, draft, prompts, logits_processor=LogitsProcessorList([Echo()]))
 
 
-def test_max_length_counts_padding_as_plain_generate_does(pair, prompts):
-    target, draft = pair
-    batch, options = padded(prompts), {"max_length": 30, "max_new_tokens": None, "do_sample": False, "pad_token_id": 0}
+def test_max_length_counts_padding_as_plain_generate_does(target, draft, prompts):
+    batch, options = padded(prompts), GREEDY | {"max_length": 30, "max_new_tokens": None}
     output = target.generate(**batch, assistant_model=draft, **options)
     assert output.shape == target.generate(**batch, **options).shape
 
 
-def test_lengths_count_holes_in_the_mask_as_padding(pair, prompts):
-    target, draft = pair
+def test_lengths_count_holes_in_the_mask_as_padding(target, draft, prompts):
     ids = torch.tensor([[*prompts[0], 0, 0, 0, 9, 33]])
     mask = torch.tensor([[1] * len(prompts[0]) + [0, 0, 0, 1, 1]])
     options = GREEDY | {"max_new_tokens": 9, "min_new_tokens": 9, "forced_eos_token_id": EOS}
@@ -84,8 +70,7 @@ def test_lengths_count_holes_in_the_mask_as_padding(pair, prompts):
     assert output[0, ids.shape[1] :].tolist() == alone(target, [*prompts[0], 9, 33], **options)
 
 
-def test_several_sequences_per_prompt_differ_and_keep_to_their_prompt(pair, prompts):
-    target, draft = pair
+def test_several_sequences_per_prompt_differ_and_keep_to_their_prompt(target, draft, prompts):
     batch = padded(prompts[:2])
     torch.manual_seed(3)
     output = target.generate(
@@ -97,8 +82,7 @@ def test_several_sequences_per_prompt_differ_and_keep_to_their_prompt(pair, prom
     assert len({tuple(row) for row in output[:, width:].tolist()}) == 6
 
 
-def test_prompts_of_several_sequences_keep_their_own_ngrams(pair, prompts):
-    target, draft = pair
+def test_prompts_of_several_sequences_keep_their_own_ngrams(target, draft, prompts):
     options = {"encoder_no_repeat_ngram_size": 2, "num_return_sequences": 2, "do_sample": True, "max_new_tokens": 20}
     output = target.generate(**padded(prompts[:2]), assistant_model=draft, pad_token_id=0, **options)
     width = max(map(len, prompts[:2]))
@@ -107,41 +91,22 @@ def test_prompts_of_several_sequences_keep_their_own_ngrams(pair, prompts):
         assert not set(zip(prompt, prompt[1:], strict=False)) & set(zip(tokens, tokens[1:], strict=False)) - {(0, 0)}
 
 
-def test_a_seed_decides_what_is_sampled(pair, prompts):
-    target, draft = pair
-    batch, outputs = padded(prompts), []
+def test_a_seed_decides_what_is_sampled(target, draft, prompts):
+    options, outputs = GREEDY | {"do_sample": True, "max_new_tokens": 12}, []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        outputs.append(
-            target.generate(**batch, assistant_model=draft, do_sample=True, max_new_tokens=12, pad_token_id=0).tolist()
-        )
+        outputs.append(target.generate(**padded(prompts), assistant_model=draft, **options).tolist())
     assert outputs[0] == outputs[1] != outputs[2]
 
 
-class EndsAfterTwo(StoppingCriteria):
-    """Stops behind the second token it is asked about; counts its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
-        return torch.full((len(input_ids),), self.calls >= 2)
-
-
-def test_custom_criteria_cut_at_the_exact_token_of_each_row(pair, prompts):
-    target, draft = pair
-    batch = padded(prompts)
-    criteria = StoppingCriteriaList([EndsAfterTwo()])
-    output = target.generate(**batch, assistant_model=draft, stopping_criteria=criteria, **GREEDY)
+def test_custom_criteria_cut_at_the_exact_token_of_each_row(target, draft, prompts):
+    batch, ends = padded(prompts), EndsAfterTwo()
+    output = target.generate(**batch, assistant_model=draft, stopping_criteria=[ends], **GREEDY)
     assert_rows(output, batch["input_ids"].shape[1], [alone(target, prompt)[:2] for prompt in prompts])
-    # Never asked about a token behind the end.
-    assert criteria[0].calls == 2
+    assert ends.calls == 2  # never asked about a token after the end
 
 
-def test_criteria_get_the_scores_they_would_get_from_plain_generate(pair, prompts):
-    target, draft = pair
-
+def test_criteria_get_the_scores_they_would_get_from_plain_generate(target, draft, prompts):
     class Watcher(StoppingCriteria):
         def __init__(self):
             self.seen = []
@@ -152,61 +117,44 @@ def test_criteria_get_the_scores_they_would_get_from_plain_generate(pair, prompt
 
     seen = []
     for assistant in ({}, {"assistant_model": draft}):
-        watcher = Watcher()
-        target.generate(
-            torch.tensor(prompts[:1]), stopping_criteria=StoppingCriteriaList([watcher]), output_scores=True,
-            return_dict_in_generate=True, **GREEDY, **assistant,
-        )  # fmt: skip
+        watcher, ask = Watcher(), {"output_scores": True, "return_dict_in_generate": True}
+        target.generate(torch.tensor(prompts[:1]), stopping_criteria=[watcher], **GREEDY, **ask, **assistant)
         seen.append(watcher.seen)
     assert seen[0] == seen[1]
 
 
-def test_criteria_that_cannot_be_copied_are_shared(pair, prompts):
-
+def test_criteria_that_cannot_be_copied_are_shared(target, draft, prompts):
     class Button(StoppingCriteria):
-        def __init__(self):
-            self.pressed = threading.Event()
+        pressed = None
 
         def __call__(self, input_ids, scores, **kwargs):
             return torch.full((len(input_ids),), self.pressed.is_set())
 
-    target, draft = pair
     button = Button()
+    button.pressed = threading.Event()
     button.pressed.set()
-    output = target.generate(
-        **padded(prompts), assistant_model=draft, stopping_criteria=StoppingCriteriaList([button]), **GREEDY
-    )
+    output = target.generate(**padded(prompts), assistant_model=draft, stopping_criteria=[button], **GREEDY)
     assert output.shape[1] == max(map(len, prompts)) + 1
 
 
-def test_stop_strings_cut_each_row_at_the_exact_token(pair, prompts, tokenizer):
-    target, draft = pair
-    batch = padded(prompts)
-    stop = {"stop_strings": ["Q", "Ld"], "tokenizer": tokenizer}
-    output = target.generate(**batch, assistant_model=draft, **GREEDY, **stop)
-    expected = [alone(target, prompt, **stop) for prompt in prompts]
-    assert min(map(len, expected)) < 40
-    assert_rows(output, batch["input_ids"].shape[1], expected)
+def test_stop_strings_cut_each_row_at_the_exact_token(target, draft, prompts, tokenizer):
+    answers = assert_as_alone(target, draft, prompts, stop_strings=["Q", "Ld"], tokenizer=tokenizer)
+    assert min(map(len, answers)) < 40
 
 
-def test_processors_are_asked_only_about_prefixes_that_plain_decoding_visits(pair, prompts):
-    """Nothing behind an end-of-sequence token, nothing beyond the last length: a trie has no answer there."""
-    target, draft = pair
+def test_processors_are_asked_only_about_prefixes_that_plain_decoding_visits(target, draft, prompts):
+    """Nothing after an end-of-sequence token, nothing beyond the last length: a trie has no answer there."""
 
     def allowed(row, ids):
         generated = ids[len(prompts[0]) :].tolist()
         assert len(generated) < 12 and EOS not in generated, "plain decoding never asks"
         return [EOS] if len(generated) == 4 else [26, 42]
 
-    options = GREEDY | {"max_new_tokens": 12, "prefix_allowed_tokens_fn": allowed}
-    ids = torch.tensor(prompts[:1])
-    for extra in ({}, {"eos_token_id": None, "max_new_tokens": 4}):
-        plain = target.generate(ids, **(options | extra))
-        assert target.generate(ids, assistant_model=draft, **(options | extra)).tolist() == plain.tolist()
+    for options in ({"max_new_tokens": 12}, {"eos_token_id": None, "max_new_tokens": 4}):
+        assert_same_tokens(target, draft, torch.tensor(prompts[:1]), prefix_allowed_tokens_fn=allowed, **options)
 
 
-def test_nucleus_sampling_may_need_the_whole_vocabulary_at_some_slots(pair, prompts, monkeypatch):
-    target, draft = pair
+def test_nucleus_sampling_may_need_the_whole_vocabulary_at_some_slots(target, draft, prompts, monkeypatch):
     monkeypatch.setattr("hf_dspark.decoding.processing.TOP_P_CANDIDATES", 6)
     output = target.generate(
         **padded(prompts), assistant_model=draft, do_sample=True, top_k=0, top_p=0.9, temperature=1.5,
@@ -215,8 +163,7 @@ def test_nucleus_sampling_may_need_the_whole_vocabulary_at_some_slots(pair, prom
     assert output.shape[0] == len(prompts) and draft.last_stats.rounds > 0
 
 
-def test_scores_logits_and_hidden_states_of_a_batch_are_those_of_each_row(pair, prompts):
-    target, draft = pair
+def test_scores_logits_and_hidden_states_of_a_batch_are_those_of_each_row(target, draft, prompts):
     ask = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True}
     batch, options = padded(prompts), GREEDY | {"repetition_penalty": 1.2}
     together = target.generate(**batch, assistant_model=draft, **options, **ask)
@@ -231,8 +178,7 @@ def test_scores_logits_and_hidden_states_of_a_batch_are_those_of_each_row(pair, 
                 assert ours.shape[1] == (width if step == 0 else 1)
 
 
-def test_truncated_scores_are_those_of_the_warpers(pair, prompts):
-    target, draft = pair
+def test_truncated_scores_are_those_of_the_warpers(target, draft, prompts):
     ids = torch.tensor(prompts[:1])
     ask = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 12}
     output = target.generate(
@@ -246,20 +192,17 @@ def test_truncated_scores_are_those_of_the_warpers(pair, prompts):
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
-def test_left_padded_embeddings_are_decoded_like_their_ids(pair, prompts, with_ids):
-    target, draft = pair
+def test_left_padded_embeddings_are_decoded_like_their_ids(target, draft, prompts, with_ids):
     batch = padded(prompts)
-    embeds = target.get_input_embeddings()(batch["input_ids"]).detach()
-    ids = {"input_ids": batch["input_ids"]} if with_ids else {}
-    output = target.generate(
-        inputs_embeds=embeds, attention_mask=batch["attention_mask"], assistant_model=draft, **GREEDY, **ids
-    )
+    batch["inputs_embeds"] = target.get_input_embeddings()(batch["input_ids"]).detach()
     width = batch["input_ids"].shape[1] if with_ids else 0
+    if not with_ids:
+        del batch["input_ids"]
+    output = target.generate(**batch, assistant_model=draft, **GREEDY)
     assert_rows(output, width, [alone(target, prompt) for prompt in prompts])
 
 
-def test_a_full_memory_names_a_batch_that_fits(pair, prompts, monkeypatch):
-    target, draft = pair
+def test_a_full_memory_names_a_batch_that_fits(target, draft, prompts, monkeypatch):
     honest, budget = torch.Tensor.new_zeros, [400_000]
 
     def scarce(self, *shape, **kwargs):

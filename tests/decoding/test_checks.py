@@ -25,11 +25,13 @@ from hf_dspark import (
     FullBlock,
     PrefixScheduler,
     SLOLimit,
-    ThroughputTable,
 )
 from hf_dspark.decoding.request import copy_of
 from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
-from tests.rows import GREEDY, assert_no_hooks, padded
+from tests.laws import TABLE
+from tests.rows import GREEDY, assert_no_hooks, assert_same_tokens, padded
+
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 0}
 
 
 class Counter(LogitsProcessor):
@@ -48,100 +50,11 @@ class Halve(LogitsProcessor):
         return scores / 2
 
 
-REFUSED = {
-    "beams": ({"num_beams": 2}, "num_beams"),
-    "no_cache": ({"use_cache": False}, "use_cache"),
-    "static_cache_name": ({"cache_implementation": "static"}, "dynamic cache"),
-    "stateful_processor": ({"logits_processor": LogitsProcessorList([Counter()])}, "Counter keeps state"),
-    "cfg": ({"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
-    "threshold_above_one": ({"assistant_confidence_threshold": 1.5}, r"\[0, 1\]"),
-    "threshold_negative": ({"assistant_confidence_threshold": -0.1}, r"\[0, 1\]"),
-    "no_drafts": ({"num_assistant_tokens": 0}, "num_assistant_tokens"),
-    "schedule": ({"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule='heuristic'"),
-    "prompt_lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for other drafts"),
-    "mtp": ({"use_mtp": True}, "use_mtp"),
-    "early_exit": ({"assistant_early_exit": 2}, "assistant_early_exit asks for other drafts"),
-}
+class Rows(LogitsProcessor):
+    """Knows that there are three rows."""
 
-
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_option_is_refused_by_name(pair, prompt_ids, options, message):
-    target, draft = pair
-    with pytest.raises(ValueError, match=message):
-        target.generate(prompt_ids[0], assistant_model=draft, **(GREEDY | options))
-    assert_no_hooks(target)
-
-
-def test_stateless_custom_processor_is_accepted(pair, prompt_ids):
-    target, draft = pair
-    processors = LogitsProcessorList([Halve()])
-    plain = target.generate(prompt_ids[0], logits_processor=processors, **GREEDY)
-    assisted = target.generate(prompt_ids[0], logits_processor=processors, assistant_model=draft, **GREEDY)
-    assert assisted.tolist() == plain.tolist()
-
-
-def test_empty_prompt_is_refused(pair):
-    target, draft = pair
-    with pytest.raises(ValueError):
-        target.generate(torch.zeros(1, 0, dtype=torch.long), assistant_model=draft, **GREEDY)
-
-
-def test_right_padding_of_a_single_row_is_refused(pair, prompt_ids):
-    target, draft = pair
-    mask = torch.ones_like(prompt_ids[0])
-    mask[0, -2:] = 0
-    with pytest.raises(ValueError, match="padding_side"):
-        target.generate(prompt_ids[0], attention_mask=mask, assistant_model=draft, **GREEDY)
-
-
-def test_static_cache_object_is_refused(pair, prompt_ids):
-    target, draft = pair
-    with pytest.raises(ValueError, match=r"[Ss]tatic"):
-        target.generate(
-            prompt_ids[0],
-            past_key_values=StaticCache(config=target.config, max_cache_len=128),
-            assistant_model=draft,
-            **GREEDY,
-        )
-
-
-def test_threshold_without_confidence_head_is_refused(pair, prompt_ids):
-    target, _ = pair
-    config = DSparkConfig.from_target(target.config, markov_rank=4, enable_confidence_head=False)
-    draft = DSparkDraftModel(config)
-    with pytest.raises(ValueError, match="confidence head"):
-        target.generate(prompt_ids[0], assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 80}, "vocab_size"),
-        ({"hidden_size": 32}, "hidden_size"),
-        ({"num_hidden_layers": 5}, "num_target_layers"),
-    ],
-)
-def test_draft_of_another_target_is_refused(pair, prompt_ids, change, message):
-    target, draft = pair
-    other = Qwen3ForCausalLM(Qwen3Config(**(target.config.to_dict() | change | {"layer_types": None})))
-    with pytest.raises(ValueError, match=message):
-        other.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-
-
-def test_encoder_decoder_target_is_refused(pair):
-    _, draft = pair
-    config = T5Config(
-        vocab_size=64,
-        d_model=64,
-        d_kv=16,
-        d_ff=64,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        T5ForConditionalGeneration(config).generate(torch.tensor([[1, 2, 3]]), assistant_model=draft, max_new_tokens=4)
+    def __call__(self, input_ids, scores):
+        return scores + torch.zeros(3, scores.shape[-1])
 
 
 class WithModel(LogitsProcessor):
@@ -154,38 +67,109 @@ class WithModel(LogitsProcessor):
         return scores
 
 
+class Quiet(BaseStreamer):
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+# How many prompts, options, and words of the refusal.
+REFUSED = {
+    "beams": (1, {"num_beams": 2}, "num_beams"),
+    "no_cache": (1, {"use_cache": False}, "use_cache"),
+    "static_cache_name": (1, {"cache_implementation": "static"}, "dynamic cache"),
+    "stateful_processor": (1, {"logits_processor": LogitsProcessorList([Counter()])}, "Counter keeps state"),
+    "cfg": (1, {"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
+    "threshold_above_one": (1, {"assistant_confidence_threshold": 1.5}, r"\[0, 1\]"),
+    "threshold_negative": (1, {"assistant_confidence_threshold": -0.1}, r"\[0, 1\]"),
+    "no_drafts": (1, {"num_assistant_tokens": 0}, "num_assistant_tokens"),
+    "schedule": (1, {"num_assistant_tokens_schedule": "heuristic"}, "num_assistant_tokens_schedule='heuristic'"),
+    "prompt_lookup": (1, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens asks for other drafts"),
+    "mtp": (1, {"use_mtp": True}, "use_mtp"),
+    "early_exit": (1, {"assistant_early_exit": 2}, "assistant_early_exit asks for other drafts"),
+    "uncopied_processor": (
+        1,
+        {"logits_processor": [WithModel(threading.Lock())]},
+        "WithModel cannot be copied .*: give it a __deepcopy__",
+    ),
+    "empty_prompt": (1, {"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, None),
+    "streamer_of_a_batch": (6, {"streamer": Quiet()}, "streamer takes one sequence"),
+    "processor_that_knows_rows": (3, {"logits_processor": LogitsProcessorList([Rows()])}, "Rows returned 3 rows"),
+}
+
+
+@pytest.mark.parametrize(("rows", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_option_is_refused_by_name(target, draft, prompts, rows, options, message):
+    before = target.config._attn_implementation
+    with pytest.raises(ValueError, match=message):
+        target.generate(assistant_model=draft, **(GREEDY | padded(prompts[:rows]) | options))
+    assert target.config._attn_implementation == before
+    assert_no_hooks(target)
+
+
+def test_stateless_custom_processor_is_accepted(target, draft, prompt_ids):
+    assert_same_tokens(target, draft, prompt_ids[0], logits_processor=LogitsProcessorList([Halve()]))
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_right_padding_is_refused(target, draft, prompts, rows):
+    batch = padded([*prompts[1:rows], [0, *prompts[0]]])
+    batch["attention_mask"][batch["input_ids"] == 0] = 0
+    flipped = {name: value.flip(1) for name, value in batch.items()}
+    with pytest.raises(ValueError, match="padding_side"):
+        target.generate(**flipped, assistant_model=draft, **GREEDY)
+
+
+def test_caches_that_cannot_be_continued_are_refused(target, draft, prompts):
+    static = StaticCache(config=target.config, max_cache_len=128)
+    with pytest.raises(ValueError, match=r"[Ss]tatic"):
+        target.generate(torch.tensor(prompts[:1]), past_key_values=static, assistant_model=draft, **GREEDY)
+    offloaded = DynamicCache(config=target.config)
+    target.generate(torch.tensor(prompts[:1]), past_key_values=offloaded, **GREEDY)
+    offloaded.offloading = True
+    longer = torch.tensor([prompts[0] * 12])
+    with pytest.raises(ValueError, match="cannot continue a DynamicCache"):
+        target.generate(longer, past_key_values=offloaded, assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 80}, "vocab_size"),
+        ({"hidden_size": 32}, "hidden_size"),
+        ({"num_hidden_layers": 5}, "num_target_layers"),
+    ],
+)
+def test_draft_of_another_target_is_refused(target, draft, prompt_ids, change, message):
+    other = Qwen3ForCausalLM(Qwen3Config(**(target.config.to_dict() | change | {"layer_types": None})))
+    with pytest.raises(ValueError, match=message):
+        other.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
+
+
+def test_encoder_decoder_target_is_refused(draft):
+    sizes = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        target.generate(torch.tensor([[1, 2, 3]]), assistant_model=draft, max_new_tokens=4)
+
+
 def test_copies_of_users_objects_share_models():
     held = torch.nn.Linear(2, 2)
     copied = copy_of(WithModel(held))
     assert copied.held is held and copied.calls is not copied.held
 
 
-def test_processor_that_cannot_be_copied_is_named(pair, prompt_ids):
-    target, draft = pair
-    with pytest.raises(ValueError, match="WithModel cannot be copied .*: give it a __deepcopy__"):
-        target.generate(prompt_ids[0], assistant_model=draft, **GREEDY, logits_processor=[WithModel(threading.Lock())])
-
-
-def test_empty_rows_are_refused_by_number(pair, prompts):
-    target, draft = pair
+def test_empty_rows_are_refused_by_number(target, draft, prompts):
     batch = padded(prompts[:3])
-    batch["attention_mask"][1] = 0
-    batch["attention_mask"][1, -1] = 1
+    batch["attention_mask"][1, :-1] = 0
     batch["attention_mask"][2] = 0
     with pytest.raises(ValueError, match=r"empty in rows \[2\]"):
         target.generate(**batch, assistant_model=draft, **GREEDY)
 
 
-def test_right_padding_is_refused(pair, prompts):
-    target, draft = pair
-    batch = padded(prompts)
-    flipped = {name: value.flip(1) for name, value in batch.items()}
-    with pytest.raises(ValueError, match="padding_side"):
-        target.generate(**flipped, assistant_model=draft, **GREEDY)
-
-
-def test_a_missing_padding_token_is_refused_when_rows_may_end_apart(pair, prompts, tokenizer):
-    target, draft = pair
+def test_a_missing_padding_token_is_refused_when_rows_may_end_apart(target, draft, prompts, tokenizer):
     options = {"assistant_model": draft, "do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
     target = copy.deepcopy(target)
     target.generation_config.pad_token_id = target.generation_config.eos_token_id = None
@@ -194,74 +178,15 @@ def test_a_missing_padding_token_is_refused_when_rows_may_end_apart(pair, prompt
     assert target.generate(**padded(prompts), **options).shape[0] == len(prompts)
 
 
-def test_prompts_longer_than_the_context_are_refused(pair):
-    target, draft = pair
+def test_prompts_longer_than_the_context_are_refused(target, draft):
     length = target.config.max_position_embeddings + 1
     with pytest.raises(ValueError, match=f"prompt of {length} tokens does not fit"):
         target.generate(torch.ones(1, length, dtype=torch.long), assistant_model=draft, **GREEDY)
 
 
-def test_streamers_of_a_batch_are_refused(pair, prompts):
-
-    class Quiet(BaseStreamer):
-        def put(self, value):
-            pass
-
-        def end(self):
-            pass
-
-    target, draft = pair
-    with pytest.raises(ValueError, match="streamer takes one sequence"):
-        target.generate(**padded(prompts), assistant_model=draft, streamer=Quiet(), **GREEDY)
-
-
-def test_offloaded_caches_are_refused(pair, prompts):
-    target, draft = pair
-    cache = DynamicCache(config=target.config)
-    target.generate(torch.tensor(prompts[:1]), past_key_values=cache, **GREEDY)
-    cache.offloading = True
-    longer = torch.tensor([prompts[0] * 12])
-    with pytest.raises(ValueError, match="cannot continue a DynamicCache"):
-        target.generate(longer, past_key_values=cache, assistant_model=draft, **GREEDY)
-
-
-def test_processors_that_know_rows_are_refused(pair, prompts):
-    target, draft = pair
-
-    class Rows(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores + torch.zeros(3, scores.shape[-1])
-
-    with pytest.raises(ValueError, match="Rows returned 3 rows"):
-        target.generate(
-            **padded(prompts[:3]), assistant_model=draft, logits_processor=LogitsProcessorList([Rows()]), **GREEDY
-        )
-
-
-def test_generation_leaves_the_targets_attention_as_it_was(pair, prompts):
-    target, draft = pair
-    before = target.config._attn_implementation
-    target.generate(**padded(prompts), assistant_model=draft, **GREEDY)
-    assert target.config._attn_implementation == before
-    with pytest.raises(ValueError):
-        target.generate(**padded(prompts), assistant_model=draft, num_assistant_tokens=0, **GREEDY)
-    assert target.config._attn_implementation == before
-
-
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 0}
-
-
-TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
-
-
 @pytest.mark.parametrize("scheduler", [GlobalScheduler, EliminationScheduler])
-def test_policies_that_look_ahead_are_refused_when_drafts_are_sampled(pair, prompt_ids, scheduler):
-    target, draft = pair
-    for policy in (
-        scheduler(TABLE),
-        SLOLimit(scheduler(TABLE), 5.0),
-        AdaptiveDrafting(scheduler(TABLE)),
-    ):
+def test_policies_that_look_ahead_are_refused_when_drafts_are_sampled(target, draft, prompt_ids, scheduler):
+    for policy in (scheduler(TABLE), SLOLimit(scheduler(TABLE), 5.0), AdaptiveDrafting(scheduler(TABLE))):
         draft.decoding = DecodingOptions(policy=policy)
         with pytest.raises(ValueError, match=r"not causal with this draft.*accept_bias=True"):
             target.generate(prompt_ids[0], assistant_model=draft, **SAMPLED)
@@ -269,7 +194,8 @@ def test_policies_that_look_ahead_are_refused_when_drafts_are_sampled(pair, prom
     target.generate(prompt_ids[0], assistant_model=draft, **SAMPLED)
 
 
-def test_global_search_is_welcome_when_the_head_reads_no_token(target, make_draft):
+def test_global_search_is_welcome_when_the_head_reads_no_token(make_target, make_draft):
+    target = make_target()
     draft = make_draft(target, confidence_head_with_markov=False)
     draft.decoding = DecodingOptions(policy=GlobalScheduler(TABLE))
     ids = torch.tensor([[5, 6, 7]])
@@ -277,28 +203,21 @@ def test_global_search_is_welcome_when_the_head_reads_no_token(target, make_draf
     assert draft.last_stats.rounds > 0
 
 
-def test_schedulers_need_a_confidence_head(pair, prompt_ids):
-    target, _ = pair
+def test_options_that_need_confidences_need_a_confidence_head(target, prompt_ids):
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=4, enable_confidence_head=False))
-    for policy in (
-        PrefixScheduler(TABLE),
-        AdaptiveDrafting(FullBlock(), cost=TABLE),
-        SLOLimit(PrefixScheduler(TABLE), 1.0),
-    ):
+    with pytest.raises(ValueError, match="confidence head"):
+        target.generate(prompt_ids[0], assistant_model=draft, assistant_confidence_threshold=0.5, **GREEDY)
+    scheduler = PrefixScheduler(TABLE)
+    for policy in (scheduler, AdaptiveDrafting(FullBlock(), cost=TABLE), SLOLimit(scheduler, 1.0)):
         draft.decoding = DecodingOptions(policy=policy)
         with pytest.raises(ValueError, match="needs a draft with a confidence head"):
             target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
 
 
-def test_temperatures_set_by_hand_are_checked(pair, prompt_ids):
-    target, draft = pair
+def test_temperatures_set_by_hand_and_domains_are_checked(target, draft, prompt_ids):
     draft.config.sts_temperatures = {"default": [2.0]}
     with pytest.raises(ValueError, match="1 temperatures for blocks of"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-
-
-def test_unknown_domains_are_refused(pair, prompt_ids):
-    target, draft = pair
-    draft.decoding = DecodingOptions(domain="poems")
+    draft.config.sts_temperatures, draft.decoding = None, DecodingOptions(domain="poems")
     with pytest.raises(ValueError, match="no temperatures for the domain 'poems'"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)

@@ -22,18 +22,10 @@ from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalSchedul
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
-from tests.laws import HEADS, PROMPT, EnumeratingSampler, make_pair
-from tests.rows import GREEDY, EverySecond, alone
-
-STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
-
+from tests.laws import HEADS, PROMPT, STEEP, TABLE, EnumeratingSampler, make_pair
+from tests.rows import GREEDY, EverySecond, alone, assert_same_tokens
 
 SLOW_DRAFT = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 6.0))
-
-
-TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
-
-
 POLICIES = {
     "full": FullBlock(),
     "threshold": ConfidenceThreshold(0.6),
@@ -50,16 +42,13 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_greedy_tokens_are_the_same_under_every_policy(pair, prompt_ids, policy):
-    target, draft = pair
+def test_greedy_tokens_are_the_same_under_every_policy(target, draft, prompt_ids, policy):
     draft.decoding = DecodingOptions(policy=policy)
     for prompt in prompt_ids[:4]:
-        plain = target.generate(prompt, **GREEDY)
-        assert torch.equal(target.generate(prompt, assistant_model=draft, **GREEDY), plain)
+        assert_same_tokens(target, draft, prompt)
 
 
-def test_policies_really_differ_in_what_they_verify(pair, prompt_ids):
-    target, draft = pair
+def test_policies_really_differ_in_what_they_verify(target, draft, prompt_ids):
     proposed = {}
     for name, policy in POLICIES.items():
         draft.decoding = DecodingOptions(policy=policy)
@@ -69,9 +58,8 @@ def test_policies_really_differ_in_what_they_verify(pair, prompt_ids):
     assert 0 in proposed["every_second"] and 0 in proposed["adaptive"]
 
 
-def test_skipped_rounds_feed_the_drafts_context(pair, prompt_ids):
+def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     """A block drafted after skipped rounds must be the block that a draft with the whole context would write."""
-    target, draft = pair
     seen = []
 
     class Spy(EverySecond):
@@ -100,13 +88,6 @@ def test_skipped_rounds_feed_the_drafts_context(pair, prompt_ids):
     assert drafted > 5 and len(seen) > 2 * drafted - 2
 
 
-def test_policy_is_limited_by_num_assistant_tokens(pair, prompt_ids):
-    target, draft = pair
-    draft.decoding = DecodingOptions(policy=PrefixScheduler(ThroughputTable((1, 100), (1.0, 1.0))))
-    target.generate(prompt_ids[0], assistant_model=draft, num_assistant_tokens=2, **GREEDY)
-    assert set(draft.last_stats.proposed[:-1]) == {2}
-
-
 @pytest.mark.parametrize(
     ("policy", "options", "widths"),
     [
@@ -117,8 +98,7 @@ def test_policy_is_limited_by_num_assistant_tokens(pair, prompt_ids):
     ids=["num_assistant_tokens", "slo", "whole"],
 )
 @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
-def test_blocks_end_where_nothing_more_can_be_sent(pair, prompt_ids, kind, policy, options, widths):
-    target, draft = pair
+def test_blocks_end_where_nothing_more_can_be_sent(target, draft, prompt_ids, kind, policy, options, widths):
     if kind == "eagle3":
         draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=5)).eval()
     rounds, options = [], GREEDY | {"eos_token_id": None} | options
@@ -145,8 +125,7 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
     torch.testing.assert_close(short.confidence_logits, whole.confidence_logits[:, :2])
 
 
-def test_drafts_get_shorter_as_the_engine_fills(pair, prompt_ids):
-    target, draft = pair
+def test_drafts_get_shorter_as_the_engine_fills(target, draft, prompt_ids):
     policy = PrefixScheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)))
     totals, asked = [], []
     for tokens in (0, 100, 200):
@@ -166,19 +145,17 @@ def test_drafts_get_shorter_as_the_engine_fills(pair, prompt_ids):
 
 
 @pytest.mark.parametrize("length", [-1, 99])
-def test_impossible_lengths_of_a_policy_are_refused(pair, prompt_ids, length):
+def test_impossible_lengths_of_a_policy_are_refused(target, draft, prompt_ids, length):
     class Odd(Policy):
         def plan_verify(self, confidence, max_lengths, load):
             return torch.full_like(max_lengths, length)
 
-    target, draft = pair
     draft.decoding = DecodingOptions(policy=Odd())
     with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got \[{length}\]"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
 
 
-def test_the_observer_sees_every_round(pair, prompt_ids):
-    target, draft = pair
+def test_the_observer_sees_every_round(target, draft, prompt_ids):
     seen = []
     draft.decoding = DecodingOptions(observer=seen.append)
     target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
@@ -186,7 +163,7 @@ def test_the_observer_sees_every_round(pair, prompt_ids):
     assert all(outcome.drafted == (outcome.block is not None) for outcome in seen)
 
 
-def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch):
+def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, monkeypatch):
     class Never(Policy):
         def plan_draft(self, load):
             return load.context_tokens > 40
@@ -194,7 +171,6 @@ def test_the_draft_reads_on_while_nothing_is_drafted(pair, prompts, monkeypatch)
         def plan_verify(self, confidence, max_lengths, load):
             return max_lengths.clone()
 
-    target, draft = pair
     monkeypatch.setattr("hf_dspark.decoding.drafter.WAITING_AT_MOST", 8)
     waiting, drafted = [], []
     honest = draft.read_block

@@ -1,10 +1,7 @@
-"""The product: output law = target law. Exact enumeration of whole rounds, and chi-square tests of `generate()`
-itself.
+"""The product: output law = target law. Exact enumeration of rounds, and chi-square tests of `generate()` itself.
 
 Each positive statement has a negative control: the same measurement on a rule that is known to be lossy.
 """
-
-import itertools
 
 import pytest
 import scipy.stats
@@ -29,23 +26,20 @@ from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
-from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.laws import (
     CLIFF,
     HEADS,
     PROMPT,
     ROUNDING,
     VOCAB,
-    EnumeratingSampler,
     TargetLaw,
     chi_square_p_value,
+    distance_from_target,
+    each_block,
     extend,
     law_of_drafts,
     make_pair,
-    output_law,
     planned_length,
-    total_variation,
 )
 
 PROCESSORS = {
@@ -66,62 +60,35 @@ SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), draft
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_round_leaves_the_target_law_unchanged(make_target, head, processors, policy):
-    target, draft = make_pair(make_target, **head)
-    processors = LogitsProcessorList(processors)
-    law = output_law(target, draft, policy, processors)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) < ROUNDING
+    assert distance_from_target(*make_pair(make_target, **head), policy, processors) < ROUNDING
 
 
 def test_round_leaves_the_target_law_unchanged_at_gamma_three(make_target):
-    target, draft = make_pair(make_target, gamma=3, seed=3)
-    processors = LogitsProcessorList()
-    law = output_law(target, draft, ConfidenceThreshold(0.4), processors)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 4)) < ROUNDING
+    assert distance_from_target(*make_pair(make_target, gamma=3, seed=3), ConfidenceThreshold(0.4)) < ROUNDING
 
 
 def test_threshold_really_cuts_in_the_enumerated_rounds(make_target):
-    target, draft = make_pair(make_target)
-    lengths = set()
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
-        target(PROMPT[:, :-1])
-        features = capture.take(draft.device, draft.dtype)
-    for path in itertools.product(range(VOCAB), repeat=2):
-        sampler = EnumeratingSampler(path, LogitsProcessorList())
-        block = draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler)
-        lengths.add(planned_length(ConfidenceThreshold(0.5), block))
-    assert lengths == {1, 2}
+    blocks = each_block(*make_pair(make_target), LogitsProcessorList())
+    assert {planned_length(ConfidenceThreshold(0.5), block) for _, block in blocks} == {1, 2}
 
 
-def test_cutting_behind_a_drafted_eos_is_lossless(make_target):
-    target, draft = make_pair(make_target)
-    processors, eos = LogitsProcessorList(), 1
+@pytest.mark.parametrize("kept", [1, 0], ids=["after_eos", "before_eos"])
+def test_cutting_after_a_drafted_eos_is_lossless_and_enumeration_catches_a_cut_before_it(make_target, kept):
+    """A cut before it looks at the token that it cuts."""
+    eos = 1
 
-    def behind_eos(path, length):
-        return min([length] + [slot + 1 for slot, token in enumerate(path) if token == eos])
+    def cut(path, length):
+        return min([length] + [slot + kept for slot, token in enumerate(path) if token == eos])
 
-    law = output_law(target, draft, FullBlock(), processors, cut=behind_eos)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) < ROUNDING
-
-
-def test_enumeration_catches_a_cut_that_looks_at_its_own_token(make_target):
-    target, draft = make_pair(make_target)
-    processors, eos = LogitsProcessorList(), 1
-
-    def before_eos(path, length):
-        return min([length] + [slot for slot, token in enumerate(path) if token == eos])
-
-    law = output_law(target, draft, FullBlock(), processors, cut=before_eos)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) > 0.01
+    distance = distance_from_target(*make_pair(make_target), FullBlock(), cut=cut)
+    assert distance < ROUNDING if kept else distance > 0.01
 
 
 def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
     """One token costs more than it brings, two bring more: x_1 is verified only if it promises a good x_2."""
-    target, draft = make_pair(make_target, seed=7)
-    cost, processors = ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4)), LogitsProcessorList()
-    truth = extend(TargetLaw(target, processors), {(): 1.0}, 3)
-    looking_ahead = output_law(target, draft, GlobalScheduler(cost, accept_bias=True), processors)
-    assert total_variation(looking_ahead, truth) > 0.05
-    assert total_variation(output_law(target, draft, PrefixScheduler(cost), processors), truth) < ROUNDING
+    pair, cost = make_pair(make_target, seed=7), ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4))
+    assert distance_from_target(*pair, GlobalScheduler(cost, accept_bias=True)) > 0.05
+    assert distance_from_target(*pair, PrefixScheduler(cost)) < ROUNDING
 
 
 def naming_the_worst(draft, monkeypatch):
@@ -136,31 +103,23 @@ def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
     make_target, head, processors, monkeypatch
 ):
     target, draft = make_pair(make_target, draft_top_k=2, markov_head_type=head)
-    processors = LogitsProcessorList(processors)
     of_the_best = law_of_drafts(target, draft)
     naming_the_worst(draft, monkeypatch)
     assert ((law_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
-    law = output_law(target, draft, FullBlock(), processors)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) < ROUNDING
+    assert distance_from_target(target, draft, FullBlock(), processors) < ROUNDING
 
 
 def test_enumeration_catches_the_law_of_other_candidates(make_target, monkeypatch):
     target, draft = make_pair(make_target, draft_top_k=2)
-    processors, of_the_best = LogitsProcessorList(), law_of_drafts(target, draft)
+    of_the_best = law_of_drafts(target, draft)
     naming_the_worst(draft, monkeypatch)
-    law = output_law(target, draft, FullBlock(), processors, claimed_law=lambda block: of_the_best)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) > 0.01
+    assert distance_from_target(target, draft, FullBlock(), claimed_law=lambda block: of_the_best) > 0.01
 
 
 def test_enumeration_catches_a_test_against_the_wrong_draft_law(make_target):
-    target, draft = make_pair(make_target, draft_top_k=2)
-    processors = LogitsProcessorList()
-
-    def flattened(block):
-        return torch.full((2, VOCAB), 1.0 / VOCAB, dtype=torch.double)
-
-    law = output_law(target, draft, FullBlock(), processors, claimed_law=flattened)
-    assert total_variation(law, extend(TargetLaw(target, processors), {(): 1.0}, 3)) > 0.01
+    flat = torch.full((2, VOCAB), 1.0 / VOCAB, dtype=torch.double)
+    pair = make_pair(make_target, draft_top_k=2)
+    assert distance_from_target(*pair, FullBlock(), claimed_law=lambda block: flat) > 0.01
 
 
 def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is_not():
@@ -209,20 +168,12 @@ def test_verify_block_draws_from_the_target_law():
 
 
 def sampled_sequences(target, draft, num_draws, **options):
-    """Draw the 4 tokens behind the prompt `num_draws` times through the real `generate()`."""
+    """Draw the 4 tokens after the prompt `num_draws` times through the real `generate()`."""
     torch.manual_seed(7)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 4, "pad_token_id": 0} | options
     counts = {}
     for _ in range(num_draws):
-        ids = target.generate(
-            PROMPT,
-            attention_mask=torch.ones_like(PROMPT),
-            assistant_model=draft,
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=4,
-            pad_token_id=0,
-            **options,
-        )
+        ids = target.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), assistant_model=draft, **options)
         key = tuple(ids[0, PROMPT.shape[1] :].tolist())
         counts[key] = counts.get(key, 0) + 1
     return counts

@@ -28,6 +28,7 @@ from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.models.slot_cache import SlotCache
 from tests.laws import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
+from tests.rows import padded
 
 PROMPTS = ([0, 1, 2, 1, 0], [2, 2, 1])
 GAMMA = 2
@@ -68,20 +69,15 @@ class Paths:
 
 def enumerate_round(monkeypatch, target, draft, policy, processors):
     """Return the joint law of what one round of two rows commits, continued by the target alone, and all lengths."""
-    ids = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (5 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    batch = padded(PROMPTS)
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     paths, joint, lengths, laws = Paths(), {}, [], None
     options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())))
-    call = Call(
-        ids, processors, criteria, config, {"attention_mask": mask, "logits_to_keep": 1}, policy, options=options
-    )
-    honest_invert, honest_verify, honest_ratio = (
-        sampling.invert,
-        sampling.verify_block,
-        sampling.acceptance_probability,
-    )
+    extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
+    call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
+    honest_invert, honest_ratio = sampling.invert, sampling.acceptance_probability
+    honest_verify = sampling.verify_block
 
     def invert(probs, uniform):
         return torch.tensor([[paths.choose(row.double())] for row in probs])
@@ -119,9 +115,12 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
             joint[key] = joint.get(key, 0.0) + path.probability * first[1] * second[1]
     for name, honest in (("invert", honest_invert), ("acceptance_probability", honest_ratio)):
         monkeypatch.setattr(sampling, name, honest)
-    alone = [extend(law, {(): 1.0}, GAMMA + 1) for law in laws]
-    truth = {(a, b): p * q for (a, p), (b, q) in itertools.product(alone[0].items(), alone[1].items())}
-    return total_variation(joint, truth), sum(joint.values()), set(lengths)
+    return total_variation(joint, product_of(laws, GAMMA + 1)), sum(joint.values()), set(lengths)
+
+
+def product_of(laws, length):
+    first, second = (extend(law, {(): 1.0}, length) for law in laws)
+    return {(a, b): p * q for (a, p), (b, q) in itertools.product(first.items(), second.items())}
 
 
 @pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE), PrefixScheduler(CLIFF)])
@@ -145,14 +144,12 @@ def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make
 
 
 def sampled_pairs(target, draft, calls, sequences=16):
-    """Draw two tokens behind each of two prompts, many rows in one batch, and count them by neighbouring rows."""
+    """Draw two tokens after each of two prompts, many rows in one batch, and count them by neighbouring rows."""
     counts = {}
-    ids = torch.tensor([[0] * (5 - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (5 - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     torch.manual_seed(5)
     for _ in range(calls):
         output = target.generate(
-            ids, attention_mask=mask, assistant_model=draft, do_sample=True, top_k=0, max_new_tokens=2, pad_token_id=0,
+            **padded(PROMPTS), assistant_model=draft, do_sample=True, top_k=0, max_new_tokens=2, pad_token_id=0,
             num_return_sequences=sequences,
         )[:, 5:].tolist()  # fmt: skip
         for first, second in zip(output[:sequences], output[sequences:], strict=True):
@@ -162,11 +159,8 @@ def sampled_pairs(target, draft, calls, sequences=16):
 
 
 def joint_truth(target):
-    rows = [
-        extend(TargetLaw(target, LogitsProcessorList(), prompt=torch.tensor([prompt])), {(): 1.0}, 2)
-        for prompt in PROMPTS
-    ]
-    return {(a, b): p * q for (a, p), (b, q) in itertools.product(rows[0].items(), rows[1].items())}
+    prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
+    return product_of([TargetLaw(target, LogitsProcessorList(), prompt) for prompt in prompts], 2)
 
 
 @pytest.fixture
@@ -177,29 +171,20 @@ def pair(make_target):
     return target, draft
 
 
-def test_generate_draws_neighbours_from_their_joint_law(pair):
-    target, draft = pair
+def test_generate_draws_neighbours_from_their_joint_law(target, draft):
     assert chi_square_p_value(sampled_pairs(target, draft, calls=120), joint_truth(target)) > 1e-3
 
 
-def test_noise_shared_between_rows_is_caught(pair, monkeypatch):
-    target, draft = pair
+@pytest.mark.parametrize("used_again_by", ["a row", "the next block"])
+def test_noise_used_twice_is_caught(target, draft, monkeypatch, used_again_by):
     honest = drafter_module.block_noise
 
-    def shared(seed, request_ids, blocks, block_size, device):
-        return honest(seed, [request % 16 for request in request_ids], blocks, block_size, device)
+    def again(seed, request_ids, blocks, block_size, device):
+        if used_again_by == "a row":
+            request_ids = [request % 16 for request in request_ids]
+        else:
+            blocks = [0] * len(blocks)
+        return honest(seed, request_ids, blocks, block_size, device)
 
-    monkeypatch.setattr(drafter_module, "block_noise", shared)
-    assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6
-
-
-def test_noise_used_again_in_the_next_block_is_caught(pair, monkeypatch):
-    """A row's own next block must have noise of its own, too."""
-    target, draft = pair
-    honest = drafter_module.block_noise
-
-    def stuck(seed, request_ids, blocks, block_size, device):
-        return honest(seed, request_ids, [0] * len(blocks), block_size, device)
-
-    monkeypatch.setattr(drafter_module, "block_noise", stuck)
+    monkeypatch.setattr(drafter_module, "block_noise", again)
     assert chi_square_p_value(sampled_pairs(target, draft, calls=40), joint_truth(target)) < 1e-6

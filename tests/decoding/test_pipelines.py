@@ -4,20 +4,14 @@ import subprocess
 import sys
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, pipeline
-
-from tests.rows import EOS
+from transformers import pipeline
 
 ASK = {"do_sample": False, "max_new_tokens": 20}
 
 
 @pytest.fixture
-def answer(pair, prompt_ids):
+def answer(pair, prompt_ids, tokenizer):
     """Answer the first prompt through a pipeline."""
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{EOS}", pad_token="w0")
 
     def run(**assistant):
         made = pipeline("text-generation", model=pair[0], tokenizer=tokenizer, **assistant)

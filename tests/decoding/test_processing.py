@@ -75,37 +75,24 @@ def test_candidates_are_processed_as_if_all_other_tokens_were_impossible(chain):
     torch.testing.assert_close(scores.law().dense(VOCAB).probs, expected.softmax(-1), atol=3e-7, rtol=1e-5)
 
 
-def test_tokens_tied_with_the_last_one_of_top_k_are_kept():
+def test_tokens_tied_with_the_last_one_of_top_k_are_kept_save_by_drafts():
     logits = torch.zeros(1, VOCAB)
     logits[0, :5] = 2.0
     logits[0, 5:20] = 1.0
     processors = LogitsProcessorList([TopKLogitsWarper(8)])
     scores = BlockProcessor(processors, VOCAB)(logits)
     assert (scores.dense(VOCAB)[0] > -torch.inf).nonzero()[:, 0].tolist() == list(range(20))
+    assert BlockProcessor(processors, VOCAB, tie_margin=0)(logits).values.shape == (1, 8)
 
 
-def test_more_ties_than_candidates_fall_back_to_the_processors():
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 0] = 1.0
-    assert Truncation(top_k=3)(logits) is None
-    processors = LogitsProcessorList([TopKLogitsWarper(3)])
-    scores = BlockProcessor(processors, VOCAB)(logits)
-    assert (scores.dense(VOCAB)[0] > -torch.inf).all()
-
-
-def test_a_flat_law_falls_back_to_the_processors():
-    logits = torch.randn(2, VOCAB) * 0.01
-    assert Truncation(top_p=0.9)(logits) is None
-    processors = LogitsProcessorList([TopPLogitsWarper(0.9)])
+@pytest.mark.parametrize("ties", [True, False], ids=["more_ties_than_candidates", "flat_law"])
+def test_laws_of_too_many_candidates_fall_back_to_the_processors(ties):
+    logits = torch.zeros(2, VOCAB) if ties else torch.randn(2, VOCAB) * 0.01
+    assert (Truncation(top_k=3) if ties else Truncation(top_p=0.9))(logits) is None
+    processors = LogitsProcessorList([TopKLogitsWarper(3) if ties else TopPLogitsWarper(0.9)])
     scores = BlockProcessor(processors, VOCAB)(logits)
     expected = processors(torch.zeros(2, 1, dtype=torch.long), logits.clone())
     torch.testing.assert_close(scores.law().probs, expected.softmax(-1))
-
-
-def test_drafts_need_no_ties():
-    logits = torch.zeros(1, VOCAB)
-    scores = BlockProcessor(LogitsProcessorList([TopKLogitsWarper(3)]), VOCAB, tie_margin=0)(logits)
-    assert scores.values.shape == (1, 3)
 
 
 def test_only_processors_that_read_prefixes_are_called_position_by_position():

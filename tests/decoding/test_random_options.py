@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, note, reject, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from tests.rows import padded
+
 VOCABULARY = 64
-PADDING = 0
 tokens = st.integers(1, VOCABULARY - 1)
 rows = st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=4)
 
@@ -74,18 +75,14 @@ DRAFTING: dict[str, st.SearchStrategy] = {
     options=st.fixed_dictionaries({}, optional=OPTIONS),
     cuts=st.fixed_dictionaries({}, optional=DRAFTING),
 )
-def test_any_options_give_the_tokens_of_plain_decoding(pair, prompts, options, cuts):
-    target, draft = pair
-    width = max(map(len, prompts))
-    ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": PADDING} | options
+def test_any_options_give_the_tokens_of_plain_decoding(target, draft, prompts, options, cuts):
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
     if options["do_sample"]:
         options["top_k"] = 1
     note(f"{options=} {cuts=}")
 
     def decode(**assistant: Any) -> torch.Tensor:
-        return target.generate(ids, attention_mask=mask, **options, **assistant)
+        return target.generate(**padded(prompts), **options, **assistant)
 
     try:
         plain = decode()

@@ -28,12 +28,25 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def pair(make_target, make_draft):
+    target = make_target()
+    return target, make_draft(target)
+
+
+@pytest.fixture
 def profile(target, draft):
     return profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
 
 
-def test_profile_is_remembered_and_found_again(target, draft, profile):
-    found = find_cost(target, draft)
+def save(profile, path):
+    profile.save(path)
+    known_profiles.cache_clear()
+
+
+def test_profile_is_remembered_found_again_and_named(target, draft, profile, caplog):
+    with caplog.at_level(logging.INFO, logger="hf_dspark"):
+        found = find_cost(target, draft)
+    assert f"{profile.machine.key}.json" in caplog.text
     assert isinstance(found, ThroughputTable) and found.verify_tokens == profile.table.verify_tokens
     assert found.steps_per_second == pytest.approx(profile.table.steps_per_second)
 
@@ -47,17 +60,13 @@ def test_stored_profiles_are_sglang_tables(profile, tmp_path):
     assert again.machine == profile.machine and again.linear == profile.linear and again.samples == profile.samples
 
 
-def test_measurements_of_other_models_dtypes_and_devices_do_not_hold_here(profile):
+def test_measurements_hold_less_with_other_versions_or_threads_and_not_for_other_models_or_devices(profile):
     machine = profile.machine
     for change in (
         {"dtype": "bfloat16"}, {"device": "another"}, {"target": {**machine.target, "hidden_size": 1}},
         {"draft": {**machine.draft, "block_size": 9}},
     ):  # fmt: skip
         assert machine.distance(dataclasses.replace(machine, **change)) is None
-
-
-def test_measurements_hold_less_with_other_versions_or_threads(profile):
-    machine = profile.machine
     assert machine.distance(machine) == 0
     assert machine.distance(dataclasses.replace(machine, versions={"torch": "0"})) == 1
     assert machine.distance(dataclasses.replace(machine, threads=99)) == 2
@@ -68,8 +77,7 @@ def test_measurements_hold_less_with_other_versions_or_threads(profile):
 def test_a_table_of_other_threads_is_taken_with_a_warning(target, draft, profile, caplog):
     other = dataclasses.replace(profile, machine=dataclasses.replace(profile.machine, threads=99))
     (profiling.cache_folder() / f"{profile.machine.key}.json").unlink()
-    other.save(profiling.cache_folder() / "other.json")
-    known_profiles.cache_clear()
+    save(other, profiling.cache_folder() / "other.json")
     with caplog.at_level(logging.WARNING, logger="hf_dspark"):
         assert find_cost(target, draft) is not None and find_cost(target, draft) is not None
     assert caplog.text.count("with 99 threads") == 1
@@ -82,23 +90,15 @@ def test_a_missing_table_is_warned_of_once(target, draft, caplog):
     assert "profile_throughput(target, draft)" in caplog.text
 
 
-def test_the_table_taken_is_named(target, draft, profile, caplog):
-    with caplog.at_level(logging.INFO, logger="hf_dspark"):
-        find_cost(target, draft)
-    assert f"{profile.machine.key}.json" in caplog.text
-
-
 def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_cache):
     measured = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1, cache=False)
     older = dataclasses.replace(
         measured, machine=dataclasses.replace(measured.machine, versions={"torch": "2.0"}),
         table=ThroughputTable((1, 2), (1.0, 1.0)),
     )  # fmt: skip
-    older.save(own_cache / "shipped.json")
-    known_profiles.cache_clear()
+    save(older, own_cache / "shipped.json")
     assert find_cost(target, draft).verify_tokens == (1, 2)
-    measured.save(profiling.cache_folder() / "own.json")
-    known_profiles.cache_clear()
+    save(measured, profiling.cache_folder() / "own.json")
     assert find_cost(target, draft).verify_tokens == measured.table.verify_tokens
 
 

@@ -103,41 +103,18 @@ def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, mo
 def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_path):
     path = tmp_path / "rounds.jsonl"
     records(target, draft, output_file=path)
-    with pytest.raises(ValueError, match=r"another run .*differs in options \(\{.*\} there, \{.*\} now\): go on"):
-        records(target, draft, output_file=path, **SAMPLED)
-    with pytest.raises(ValueError, match=r"another run .*differs in draft \('\w+' there, '\w+' now\): go on"):
-        records(target, make_draft(target, seed=9), output_file=path)
-    with pytest.raises(ValueError, match=r"another run .*differs in prompts \('\w+' there, '\w+' now\): go on"):
-        records(target, draft, PROMPTS[:2], output_file=path)
+    other = make_draft(target, seed=9)
+    runs = [(draft, PROMPTS, SAMPLED, "options"), (other, PROMPTS, {}, "draft"), (draft, PROMPTS[:2], {}, "prompts")]
+    for changed, prompts, options, name in runs:
+        with pytest.raises(ValueError, match=rf"another run .*differs in {name} \(.* there, .* now\): go on"):
+            records(target, changed, prompts, output_file=path, **options)
 
 
-@pytest.mark.parametrize("content", ['{"my": "result"}', "[1]\n", "text"])
-def test_file_that_holds_something_else_stays_as_it_is(target, draft, tmp_path, content):
-    (tmp_path / "mine.json").write_text(content)
-    with pytest.raises(ValueError, match=r"mine\.json .*does not say what it was made with"):
-        records(target, draft, output_file=tmp_path / "mine.json")
-    assert (tmp_path / "mine.json").read_text() == content
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"input_ids": [5, 6, 7, 8]},
-        BatchEncoding({"input_ids": [5, 6, 7, 8]}),
-        torch.tensor([[5, 6, 7, 8]]),
-        [5, 6, 7, 8],
-    ],
-)
-def test_prompts_come_as_rows_tensors_or_lists(target, draft, row):
-    assert torch.equal(records(target, draft, [row]).logits, records(target, draft, PROMPTS[:1]).logits)
-
-
-def test_texts_need_a_tokenizer(target, draft, chat_tokenizer):
-    rows = [["what is"], [{"prompt": "what is"}]]
-    found = [records(target, draft, row, processing_class=chat_tokenizer).logits for row in rows]
-    assert torch.equal(*found)
-    with pytest.raises(ValueError, match="pass the target's tokenizer"):
-        records(target, draft, ["what is"])
+def test_prompts_come_as_rows_tensors_or_lists(target, draft):
+    ids = PROMPTS[0]
+    expected = records(target, draft, [ids]).logits
+    for row in ({"input_ids": ids}, BatchEncoding({"input_ids": ids}), torch.tensor([ids])):
+        assert torch.equal(records(target, draft, [row]).logits, expected)
 
 
 def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, chat_tokenizer, monkeypatch):
@@ -155,23 +132,6 @@ def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, ch
     assert len(rounds.logits) > len(first.logits) and torch.equal(rounds.logits[: len(first.logits)], first.logits)
 
 
-@pytest.mark.parametrize("row", [{}, None, {"text": "x"}, 5])
-def test_rows_that_are_no_prompt_are_named(target, draft, row):
-    with pytest.raises(ValueError, match="prompt 0: a prompt must be a string, token ids"):
-        records(target, draft, [row])
-
-
-@pytest.mark.parametrize("prompts", ["what is up", {"prompt": "what is up"}])
-def test_a_single_prompt_is_refused(target, draft, prompts):
-    with pytest.raises(TypeError, match=r"prompts must be several, got (str|dict): pass \[prompt\]"):
-        calibrate(target, draft, prompts)
-
-
-def test_an_empty_set_is_refused(target, draft):
-    with pytest.raises(ValueError, match="there are no prompts"):
-        calibrate(target, draft, [])
-
-
 def test_rounds_are_whole_whatever_the_targets_generation_config_says(target, draft):
     whole = records(target, draft)
     target.generation_config.assistant_confidence_threshold = 0.9
@@ -179,16 +139,17 @@ def test_rounds_are_whole_whatever_the_targets_generation_config_says(target, dr
     assert torch.equal(records(target, draft).proposed, whole.proposed)
 
 
-@pytest.mark.parametrize("option", ["assistant_confidence_threshold", "num_assistant_tokens"])
-def test_options_that_cut_the_block_are_refused(target, draft, option):
-    with pytest.raises(ValueError, match=f"recorded with the full block: drop {option}"):
-        records(target, draft, **{option: 1})
-
-
-def test_a_new_domain_can_be_calibrated_while_it_is_chosen(target, draft):
-    draft.decoding = DecodingOptions(domain="poems")
-    calibrate(target, draft, PROMPTS, max_new_tokens=12, domain="poems")
-    assert draft.decoding.domain == "poems" and draft.config.temperatures_for("poems", True)
+def test_what_cannot_be_calibrated_on_is_refused(target, draft, make_draft):
+    headless = make_draft(target, enable_confidence_head=False, confidence_head_with_markov=False)
+    with pytest.raises(ValueError, match="no confidence head"):
+        calibrate(target, headless, PROMPTS)
+    with pytest.raises(ValueError, match="there are no prompts"):
+        calibrate(target, draft, [])
+    with pytest.raises(TypeError, match=r"prompts must be several, got str: pass \[prompt\]"):
+        calibrate(target, draft, "what is up")
+    for option in ("assistant_confidence_threshold", "num_assistant_tokens"):
+        with pytest.raises(ValueError, match=f"recorded with the full block: drop {option}"):
+            records(target, draft, **{option: 1})
 
 
 def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
@@ -204,12 +165,6 @@ def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
     assert len(stopped) > 5 and bool((rounds.acceptance[stopped, rounds.num_accepted[stopped]] == 0.0).all())
     ended = int((rounds.proposed < rounds.block_size).sum())  # blocks cut behind an end of sequence
     assert ended > 0 and bool((rounds.num_accepted == rounds.proposed)[rounds.proposed < rounds.block_size].any())
-
-
-def test_a_draft_without_confidence_head_is_refused(target, make_draft):
-    draft = make_draft(target, enable_confidence_head=False, confidence_head_with_markov=False)
-    with pytest.raises(ValueError, match="no confidence head"):
-        calibrate(target, draft, PROMPTS)
 
 
 # ---- calibrate
@@ -240,8 +195,12 @@ def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(targe
 
 def test_regimes_and_domains_are_kept_apart(target, draft):
     calibrate(target, draft, PROMPTS, max_new_tokens=24)
+    only = draft.config.sts_temperatures["default"]
+    assert draft.config.temperatures_for(None, True) == draft.config.temperatures_for(None, False) == only
     calibrate(target, draft, PROMPTS, **SAMPLED)
+    draft.decoding = DecodingOptions(domain="poems")  # which has no temperatures yet
     calibrate(target, draft, PROMPTS, domain="poems", **SAMPLED)
+    assert draft.decoding.domain == "poems"
     known = draft.config.sts_temperatures
     assert set(known) == {"greedy", "sampled", "poems", "default"} and known["default"] == known["greedy"]
     assert draft.config.temperatures_for(None, do_sample=True) == known["sampled"]
@@ -249,9 +208,3 @@ def test_regimes_and_domains_are_kept_apart(target, draft):
     assert draft.config.temperatures_for("poems", do_sample=False) == known["poems"]
     with pytest.raises(ValueError, match="no temperatures for the domain 'code', only for"):
         draft.config.temperatures_for("code", do_sample=False)
-
-
-def test_a_single_calibration_serves_every_regime(target, draft):
-    calibrate(target, draft, PROMPTS, max_new_tokens=24)
-    only = draft.config.sts_temperatures["default"]
-    assert draft.config.temperatures_for(None, True) == draft.config.temperatures_for(None, False) == only

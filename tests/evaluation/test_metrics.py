@@ -12,16 +12,9 @@ from hf_dspark.maths.calibration import expected_calibration_error, roc_auc
 
 def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **facts) -> TurnRecord:
     count = len(proposed)
-    rounds = TurnRounds(
-        list(proposed),
-        list(accepted),
-        [n + 1 for n in accepted],
-        confidence,
-        [0.1] * count,
-        [0.2] * count,
-        [0.4] * count,
-        [num_requests] * count,
-    )
+    seconds = [0.1] * count, [0.2] * count, [0.4] * count
+    committed = [n + 1 for n in accepted]
+    rounds = TurnRounds(proposed, accepted, committed, confidence, *seconds, [num_requests] * count)
     known = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "prefill_seconds": 1.0, "seconds": 4.0,
              "rows_together": num_requests,
              "num_tokens": 1 + count + sum(accepted), "peak_memory_mib": 100.0}  # fmt: skip

@@ -22,12 +22,17 @@ FOUND = {"sampling": {"do_sample": False}, "policy": "FullBlock()", "domains": {
 
 
 def test_what_was_written_is_read(make_target, make_draft, tmp_path):
-    target = make_target()
+    make_target().save_pretrained(tmp_path / "private" / "mine")
+    target = type(make_target()).from_pretrained(tmp_path / "private" / "mine")
+    assert describe_target(target)["name"] == "mine"  # no path is shown
     who = describe_target(target), describe_draft(make_draft(target))
     written = write_result(tmp_path / "deep" / "eval.json", "acceptance", *who, **FOUND)
     assert read_results([tmp_path / "deep"]) == [written]
     assert written["draft"]["num_parameters"] > 0 and written["provenance"]["device"]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["eval.json"]
+    assert who[0]["device"] == "cpu"
+    meta = write_result(tmp_path / "a.json", "acceptance", who[0] | {"device": "meta"}, {}, **FOUND)
+    assert meta["provenance"]["device"] == "meta"
 
 
 def test_records_have_a_line_each_and_are_read_as_they_were(tmp_path):
@@ -38,13 +43,6 @@ def test_records_have_a_line_each_and_are_read_as_they_were(tmp_path):
     assert [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"tau')] == records
     empty = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND, records=[])
     assert read_results([tmp_path]) == [empty]
-
-
-def test_results_name_the_device_of_the_target(make_target, tmp_path):
-    who = describe_target(make_target())
-    assert who["device"] == "cpu"
-    meta = write_result(tmp_path / "a.json", "acceptance", who | {"device": "meta"}, {}, **FOUND)
-    assert meta["provenance"]["device"] == "meta"
 
 
 class HalfBlock(Policy):
@@ -62,20 +60,21 @@ def test_policies_are_told_apart_by_their_values():
     assert len({describe_policy(policy) for policy in policies}) == len(policies)
     assert describe_policy(LaggedScheduler(ThroughputTable((1, 8), (95, 94)))) == describe_policy(policies[1])
     assert describe_policy(HalfBlock(0.5)) == describe_policy(policies[-2]) == "HalfBlock(share=0.5)"
+    assert short_policy(None) == "whole block"
+    assert short_policy("ConfidenceThreshold(threshold=0.5, cumulative=True)") == "survival threshold 0.5"
     shown = [short_policy(describe_policy(policy)) for policy in policies]
     assert shown[0] == "whole block" and shown[2] == "LaggedScheduler, lag 5"
     assert shown[5] == "AdaptiveDrafting of PrefixScheduler"
     assert shown[7] == "SLOLimit of PrefixScheduler, 500 ms, running"
 
 
+CONFIG = GenerationConfig(max_new_tokens=8)
+COOL_CONFIG = GenerationConfig(max_new_tokens=8, temperature=0.5)
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        {"do_sample": True},
-        {"do_sample": True, "top_k": 0, "temperature": 0.7},
-        {"generation_config": GenerationConfig(max_new_tokens=8)},
-        {"generation_config": GenerationConfig(max_new_tokens=8, temperature=0.5)},
-    ],
+    [{}, {"top_k": 0, "temperature": 0.7}, {"generation_config": CONFIG}, {"generation_config": COOL_CONFIG}],
 )
 def test_sampling_is_described_as_generate_draws(make_target, options):
     target = make_target()
@@ -89,12 +88,6 @@ def test_sampling_is_described_as_generate_draws(make_target, options):
     drawn = {name: getattr(prepared, name) for name in ("temperature", "top_k", "top_p")}
     assert {"top_p": 1.0} | {name: found[name] for name in drawn if name in found} == drawn
     assert effective_config(target, options).eos_token_id == prepared.eos_token_id == [3, 5]
-
-
-def test_a_model_from_a_folder_shows_no_path(make_target, tmp_path):
-    make_target().save_pretrained(tmp_path / "private" / "mine")
-    target = type(make_target()).from_pretrained(tmp_path / "private" / "mine")
-    assert describe_target(target)["name"] == "mine"
 
 
 def test_results_without_their_facts_are_refused(tmp_path):
@@ -117,10 +110,3 @@ def test_numbers_that_json_cannot_hold_are_refused_and_nothing_is_left(tmp_path)
     with pytest.raises(ValueError):
         write_result(tmp_path / "c.json", "acceptance", {}, {}, **FOUND | {"domains": {"x": float("nan")}})
     assert json.loads((tmp_path / "c.json").read_text()) == old
-
-
-def test_policies_are_named_without_their_tables():
-    assert short_policy("FullBlock()") == short_policy(None) == "whole block"
-    assert short_policy("ConfidenceThreshold(threshold=0.5, cumulative=True)") == "survival threshold 0.5"
-    limited = "SLOLimit(policy=PrefixScheduler(cost=LinearCost(1)), cost=2)"
-    assert short_policy(limited) == "SLOLimit of PrefixScheduler"

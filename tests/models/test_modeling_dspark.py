@@ -97,7 +97,7 @@ def test_backbone_matches_deepspec_over_two_cached_rounds(golden, name):
         close(hidden, data.io[f"{r}.block_hidden"])
         close(data.draft.base_logits(hidden), data.io[f"{r}.base_logits"])
         if f"{r}.draft_cache_k_layer0" in data.io:
-            keys, values = (stores[0][0, :, : cache.lengths[0]] for stores in (cache._keys, cache._values))
+            keys, values = (cache._stores[0, name][0, :, : cache.lengths[0]] for name in ("keys", "values"))
             close(keys[None], data.io[f"{r}.draft_cache_k_layer0"])
             close(values[None], data.io[f"{r}.draft_cache_v_layer0"])
 
@@ -268,7 +268,7 @@ def naive_backbone(draft, block_ids, features, position, window_of):
         return torch.cat([first * cos - second * sin, second * cos + first * sin])
 
     context = norm(features @ draft.fc.weight.T, draft.hidden_norm)
-    hidden = draft._borrowed[0].embedding.weight[block_ids]
+    hidden = draft._borrowed.embedding.weight[block_ids]
     for index, layer in enumerate(draft.layers):
         attention, window = layer.self_attn, window_of(index)
         normed = norm(hidden, layer.input_layernorm)
@@ -342,7 +342,7 @@ def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, targ
     anchor_positions = torch.tensor([[start + own for start, own in anchors]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
     layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
-    assert len(layout.chunks) > 2 and layout.chunks[-1].context.start > 0
+    assert len(layout.chunks) > 2 and layout.chunks[-1][1].start > 0
     _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     for index, (start, own) in enumerate(anchors):
         forced, context = ForcedSampler(labels[:, index]), features[:, start : start + own]

@@ -1,6 +1,6 @@
 """What test_hub.py does in processes of their own: publish drafts, train one, decode with published ones.
 
-python tests/sharing/hub_session.py publish FOLDER | decode package|alone REPOSITORY...
+python tests/sharing/hub_session.py publish FOLDER | package REPOSITORY... | alone REPOSITORY...
 
 The last line of the output is JSON.
 """
@@ -46,8 +46,8 @@ def make_drafts(target) -> dict:
     return {"someone/my-draft.v1": dspark, "someone/eagle3": eagle3}
 
 
-def publish(folder: str) -> dict:
-    return {"drafts": publish_drafts(Path(folder) / "results"), "trained": train(Path(folder) / "trained")}
+def publish(words: list[str]) -> dict:
+    return {"drafts": publish_drafts(Path(words[0], "results")), "trained": train(Path(words[0], "trained"))}
 
 
 def publish_drafts(folder: Path) -> dict:
@@ -141,9 +141,5 @@ def decode_with_transformers_alone(repositories: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    command, first, *words = sys.argv[1:]
-    if command == "publish":
-        print(json.dumps(publish(first)))
-    else:
-        decode = {"package": decode_with_package, "alone": decode_with_transformers_alone}[first]
-        print(json.dumps(decode(words)))
+    commands = {"publish": publish, "package": decode_with_package, "alone": decode_with_transformers_alone}
+    print(json.dumps(commands[sys.argv[1]](sys.argv[2:])))

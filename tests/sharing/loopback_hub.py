@@ -25,33 +25,25 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
 
     def add(self, branch: str, files: dict[str, bytes]) -> str:
-        """Commit files to a branch; returns the id."""
         digest = hashlib.sha1(repr((len(self.commits), sorted(files.items()))).encode()).hexdigest()
         self.commits.append((digest, files))
         self.branches[branch] = digest
         return digest
 
     def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """Return the commit that a branch or an id names."""
         return next((commit for commit in self.commits if commit[0] == self.branches.get(revision, revision)), None)
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What the main branch holds."""
         return self.at("main")[1]
 
 
 class LoopbackHub:
-    """The server; `with LoopbackHub() as hub:` runs it in a thread until the block ends.
-
-    Attributes:
-        repositories (`dict[str, Repository]`): By id, `user/name`.
-        refuse (`Callable[[str], bool]`): Tells requests that fail, by their paths.
-    """
+    """The server; `with LoopbackHub() as hub:` runs it in a thread until the block ends."""
 
     def __init__(self) -> None:
-        self.repositories: dict[str, Repository] = {}
-        self.refuse = lambda path: False
+        self.repositories: dict[str, Repository] = {}  # by id, user/name
+        self.refuse = lambda path: False  # tells requests that fail, by their paths
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -77,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        pass
 
     def _answer(self) -> None:
         path, body, headers = unquote(urlsplit(self.path).path), self._body(), {}
@@ -113,16 +105,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _is_user(self) -> bool:
-        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
-
-    def _require_user(self) -> None:
-        if not self._is_user():
+    def _is_user(self, required: bool = False) -> bool:
+        is_user = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+        if required and not is_user:
             raise _Error(401, "log in to write")
+        return is_user
 
     def _repository(self, repo: str, writing: bool = False) -> Repository:
-        if writing:
-            self._require_user()
+        self._is_user(required=writing)
         found = self.hub.repositories.get(repo)
         if found is None or (found.private and not self._is_user()):
             raise _Error(404, "Repository not found", "RepoNotFound")
@@ -142,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.hub.url}/{repo}"
         if repo in self.hub.repositories:
             raise _Error(409, "You already created this model repo", url=url)
-        self._require_user()
+        self._is_user(required=True)
         private = bool(asked.get("private")) or asked.get("visibility") == "private"
         self.hub.repositories[repo] = repository = Repository(private)
         repository.add("main", {".gitattributes": b""})

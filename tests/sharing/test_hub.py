@@ -88,7 +88,7 @@ def fork(hub, published, tmp_path_factory):
 
 
 def test_one_file_decodes_the_same_tokens_where_the_package_is_not_installed(session, published, fork):
-    report = session("decode", "alone", DSPARK, fork, EAGLE3)
+    report = session("alone", DSPARK, fork, EAGLE3)
     expected = published["tokens"][DSPARK]["greedy"]
     assert report["tokens"] == {DSPARK: expected, fork: expected}
     assert report["loaded"] == report["worse"] == expected and sum(accepted for _, accepted in report["rounds"]) > 10
@@ -99,7 +99,7 @@ def test_one_file_decodes_the_same_tokens_where_the_package_is_not_installed(ses
 
 
 def test_the_package_takes_over_where_it_is_installed(session, published):
-    report = session("decode", "package", DSPARK, EAGLE3)
+    report = session("package", DSPARK, EAGLE3)
     for repo in (DSPARK, EAGLE3):
         assert report[repo]["assistant"] == report[repo]["custom_generate"] == published["tokens"][repo]
     assert report[DSPARK]["temperatures"] == {"default": [1.5] * 5}
@@ -173,18 +173,17 @@ def test_the_published_card_shows_the_measured_number_with_its_origin(published,
 # In a folder
 
 
-def test_save_pretrained_writes_no_code(draft, tmp_path):
-    draft.save_pretrained(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
-
-
 def test_a_loaded_repository_is_saved_without_code_that_is_not_there(draft, tmp_path):
+    (tmp_path / "first" / "results").mkdir(parents=True)
+    (tmp_path / "first" / "results" / "mine.txt").write_text("notes")
     save_repository(draft, tmp_path / "first")
+    assert (tmp_path / "first" / "results" / "mine.txt").read_text() == "notes"  # other files are left alone
+    assert "Not measured" in (tmp_path / "first" / "README.md").read_text()
     again = DSparkDraftModel.from_pretrained(tmp_path / "first")
     again.save_pretrained(tmp_path / "second")
     convert_checkpoint(tmp_path / "first", tmp_path / "third", "hf_dspark")
     for name in ("second", "third"):
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["config.json", "model.safetensors"]
         assert "auto_map" not in json.loads((tmp_path / name / "config.json").read_text())
 
 
@@ -203,17 +202,9 @@ def test_remote_code_of_an_older_version_is_replaced(draft, tmp_path):
 def test_remote_code_is_refused_where_there_is_no_draft(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"save_pretrained wrote|convert it"):
+    with pytest.raises(ValueError, match=r"config\.json cannot be used|convert it"):
         write_remote_code(tmp_path)
     assert not (tmp_path / "custom_generate").exists()
-
-
-def test_a_repository_in_a_folder_leaves_other_files_alone(draft, tmp_path):
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "mine.txt").write_text("notes")
-    save_repository(draft, tmp_path)
-    assert (tmp_path / "results" / "mine.txt").read_text() == "notes"
-    assert "Not measured" in (tmp_path / "README.md").read_text()
 
 
 def test_a_wrong_result_stops_before_anything_is_written(draft, tmp_path):
@@ -221,19 +212,11 @@ def test_a_wrong_result_stops_before_anything_is_written(draft, tmp_path):
     for publish in (
         lambda: save_repository(draft, tmp_path / "new", [tmp_path / "bad.json"]),
         lambda: draft.push_to_hub("someone/new", results=[tmp_path / "bad.json"]),
-        lambda: write_card(draft, [tmp_path / "bad.json"], tmp_path / "new" / "README.md"),
+        lambda: write_card(draft, tmp_path / "new", [tmp_path / "bad.json"]),
     ):
         with pytest.raises(ValueError, match=r"bad\.json"):
             publish()
     assert not (tmp_path / "new").exists()
-
-
-def test_a_card_goes_into_the_drafts_folder(draft, tmp_path):
-    draft.save_pretrained(tmp_path / "my-draft")
-    assert write_card(tmp_path / "my-draft") == tmp_path / "my-draft" / "README.md"
-    assert "# my-draft\n" in (tmp_path / "my-draft" / "README.md").read_text()
-    with pytest.raises(ValueError, match="pass output"):
-        write_card(draft)
 
 
 def test_folders_of_every_kind_of_draft_are_loaded_and_other_models_refused(draft, target, fixtures, tmp_path):
@@ -243,7 +226,7 @@ def test_folders_of_every_kind_of_draft_are_loaded_and_other_models_refused(draf
     assert isinstance(load_draft(str(fixtures / "deepspec" / "eagle3")), Eagle3DraftModel)
     target.save_pretrained(tmp_path / "target")
     with pytest.raises(ValueError, match="holds a 'qwen3' model, which is no draft"):
-        write_card(tmp_path / "target")
+        write_card(tmp_path / "target", tmp_path / "target")
     assert not (tmp_path / "target" / "README.md").exists()
 
 

@@ -27,9 +27,9 @@ from hf_dspark.maths.sampling import TokenLaw
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sharing.hub import DECODER
 from hf_dspark.targets.feature_capture import FeatureCapture
+from tests.laws import ROUNDING, total_variation
 from tests.targets.test_model_types import PLAIN, PROMPTS, TYPES, make_pair
 
-ROUNDING = 2e-6  # total variation that float32 logits may leave
 PROMPT = torch.tensor([[3, 9, 12, 30]])
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
 DFLASH = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -84,13 +84,9 @@ def copied(one_file, tmp_path):
 # What it is
 
 
-def test_file_can_be_read_in_one_sitting():
-    lines = DECODER.read_text().splitlines()
+def test_file_is_short_and_imports_transformers_torch_and_the_standard_library_alone():
+    lines, imported = DECODER.read_text().splitlines(), set()
     assert len(lines) <= 500 and max(map(len, lines)) <= 119
-
-
-def test_file_imports_transformers_torch_and_the_standard_library_alone():
-    imported = set()
     for node in ast.walk(ast.parse(DECODER.read_text())):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
@@ -242,10 +238,6 @@ def target_law(target, prompt, length, processors):
             grown |= {(*sequence, token): mass * probability for token, probability in enumerate(probs) if probability}
         law = grown
     return law
-
-
-def total_variation(first, second):
-    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in first.keys() | second.keys())
 
 
 @pytest.fixture

@@ -4,15 +4,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.targets.borrowed_weights import BorrowedModules
+from tests.targets.test_model_types import make_pair
 
-COMMON = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
 FAMILIES = {
     "qwen3": ({"tie_word_embeddings": False}, {"embedding", "lm_head"}),
     "llama": ({"tie_word_embeddings": True}, {"embedding"}),
@@ -34,18 +29,16 @@ def stored(target, folder) -> tuple[BorrowedModules, set[str]]:
 @torch.no_grad()
 def test_draft_embeds_and_scores_as_with_its_target(name, dtype, tmp_path):
     facts, tensors = FAMILIES[name]
-    torch.manual_seed(0)
-    target = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(COMMON | facts))).to(dtype).eval()
+    target, draft = (model.to(dtype) for model in make_pair(name, facts))
     bias = target.get_output_embeddings().bias
     if bias is not None:
         bias.normal_()
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=4, block_size=3)).to(dtype).eval()
     ids, hidden = torch.arange(40)[None], torch.randn(1, 5, 32).to(dtype)
     draft.bind(target)
     rows, logits = draft.embed(ids), draft.base_logits(hidden)
     borrowed, names = stored(target, tmp_path)
     assert names == tensors
-    draft._borrowed = (borrowed,)
+    draft._borrowed = borrowed
     assert torch.equal(draft.embed(ids), rows) and torch.equal(draft.base_logits(hidden), logits)
 
 
@@ -74,16 +67,8 @@ def test_offloaded_weights_are_read_and_left_offloaded(make_target, tmp_path):
 
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
-def test_quantised_head_is_dequantised(make_target, tmp_path, bits):
-    pytest.importorskip("bitsandbytes")
-    make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path)
-    target = AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map="cpu", dtype=torch.float32,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32,
-            llm_int8_skip_modules=["none"],
-        ),
-    )  # fmt: skip
+def test_quantised_head_is_dequantised(make_quantised, tmp_path, bits):
+    target = make_quantised(bits, llm_int8_skip_modules=["none"])
     assert not target.lm_head.weight.is_floating_point()
     # In evaluation, bitsandbytes rounds 4-bit products to bfloat16 where the CPU has units for it.
     target.train(bits == 4)
@@ -93,12 +78,11 @@ def test_quantised_head_is_dequantised(make_target, tmp_path, bits):
     assert (copy.lm_head(hidden) - expected).norm() < (1e-5 if bits == 4 else 0.02) * expected.norm()
 
 
-class Doubling(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * input.abs()[..., :1]
-
-
 def test_head_that_is_no_matrix_is_refused(make_target):
+    class Doubling(nn.Linear):
+        def forward(self, input):
+            return super().forward(input) * input.abs()[..., :1]
+
     target = make_target()
     target.lm_head = Doubling(32, 48, bias=False)
     with pytest.raises(ValueError, match=r"LM head \(Doubling\).*cannot be stored: train with the target in process"):

@@ -2,23 +2,18 @@
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM
 
 from hf_dspark import check_target
 from hf_dspark.targets import slot_attention
 
 
-def test_a_supported_target_passes(target):
-    assert check_target(target) < 1e-5
-
-
-def test_windows_are_crossed(make_target):
+def test_supported_targets_pass_and_windows_are_crossed(make_target):
     windowed = make_target(sliding_window=5, use_sliding_window=True, layer_types=["sliding_attention"] * 4)
-    assert check_target(windowed) < 1e-5
+    assert max(check_target(target) for target in (make_target(), windowed)) < 1e-5
 
 
 def test_a_target_that_attends_wrongly_is_refused(target, monkeypatch):
-    """Queries that see what lies behind them: as if the target built masks of its own."""
+    """Queries that see what comes after them: as if the target built masks of its own."""
 
     def everything(*args, device="cpu", **kwargs):
         layout = slot_attention._running.get().layout
@@ -27,9 +22,3 @@ def test_a_target_that_attends_wrongly_is_refused(target, monkeypatch):
     monkeypatch.setitem(slot_attention.AttentionMaskInterface._global_mapping, slot_attention.NAME, everything)
     with pytest.raises(ValueError, match="decodes packed rows differently"):
         check_target(target)
-
-
-def test_a_target_with_attention_of_its_own_is_refused():
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises(ValueError, match="ALiBi"):
-        check_target(bloom)

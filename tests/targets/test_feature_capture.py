@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    OPTConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
 from hf_dspark.targets.feature_capture import FeatureCapture, decoder_layers
 from tests.features import select_features
@@ -29,17 +22,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "gpt2": GPT2Config(vocab_size=48, n_embd=32, n_layer=5, n_head=4, n_positions=64, initializer_range=0.2),
     "gemma2": Gemma2Config(**SIZES, head_dim=8),
-    "opt": OPTConfig(
-        vocab_size=48,
-        hidden_size=32,
-        ffn_dim=40,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-        init_std=0.2,
-        pad_token_id=0,
-    ),
+    "opt": OPTConfig(**SIZES, ffn_dim=40, word_embed_proj_dim=32, init_std=0.2),
 }
 CPU = torch.device("cpu")
 
@@ -62,54 +45,31 @@ def test_capture_equals_the_reported_hidden_states(family, target_layer_ids):
 
 
 @torch.no_grad()
-def test_capture_changes_neither_outputs_nor_what_is_returned(target):
-    input_ids = torch.randint(1, 48, (1, 7))
-    plain = target(input_ids)
-    with FeatureCapture(target, [-1, 0, 2]):
-        captured = target(input_ids)
-    assert torch.equal(captured.logits, plain.logits)
-    assert captured.hidden_states is None
-
-
-@torch.no_grad()
-def test_capture_holds_the_latest_forward_pass_only(target):
+def test_capture_changes_no_output_and_holds_the_latest_pass_only(target):
     first, second = torch.randint(1, 48, (1, 7)), torch.randint(1, 48, (1, 4))
+    plain = target(first)
     with FeatureCapture(target, [1]) as capture:
-        target(first)
+        captured = target(first)
         output = target(second, output_hidden_states=True)
         assert torch.equal(capture.take(CPU, torch.float32), output.hidden_states[2])
+    assert torch.equal(captured.logits, plain.logits) and captured.hidden_states is None
 
 
 @torch.no_grad()
-def test_take_casts_to_the_drafts_dtype(target):
-    with FeatureCapture(target, [1]) as capture:
-        target(torch.randint(1, 48, (1, 7)))
-        assert capture.take(CPU, torch.bfloat16).dtype == torch.bfloat16
-
-
-@torch.no_grad()
-def test_take_refuses_to_return_the_same_pass_twice(target):
+def test_take_casts_and_refuses_to_return_the_same_pass_twice(target):
     with FeatureCapture(target, [1, 2]) as capture:
         with pytest.raises(RuntimeError, match=r"layers \[1, 2\]"):
             capture.take(CPU, torch.float32)
         target(torch.randint(1, 48, (1, 7)))
-        capture.take(CPU, torch.float32)
+        assert capture.take(CPU, torch.bfloat16).dtype == torch.bfloat16
         with pytest.raises(RuntimeError, match=r"layers \[1, 2\]"):
             capture.take(CPU, torch.float32)
 
 
-def test_hooks_live_exactly_as_long_as_the_capture_is_entered(target):
-    before = num_hooks(target)
-    capture = FeatureCapture(target, [-1, 0, 2])
+def test_hooks_live_exactly_as_long_as_the_capture_is_entered_whatever_ends_it(target):
+    before, capture = num_hooks(target), FeatureCapture(target, [-1, 0, 2])
     assert num_hooks(target) == before
-    with capture:
-        assert num_hooks(target) == before + 3
-    assert num_hooks(target) == before
-
-
-def test_hooks_are_removed_after_an_exception(target):
-    before = num_hooks(target)
-    with pytest.raises(KeyError), FeatureCapture(target, [-1, 0, 2]):
+    with pytest.raises(KeyError), capture:
         assert num_hooks(target) == before + 3
         raise KeyError("user code")
     assert num_hooks(target) == before
@@ -134,11 +94,8 @@ def test_two_captures_do_not_disturb_each_other(target):
         assert torch.equal(outer.take(CPU, torch.float32), output.hidden_states[1])
 
 
-def test_decoder_layers_are_the_decoders_own(target):
+def test_decoder_layers_are_the_decoders_own_or_refused(target):
     assert decoder_layers(target) is target.model.layers
-
-
-def test_decoder_layers_are_refused_when_none_match(target):
     target.config.num_hidden_layers = 9
     with pytest.raises(ValueError, match="no list of 9 decoder layers found in Qwen3Model"):
         decoder_layers(target)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.maths.sampling import DraftBlock
+from tests.rows import assert_same_tokens, padded
 
 COMMON = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -58,16 +59,12 @@ PLAIN = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_to
 def make_pair(model_type, facts):
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(COMMON | facts))).eval()
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    return target, draft
+    return target, make_own_draft(target)
 
 
-def padded(prompts):
-    """Return left-padded ids and their mask."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
+def make_own_draft(target):
+    torch.manual_seed(1)
+    return DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
 
 
 def know_the_answers(monkeypatch, answers):
@@ -88,17 +85,27 @@ def know_the_answers(monkeypatch, answers):
     monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
 
 
+def assert_decoded_as_if_alone(target, draft, new_tokens=14):
+    """Compare a single row and a ragged batch with plain greedy decoding of each prompt; return that."""
+    greedy = PLAIN | {"max_new_tokens": new_tokens}
+    plain = [target.generate(input_ids=torch.tensor([prompt]), **greedy)[0].tolist() for prompt in PROMPTS]
+    batch = padded(PROMPTS)
+    with pytest.MonkeyPatch.context() as patch:
+        know_the_answers(patch, plain)
+        single = target.generate(input_ids=torch.tensor(PROMPTS[:1]), assistant_model=draft, **greedy)
+        assert single[0].tolist() == plain[0] and draft.last_stats.tau > 1.5
+        output = target.generate(**batch, assistant_model=draft, **greedy)
+    answers = [alone[len(prompt) :] for prompt, alone in zip(PROMPTS, plain, strict=True)]
+    assert output[:, batch["input_ids"].shape[1] :].tolist() == answers
+    assert len(set(draft.last_stats.accepted)) >= 3
+    return plain
+
+
 @pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
-def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(monkeypatch, model_type, facts):
+def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
-    plain = [target.generate(torch.tensor([prompt]), **PLAIN)[0].tolist() for prompt in PROMPTS]
-    know_the_answers(monkeypatch, plain)
-    ids, mask = padded(PROMPTS)
-    output = target.generate(ids, attention_mask=mask, assistant_model=draft, **PLAIN)
-    for row, (prompt, alone) in enumerate(zip(PROMPTS, plain, strict=True)):
-        assert output[row, ids.shape[1] :].tolist() == alone[len(prompt) :]
-    statistics = draft.last_stats
-    assert len(set(statistics.accepted)) >= 3 and 1.5 < statistics.tau < 4.5
+    assert_decoded_as_if_alone(target, draft, new_tokens=20)
+    assert 1.5 < draft.last_stats.tau < 4.5
 
 
 OWN_ATTENTION = {
@@ -112,29 +119,24 @@ OWN_ATTENTION = {
 @pytest.mark.parametrize(("name", "facts"), OWN_ATTENTION.items(), ids=OWN_ATTENTION)
 def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batches(name, facts):
     target, draft = make_pair(name.removesuffix("_alibi"), facts)
-    ids = torch.tensor([PROMPTS[0]])
-    plain = target.generate(ids, **PLAIN)
-    assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
-    batch, mask = padded(PROMPTS)
+    assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
     with pytest.raises(ValueError, match="attention of its own.*Call generate"):
-        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+        target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
+    with pytest.raises(ValueError, match="attention of its own"):
+        check_target(target)
 
 
 def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decode():
-    config = AutoConfig.for_model(
-        "qwen3_next", **COMMON, layer_types=["linear_attention"] * 3 + ["full_attention"], num_experts=2,
-        moe_intermediate_size=16, num_experts_per_tok=1, shared_expert_intermediate_size=16, head_dim=8,
-        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-    )  # fmt: skip
-    target = AutoModelForCausalLM.from_config(config).eval()
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    row, (batch, mask) = torch.tensor([PROMPTS[0]]), padded(PROMPTS)
-    with pytest.raises(ValueError, match="stateful"):  # transformers' own words
-        target.generate(row, assistant_model=draft, **PLAIN)
-    with pytest.raises(ValueError, match="stateful"):
-        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
+    facts = MOE | {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    target, draft = make_pair("qwen3_next", facts | {"head_dim": 8})
+    for prompts in (PROMPTS[:1], PROMPTS):
+        with pytest.raises(ValueError, match="stateful"):  # transformers' own words
+            target.generate(**padded(prompts), assistant_model=draft, **PLAIN)
     for refused in (
-        lambda: target.generate(row, custom_generate=decode_with(draft), **PLAIN),
+        lambda: target.generate(**padded(PROMPTS[:1]), custom_generate=decode_with(draft), **PLAIN),
         lambda: list(generate_many(target, draft, [PROMPTS[0]], **PLAIN)),
         lambda: check_target(target),
     ):
@@ -145,25 +147,21 @@ def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decod
 def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     target, draft = make_pair("llama", {"rope_parameters": rope})
-    batch, mask = padded(PROMPTS)
     with pytest.raises(ValueError, match="depend on the longest row"):
-        target.generate(batch, attention_mask=mask, assistant_model=draft, **PLAIN)
-    ids = torch.tensor([PROMPTS[0]])
-    assert target.generate(ids, assistant_model=draft, **PLAIN).tolist() == target.generate(ids, **PLAIN).tolist()
+        target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
+    assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
 
 
 def test_drafts_end_with_a_learned_position_table(monkeypatch):
     target, draft = make_pair("gpt2", {"num_key_value_heads": 4, "max_position_embeddings": 30, "n_positions": 30})
-    prompt = PROMPTS[2]
-    plain = target.generate(torch.tensor([prompt]), **(PLAIN | {"max_new_tokens": 30 - len(prompt)}))[0].tolist()
+    ids = torch.tensor([PROMPTS[2]])
+    fits, too_long = PLAIN | {"max_new_tokens": 30 - ids.shape[1]}, PLAIN | {"max_new_tokens": 40}
+    plain = target.generate(ids, **fits)[0].tolist()
     know_the_answers(monkeypatch, [plain])
-    ids = torch.tensor([prompt])
     ends = {"eos_token_id": plain[-1]} if plain[-1] not in plain[:-1] else {}
-    output = target.generate(ids, assistant_model=draft, **(PLAIN | {"max_new_tokens": 30 - len(prompt)} | ends))
-    assert output[0].tolist() == plain
+    assert target.generate(ids, assistant_model=draft, **(fits | ends))[0].tolist() == plain
     draft.last_stats = None
-    with pytest.raises(IndexError):  # as plain generate() does, at the same position
-        target.generate(ids, **(PLAIN | {"max_new_tokens": 40}))
-    with pytest.raises(IndexError):
-        target.generate(ids, assistant_model=draft, **(PLAIN | {"max_new_tokens": 40}))
+    for assistant in ({}, {"assistant_model": draft}):
+        with pytest.raises(IndexError):  # with a draft as without, at the same position
+            target.generate(ids, **too_long, **assistant)
     assert draft.last_stats is not None

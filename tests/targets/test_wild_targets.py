@@ -13,12 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    BitsAndBytesConfig,
     LogitsProcessorList,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from hf_dspark import (
@@ -38,107 +34,60 @@ from hf_dspark.targets.borrowed_weights import BorrowedModules
 from hf_dspark.targets.feature_capture import FeatureCapture, decoder_layers
 from hf_dspark.targets.fingerprint import fingerprint
 from hf_dspark.targets.int8_outliers import has_outliers, outliers_of_each
-from tests.targets.test_model_types import MIXED_LAYERS, PLAIN, PROMPTS, know_the_answers, padded
+from tests.rows import assert_same_tokens, padded
+from tests.targets.test_model_types import (
+    MIXED_LAYERS,
+    PLAIN,
+    PROMPTS,
+    assert_decoded_as_if_alone,
+    know_the_answers,
+    make_own_draft,
+)
 
 TWO_OF_THEM = {"input_ids": torch.tensor([[3, 9, 12, 30], [5, 4, 8, 8]])}
 
 
-@pytest.fixture
-def assert_decoded_as_if_alone(monkeypatch):
-    """Compare a single row and a ragged batch with plain greedy decoding of each prompt."""
-
-    def compare(target, draft, new_tokens=14):
-        greedy = PLAIN | {"max_new_tokens": new_tokens}
-        plain = [target.generate(input_ids=torch.tensor([prompt]), **greedy)[0].tolist() for prompt in PROMPTS]
-        ids, mask = padded(PROMPTS)
-        with monkeypatch.context() as patch:
-            know_the_answers(patch, plain)
-            single = target.generate(input_ids=torch.tensor(PROMPTS[:1]), assistant_model=draft, **greedy)
-            assert draft.last_stats.tau > 1.5
-            batch = target.generate(input_ids=ids, attention_mask=mask, assistant_model=draft, **greedy)
-        assert single[0].tolist() == plain[0]
-        for row, (prompt, alone) in enumerate(zip(PROMPTS, plain, strict=True)):
-            assert batch[row, ids.shape[1] :].tolist() == alone[len(prompt) :]
-        assert len(set(draft.last_stats.accepted)) >= 3
-        return plain
-
-    return compare
-
-
 # --- quantised -----------------------------------------------------------------------------------------------------
 
-FLOAT = {"bnb_4bit_compute_dtype": torch.float32}
+SOME_LAYERS = ["model.layers.1", "lm_head"]
 QUANTISED = {
-    "int8": {"load_in_8bit": True},
-    "int8_many_outliers": {"load_in_8bit": True, "llm_int8_threshold": 2.0},
-    "int8_no_outliers": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
-    "int8_some_layers": {"load_in_8bit": True, "llm_int8_skip_modules": ["model.layers.1", "lm_head"]},
-    "int8_head_too": {"load_in_8bit": True, "llm_int8_skip_modules": ["none"]},
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **FLOAT},
-    "nf4_double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **FLOAT},
-    "fp4_head_too": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "llm_int8_skip_modules": ["none"], **FLOAT},
-    "fp4_some_layers": {"load_in_4bit": True, "llm_int8_skip_modules": ["model.layers.1", "lm_head"], **FLOAT},
+    "int8": {"bits": 8},
+    "int8_many_outliers": {"bits": 8, "llm_int8_threshold": 2.0},
+    "int8_no_outliers": {"bits": 8, "llm_int8_threshold": 0.0},
+    "int8_some_layers": {"bits": 8, "llm_int8_skip_modules": SOME_LAYERS},
+    "int8_head_too": {"bits": 8, "llm_int8_skip_modules": ["none"]},
+    "nf4": {"bits": 4, "bnb_4bit_quant_type": "nf4"},
+    "nf4_double": {"bits": 4, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4_head_too": {"bits": 4, "bnb_4bit_quant_type": "fp4", "llm_int8_skip_modules": ["none"]},
+    "fp4_some_layers": {"bits": 4, "llm_int8_skip_modules": SOME_LAYERS},
 }
 
 
-def require_bitsandbytes():
-    """Skip where bitsandbytes is not installed, or computes on no device of this machine."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    try:
-        layer = bitsandbytes.nn.Linear8bitLt(32, 32, has_fp16_weights=False, threshold=6.0)
-        layer(torch.ones(1, 32))
-    except Exception as error:  # whatever a library says where it has no kernels
-        pytest.skip(f"bitsandbytes has no backend on this machine: {error}")
-
-
-@pytest.fixture
-def make_quantised(make_target, tmp_path):
-    def build(**options):
-        require_bitsandbytes()
-        facts = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "vocab_size": 64, "num_hidden_layers": 3}
-        make_target(**facts).save_pretrained(tmp_path)
-        quantisation = BitsAndBytesConfig(**options)
-        return AutoModelForCausalLM.from_pretrained(
-            tmp_path, device_map="cpu", dtype=torch.float32, quantization_config=quantisation
-        ).eval()
-
-    return build
-
-
-def make_own_draft(target, **overrides):
-    torch.manual_seed(1)
-    facts = {"markov_rank": 8, "block_size": 4} | overrides
-    return DSparkDraftModel(DSparkConfig.from_target(target.config, **facts)).eval()
-
-
 @pytest.mark.parametrize("options", QUANTISED.values(), ids=QUANTISED)
-def test_quantised_target_decodes_every_row_as_if_alone(make_quantised, assert_decoded_as_if_alone, options):
+def test_quantised_target_decodes_every_row_as_if_alone(make_quantised, options):
     target = make_quantised(**options)
     draft = make_own_draft(target).to(torch.bfloat16)
-    before = {name: (value.dtype, value.clone()) for name, value in draft.state_dict().items()}
+    before = copy.deepcopy(draft.state_dict())
     assert_decoded_as_if_alone(target, draft)
     assert check_target(target) < 1e-3
-    after = draft.state_dict()
-    assert after.keys() == before.keys()
-    for name, (dtype, value) in before.items():  # neither quantised nor cast by the target's
-        assert after[name].dtype == dtype == torch.bfloat16 and torch.equal(after[name], value)
+    assert draft.state_dict().keys() == before.keys()
+    for name, value in draft.state_dict().items():  # neither quantised nor cast by the target's
+        assert value.dtype == torch.bfloat16 and torch.equal(value, before[name])
 
 
 def test_eight_bit_target_gives_the_same_tokens_in_transformers_loop(make_quantised, monkeypatch):
-    target = make_quantised(load_in_8bit=True, llm_int8_threshold=2.0)
+    target = make_quantised(bits=8, llm_int8_threshold=2.0)
     draft = make_own_draft(target)
     draft.decoding = DecodingOptions(use_transformers_loop=True)
     for prompt in PROMPTS[:2]:
-        plain = target.generate(torch.tensor([prompt]), **PLAIN)[0].tolist()
         with monkeypatch.context() as patch:
-            know_the_answers(patch, [plain])
-            assert target.generate(torch.tensor([prompt]), assistant_model=draft, **PLAIN)[0].tolist() == plain
+            know_the_answers(patch, target.generate(torch.tensor([prompt]), **PLAIN).tolist())
+            assert_same_tokens(target, draft, torch.tensor([prompt]), **PLAIN)
         assert draft.last_stats.tau > 1.5
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_eight_bit_layer_looks_for_outliers_in_each_group_alone(bias):
-    require_bitsandbytes()
+def test_eight_bit_layer_looks_for_outliers_in_each_group_alone(bitsandbytes, bias):
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
     layer = Linear8bitLt(32, 24, bias=bias, has_fp16_weights=False, threshold=3.0)
@@ -193,9 +142,7 @@ def packed(target):
     return target
 
 
-def test_target_of_packed_layers_without_weights_decodes_every_row_as_if_alone(
-    make_target, assert_decoded_as_if_alone
-):
+def test_target_of_packed_layers_without_weights_decodes_every_row_as_if_alone(make_target):
     target = packed(make_target())
     draft = make_own_draft(target)
     assert_decoded_as_if_alone(target, draft)
@@ -218,9 +165,7 @@ DEVICE_MAPS = {
 
 
 @pytest.mark.parametrize("placed", DEVICE_MAPS.values(), ids=DEVICE_MAPS)
-def test_target_partly_on_disk_decodes_every_row_as_if_alone(
-    make_target, assert_decoded_as_if_alone, tmp_path, placed
-):
+def test_target_partly_on_disk_decodes_every_row_as_if_alone(make_target, tmp_path, placed):
     from accelerate import dispatch_model
 
     others = {f"model.layers.{layer}": "cpu" for layer in (0, 2, 3)} | {"model.norm": "cpu", "model.rotary_emb": "cpu"}
@@ -233,8 +178,7 @@ def test_target_partly_on_disk_decodes_every_row_as_if_alone(
     assert plain[0] == usual[: len(plain[0])]
     assert fingerprint(target) == fingerprint(in_memory)
     assert check_target(target) < 1e-3
-    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    done = list(generate_many(target, draft, prompts, max_new_tokens=6, eos_token_id=None, pad_token_id=0))
+    done = list(generate_many(target, draft, PROMPTS, max_new_tokens=6, eos_token_id=None, pad_token_id=0))
     assert [one.error for one in done] == [None] * len(PROMPTS)
 
 
@@ -264,15 +208,10 @@ def moved(module, device):
     return module
 
 
-def spread_pair():
-    """A target on two devices as `device_map="auto"` leaves it, and its draft on a third."""
+def spread_pair(target):
+    """The target on two devices as `device_map="auto"` leaves it, and its draft on a third."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    config = Qwen3Config(
-        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, tie_word_embeddings=False,
-    )  # fmt: skip
-    target = Qwen3ForCausalLM(config).eval()
     layers = target.model.layers
     places = {FIRST: [target.model.embed_tokens, target.model.rotary_emb, *layers[:2]]}
     places[SECOND] = [*layers[2:], target.model.norm, target.lm_head]
@@ -281,11 +220,11 @@ def spread_pair():
             add_hook_to_module(moved(module, device), AlignDevicesHook(device))
     add_hook_to_module(target, AlignDevicesHook(FIRST, io_same_device=True, skip_keys="past_key_values"))
     target.hf_device_map = {"model.layers.0": 0, "model.layers.2": 1}
-    draft = DSparkDraftModel(DSparkConfig.from_target(config, markov_rank=8, block_size=4, target_layer_ids=[-1, 2]))
-    return target, moved(draft.eval(), THIRD).bind(target)
+    config = DSparkConfig.from_target(target.config, markov_rank=8, block_size=4, target_layer_ids=[-1, 2])
+    return target, moved(DSparkDraftModel(config).eval(), THIRD).bind(target)
 
 
-def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypatch):
+def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypatch, make_target):
     """On devices without memory: torch refuses every operation on tensors of two of them."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device_type: False)  # it knows no such devices
     devices, honest = [], FeatureCapture.take
@@ -296,7 +235,7 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
 
     monkeypatch.setattr(FeatureCapture, "take", take)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        target, draft = spread_pair()
+        target, draft = spread_pair(make_target())
         cache = SlotCache(2, num_layers=4)
         context = SlotCache(2, num_layers=draft.config.num_hidden_layers)
         call = SimpleNamespace(keeps_some_logits=True, streamer=None, logits_processor=LogitsProcessorList())
@@ -319,27 +258,27 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
 # --- adapters ------------------------------------------------------------------------------------------------------
 
 
+def adapter(kind, **options):
+    return getattr(pytest.importorskip("peft"), kind)(task_type="CAUSAL_LM", **options)
+
+
 def lora(**options):
-    peft = pytest.importorskip("peft")
     facts = {"target_modules": ["q_proj", "v_proj", "down_proj"], "r": 4, "lora_alpha": 32, "init_lora_weights": False}
-    return peft.LoraConfig(**(facts | {"task_type": "CAUSAL_LM"} | options))
+    return adapter("LoraConfig", **(facts | options))
 
 
 def with_lora(target, *configs):
-    peft = pytest.importorskip("peft")
     torch.manual_seed(2)
     first, *others = configs or (lora(),)
-    model = peft.get_peft_model(target, first, "first")
+    model = pytest.importorskip("peft").get_peft_model(target, first, "first")
     for index, config in enumerate(others):
         model.add_adapter(f"other{index}", config)
     return model.eval()
 
 
 def ia3():
-    return pytest.importorskip("peft").IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False,
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
+    layers = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return adapter("IA3Config", init_ia3_weights=False, **layers)
 
 
 def switched(target):
@@ -367,7 +306,7 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
-def test_target_with_an_adapter_decodes_every_row_as_if_alone(make_target, assert_decoded_as_if_alone, adapt):
+def test_target_with_an_adapter_decodes_every_row_as_if_alone(make_target, adapt):
     base = make_target()
     draft = make_own_draft(base)  # of the target as it was
     before = base.generate(torch.tensor(PROMPTS[:1]), **PLAIN)[0].tolist()
@@ -375,7 +314,7 @@ def test_target_with_an_adapter_decodes_every_row_as_if_alone(make_target, asser
     assert plain[0] != before[: len(plain[0])]
 
 
-def test_disabled_adapter_leaves_the_base_target(make_target, assert_decoded_as_if_alone):
+def test_disabled_adapter_leaves_the_base_target(make_target):
     base = make_target()
     draft, before = make_own_draft(base), base.generate(torch.tensor(PROMPTS[:1]), **PLAIN)[0].tolist()
     target = with_lora(base)
@@ -421,8 +360,7 @@ def test_draft_is_calibrated_on_the_adapted_target_and_the_target_checked(make_t
     only_the_target = r"another run .*differs in target \('\w+' there, '\w+' now\): go on"
     with target.disable_adapter(), pytest.raises(ValueError, match=only_the_target):
         calibrate(target, draft, PROMPTS[:2], **run)
-    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    done = list(generate_many(target, draft, prompts, max_new_tokens=6, eos_token_id=None, pad_token_id=0))
+    done = generate_many(target, draft, PROMPTS, max_new_tokens=6, eos_token_id=None, pad_token_id=0)
     for one, prompt in zip(sorted(done, key=lambda one: one.index), PROMPTS, strict=True):
         plain = target.generate(input_ids=torch.tensor([prompt]), **(PLAIN | {"max_new_tokens": 6}))
         assert one.error is None and one.token_ids.tolist() == plain[0, len(prompt) :].tolist()
@@ -433,36 +371,31 @@ def test_draft_learns_from_an_adapted_target_that_stays_as_it_is(make_target, tm
     target = with_lora(base)
     draft, before = make_own_draft(base), copy.deepcopy(target.state_dict())
     rows = [{"input_ids": list(range(1, 30)), "loss_mask": [1] * 29} for _ in range(4)]
-    args = DSparkTrainingArguments(
-        str(tmp_path), max_steps=2, per_device_train_batch_size=2, num_anchors=4, report_to=[], save_strategy="no",
-        use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "num_anchors": 4, "save_strategy": "no"}
+    args = DSparkTrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, **options)
     first = draft.fc.weight.clone()
     result = DSparkTrainer(draft, target, args, train_dataset=rows).train()
     assert result.training_loss > 0 and not torch.equal(draft.fc.weight, first)
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
 
 
-def prompt_tuning():
-    return pytest.importorskip("peft").PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-
-
-def prefix_tuning():
-    return pytest.importorskip("peft").PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-
-
+VIRTUAL = {"num_virtual_tokens": 3}
 REFUSED = {
-    "prompt_tuning": (prompt_tuning, "PROMPT_TUNING, which puts virtual tokens"),
-    "prefix_tuning": (prefix_tuning, "PREFIX_TUNING, which puts virtual tokens"),
-    "activated_lora": (lambda: lora(alora_invocation_tokens=[9, 12]), "first.*switch themselves on"),
+    "prompt_tuning": ("PromptTuningConfig", VIRTUAL, "PROMPT_TUNING, which puts virtual tokens"),
+    "prefix_tuning": ("PrefixTuningConfig", VIRTUAL, "PREFIX_TUNING, which puts virtual tokens"),
+    "activated_lora": (
+        "LoraConfig",
+        {"target_modules": ["q_proj"], "alora_invocation_tokens": [9, 12]},
+        "first.*switch themselves on",
+    ),
 }
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
-def test_adapters_that_change_what_a_position_is_are_refused(make_target, config, message):
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_adapters_that_change_what_a_position_is_are_refused(make_target, kind, options, message):
     base = make_target()
     draft = make_own_draft(base)
-    target = with_lora(base, config())
+    target = with_lora(base, adapter(kind, **options))
     with pytest.raises(ValueError, match=message):
         target.generate(input_ids=TWO_OF_THEM["input_ids"][:1], assistant_model=draft, **PLAIN)
     assert draft.last_stats is None
@@ -471,17 +404,16 @@ def test_adapters_that_change_what_a_position_is_are_refused(make_target, config
 def test_adapters_by_row_work_for_one_row_and_are_refused_in_batches(make_target):
     base = make_target()
     target, draft = with_lora(base, lora(), lora()), make_own_draft(base)
-    one, names = TWO_OF_THEM["input_ids"][:1], ["other0"]
-    plain = target.generate(input_ids=one, adapter_names=names, **PLAIN)
-    assert plain.tolist() != target.generate(input_ids=one, **PLAIN).tolist()
-    assisted = target.generate(input_ids=one, adapter_names=names, assistant_model=draft, **PLAIN)
-    assert assisted.tolist() == plain.tolist()
+    one, other = {"input_ids": TWO_OF_THEM["input_ids"][:1]}, {"adapter_names": ["other0"]}
+    plain = target.generate(**one, **other, **PLAIN)
+    assert plain.tolist() != target.generate(**one, **PLAIN).tolist()
+    assert target.generate(**one, **other, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
     with pytest.raises(ValueError, match="adapter_names gives 2 rows"):
         target.generate(**TWO_OF_THEM, adapter_names=["first", "other0"], assistant_model=draft, **PLAIN)
     # Nothing of the refused call remains.
     plain = target.generate(**TWO_OF_THEM, **PLAIN)
     assert target.generate(**TWO_OF_THEM, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
-    assert target.generate(input_ids=one, **PLAIN).tolist() == plain[:1].tolist()
+    assert target.generate(**one, **PLAIN).tolist() == plain[:1].tolist()
 
 
 # --- with eyes -----------------------------------------------------------------------------------------------------
@@ -495,30 +427,22 @@ IMAGE = 60
 # The towers are as deep as the language models.
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+QWEN_MLP = {"intermediate_size": 48, "out_hidden_size": 32}
 QWEN_TOWER = {
     "depth": 4, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
     "in_channels": 3,
 }  # fmt: skip
-QWEN_IDS = {
+QWEN = {
     "image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "text_config": TEXT | SECTIONS,
 }  # fmt: skip
 SEEING = {
-    "qwen2_vl": QWEN_IDS | {
-        "text_config": TEXT | SECTIONS, "vision_config": QWEN_TOWER | {"embed_dim": 32, "mlp_ratio": 2},
+    "qwen2_vl": QWEN | {"vision_config": QWEN_TOWER | {"embed_dim": 32, "mlp_ratio": 2}},
+    "qwen2_5_vl": QWEN | {
+        "vision_config": QWEN_TOWER | QWEN_MLP | {"window_size": 16, "fullatt_block_indexes": [1, 3]},
     },
-    "qwen2_5_vl": QWEN_IDS | {
-        "text_config": TEXT | SECTIONS,
-        "vision_config": QWEN_TOWER | {
-            "intermediate_size": 48, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1, 3],
-        },
-    },
-    "qwen3_vl": QWEN_IDS | {
-        "text_config": TEXT | SECTIONS,
-        "vision_config": QWEN_TOWER | {
-            "intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1],
-        },
+    "qwen3_vl": QWEN | {
+        "vision_config": QWEN_TOWER | QWEN_MLP | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     },
     "gemma3": {
         "text_config": TEXT | {"sliding_window": 6, "layer_types": MIXED_LAYERS, "query_pre_attn_scalar": 8},
@@ -538,15 +462,6 @@ SEEING = {
         "image_token_id": IMAGE, "scale_factor": 2, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-
-
-# What their processors call the types of tokens; the forward of the others takes none.
-TYPES_OF_TOKENS = {
-    "qwen2_vl": "mm_token_type_ids",
-    "qwen2_5_vl": "mm_token_type_ids",
-    "qwen3_vl": "mm_token_type_ids",
-    "gemma3": "token_type_ids",
-}
 
 
 @pytest.fixture(params=SEEING, scope="module")
@@ -576,20 +491,20 @@ def image_prompt(target, num_rows=1, seed=1):
     return inputs | {"token_type_ids": types} if name == "gemma3" else inputs
 
 
-def test_texts_are_decoded_together_by_a_target_that_sees(seeing, assert_decoded_as_if_alone):
+def test_texts_are_decoded_together_by_a_target_that_sees(seeing):
     target, draft = seeing
     assert_decoded_as_if_alone(target, draft)
     assert check_target(target) < 1e-3
 
 
-@pytest.mark.parametrize("seeing", TYPES_OF_TOKENS, indirect=True)
+@pytest.mark.parametrize("seeing", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"], indirect=True)
 def test_processors_may_say_that_texts_hold_no_images(seeing):
     target, draft = seeing
-    name = TYPES_OF_TOKENS[target.config.model_type]
-    ids, mask = padded(PROMPTS)
-    inputs = {"input_ids": ids, "attention_mask": mask, name: torch.zeros_like(ids)}
-    plain = target.generate(input_ids=ids, attention_mask=mask, assistant_model=draft, **PLAIN)
-    assert target.generate(**inputs, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
+    batch = padded(PROMPTS)
+    (name,) = (name for name in image_prompt(target) if name.endswith("token_type_ids"))
+    types = {name: torch.zeros_like(batch["input_ids"])}
+    plain = target.generate(**batch, assistant_model=draft, **PLAIN)
+    assert target.generate(**batch, **types, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
 
 
 def test_prompt_with_an_image_gives_the_same_tokens_alone_and_is_refused_in_batches(seeing, monkeypatch):
@@ -612,19 +527,15 @@ def test_conversation_about_an_image_is_refused_on_a_cache_and_decoded_whole(see
     following = torch.cat([first.sequences, torch.tensor([[5, 9]])], dim=1)
     longer = {name: value for name, value in turn.items() if name in ("pixel_values", "image_grid_thw")}
     longer |= {"input_ids": following, "attention_mask": torch.ones_like(following)}
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in turn:
-            longer[name] = (following == IMAGE).long()
+    longer |= {name: (following == IMAGE).long() for name in turn if name.endswith("token_type_ids")}
     with pytest.raises(ValueError, match="already holds .* tokens.*images"):
         target.generate(**longer, past_key_values=first.past_key_values, assistant_model=draft, **PLAIN)
-    plain = target.generate(**longer, **PLAIN)
-    assert target.generate(**longer, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
+    assert_same_tokens(target, draft, longer.pop("input_ids"), **PLAIN, **longer)
 
 
 def test_features_come_from_the_language_model(seeing):
     target, draft = seeing
-    language_model = target.get_decoder()
-    assert decoder_layers(target) is language_model.layers
+    assert decoder_layers(target) is target.get_decoder().layers
     turn = image_prompt(target)
     with FeatureCapture(target, [0]) as capture, torch.no_grad():
         target(**turn)
@@ -632,17 +543,11 @@ def test_features_come_from_the_language_model(seeing):
     assert features.shape == (1, turn["input_ids"].shape[1], 32)
 
 
-class BothTowers(nn.Module):
-    """A decoder that keeps its tower inside, and first, as Idefics does."""
-
-    def __init__(self):
-        super().__init__()
-        self.vision = nn.ModuleDict({"layers": nn.ModuleList(nn.Identity() for _ in range(4))})
-        self.layers = nn.ModuleList(nn.Identity() for _ in range(4))
-
-
 def test_layers_of_a_tower_of_the_same_depth_are_not_taken_for_the_decoders(make_target, monkeypatch):
-    target, decoder = make_target(), BothTowers()
+    """A decoder that keeps its tower inside, and first, as Idefics does."""
+    target, decoder = make_target(), nn.Module()
+    decoder.vision = nn.ModuleDict({"layers": nn.ModuleList(nn.Identity() for _ in range(4))})
+    decoder.layers = nn.ModuleList(nn.Identity() for _ in range(4))
     monkeypatch.setattr(target, "get_decoder", lambda: decoder)
     assert decoder_layers(target) is decoder.layers
 
@@ -661,14 +566,13 @@ def test_draft_config_of_a_target_that_sees_describes_its_text():
 USER, ASSISTANT, END, THINK, THOUGHT = 50, 51, 52, 53, 54
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["target_opens_its_thoughts", "template_opens_them"])
+@pytest.mark.parametrize("opening", [[], [THINK]], ids=["target_opens_its_thoughts", "template_opens_them"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["thoughts_dropped", "thoughts_kept"])
-def test_conversation_goes_on_over_a_cache_whose_thoughts_were_dropped(pair, keeps, opened):
+def test_conversation_goes_on_over_a_cache_whose_thoughts_were_dropped(pair, keeps, opening):
     """A long thought and a short answer: much less than half of what is cached is still true."""
     target, draft = pair
-    greedy = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": None}
-    opening = [THINK] if opened else []
-    history, cache, reused = [], None, []
+    greedy = PLAIN | {"max_new_tokens": 40}
+    history, cache = [], None
     for question in ([7, 21, 33, 9, 14], [11, 3, 8], [25, 30, 6, 40]):
         history += [USER, *question, END, ASSISTANT]
         prompt = torch.tensor([history + opening])
@@ -678,7 +582,6 @@ def test_conversation_goes_on_over_a_cache_whose_thoughts_were_dropped(pair, kee
         )
         assert with_cache.sequences.tolist() == plain.tolist()
         cache = with_cache.past_key_values
-        reused.append(len(history))
         said = plain[0, prompt.shape[1] :].tolist()
         thoughts, answer = [*opening, *said[:36], THOUGHT], said[36:]
         history += (thoughts if keeps else []) + answer + [END]
@@ -688,9 +591,8 @@ def test_conversation_goes_on_over_a_cache_whose_thoughts_were_dropped(pair, kee
 
 def test_only_what_is_new_is_not_taken_for_a_conversation_without_its_thoughts(pair):
     target, draft = pair
-    greedy = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None}
     prompt = torch.tensor([[USER, 7, 21, 33, 9, 14, END, ASSISTANT]])
-    first = target.generate(prompt, assistant_model=draft, return_dict_in_generate=True, **greedy)
+    first = target.generate(prompt, assistant_model=draft, return_dict_in_generate=True, **PLAIN)
     new = torch.tensor([[USER, 11, 3, 8, 30, 31, END, ASSISTANT]])
     with pytest.raises(ValueError, match="only the first 1 are the same"):
-        target.generate(new, assistant_model=draft, past_key_values=first.past_key_values, **greedy)
+        target.generate(new, assistant_model=draft, past_key_values=first.past_key_values, **PLAIN)

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from hf_dspark.models.block_attention import BlockLayout
-from hf_dspark.training.blocks import (
-    anchor_candidates,
-    count_covered,
-    cut_blocks,
-    label_hidden,
-    sample_anchors,
-)
+from hf_dspark.training.blocks import anchor_candidates, count_covered, cut_blocks, label_hidden, sample_anchors
 
 GOLDEN = ("draft_vanilla", "gemma4/draft_vanilla")
 
@@ -28,28 +22,17 @@ def one_document(anchors, real, input_ids, gamma) -> BlockLayout:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_blocks_match_deepspec(golden, name):
-    train = golden(name).train
-    kept = train["block_keep_mask"].bool()
-    layout = one_document(train["anchor_positions"], kept, train["input_ids"], 5)
-    blocks = cut_blocks(train["input_ids"], train["loss_mask"].bool(), layout)
-    assert torch.equal(blocks.labels, train["target_ids"])
-    assert torch.equal(blocks.supervised, train["eval_mask"].bool())
-
-
-def test_anchor_candidates_match_deepspec(golden):
-    train = golden("draft_vanilla").train
-    candidates = anchor_candidates(train["loss_mask"].bool(), positions_of(train["loss_mask"]))
-    assert torch.equal(candidates, train["anchor_candidate_mask"].bool())
-
-
-@pytest.mark.parametrize("name", GOLDEN)
 @torch.no_grad()
-def test_label_hidden_matches_deepspecs_aligned_target_logits(golden, name):
+def test_candidates_blocks_and_the_targets_logits_match_deepspec(golden, name):
     data = golden(name)
     train, kept = data.train, data.train["block_keep_mask"].bool()
     layout = one_document(train["anchor_positions"], kept, train["input_ids"], 5)
     blocks = cut_blocks(train["input_ids"], train["loss_mask"].bool(), layout)
+    assert torch.equal(blocks.labels, train["target_ids"])
+    assert torch.equal(blocks.supervised, train["eval_mask"].bool())
+    if "anchor_candidate_mask" in train:
+        candidates = anchor_candidates(train["loss_mask"].bool(), positions_of(train["loss_mask"]))
+        assert torch.equal(candidates, train["anchor_candidate_mask"].bool())
     logits = data.draft.base_logits(label_hidden(train["target_last_hidden_states"], blocks))
     torch.testing.assert_close(
         logits[blocks.supervised], train["aligned_target_logits"][blocks.supervised], atol=2e-5, rtol=1e-4
@@ -84,18 +67,6 @@ def test_blocks_end_with_their_document():
 # ---- anchors
 
 
-def test_anchors_are_distinct_candidates_in_order():
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        loss_mask = torch.rand(3, 40, generator=generator) < 0.7
-        positions, mask = sample_anchors(loss_mask, positions_of(loss_mask), 6, generator)
-        assert positions.shape == mask.shape == (3, 6)
-        for row in range(3):
-            drawn = positions[row][mask[row]].tolist()
-            assert drawn == sorted(set(drawn))
-            assert anchor_candidates(loss_mask, positions_of(loss_mask))[row, drawn].all()
-
-
 def test_anchors_fill_poor_rows_with_masked_dummies_at_zero():
     loss_mask = torch.zeros(3, 10, dtype=torch.bool)
     loss_mask[0, 2:9] = True  # six candidates
@@ -108,23 +79,6 @@ def test_anchors_fill_poor_rows_with_masked_dummies_at_zero():
     assert positions.tolist() == [[4, 5], [0, 0]] and mask.tolist() == [[True, True], [False, False]]
     positions, mask = sample_anchors(loss_mask[2:], positions_of(loss_mask[2:]), 64)
     assert positions.tolist() == [[0]] and not mask.any()
-
-
-def test_anchors_follow_the_generators_seed():
-    loss_mask = torch.ones(2, 60, dtype=torch.bool)
-    draws = [
-        sample_anchors(loss_mask, positions_of(loss_mask), 8, torch.Generator().manual_seed(seed))[0]
-        for seed in (1, 1, 2)
-    ]
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-
-
-def test_anchors_are_drawn_uniformly():
-    loss_mask = torch.ones(20_000, 6, dtype=torch.bool)
-    positions, _ = sample_anchors(loss_mask, positions_of(loss_mask), 2, torch.Generator().manual_seed(0))
-    share = positions.flatten().bincount(minlength=5) / 20_000
-    # Each of four candidates (1 to 4) is among two drawn with probability 0.5; four standard deviations are 0.014.
-    torch.testing.assert_close(share, torch.tensor([0.0, 0.5, 0.5, 0.5, 0.5]), atol=0.014, rtol=0)
 
 
 def test_no_anchor_is_the_first_token_of_a_document_or_its_last():
@@ -146,8 +100,9 @@ def test_every_document_of_a_packed_row_has_as_many_anchors_as_if_it_stood_alone
             for start, n in zip(starts, lengths, strict=True)
         ]
         assert real.all() and positions.shape[1] == sum(counts) and counts == [4, 4, 3, 4]
+        assert positions[0].tolist() == sorted(set(positions[0].tolist()))
         taken[positions[0]] += 1
-    # Each of 58, 5, 3 and 26 candidates is drawn alike; four standard deviations are below 0.12.
+    # Uniform: each of 58, 5, 3 and 26 candidates is drawn alike; four standard deviations are below 0.12.
     for start, length, count in zip(starts, lengths, (4, 4, 3, 4), strict=True):
         share = taken[start + 1 : start + length - 1] / 300
         torch.testing.assert_close(share, torch.full_like(share, count / (length - 2)), atol=0.12, rtol=0)

@@ -24,29 +24,25 @@ def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, 
     make_trainer(save_strategy="steps", save_steps=2).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
     for options, message in (
-        ({"gradient_accumulation_steps": 2}, r"processes x gradient_accumulation_steps\): then 1, now 2"),
-        ({"num_anchors": 5}, "num_anchors: then 6, now 5"),
-        ({"l1_weight": 0.5, "cross_entropy_weight": 0.5}, "cross_entropy_weight: then 0.1, now 0.5; l1_weight"),
+        ({"gradient_accumulation_steps": 2}, r"processes x gradient_accumulation_steps\) \(1 there, 2 now\)"),
+        ({"num_anchors": 5}, r"num_anchors \(6 there, 5 now\)"),
+        ({"l1_weight": 0.5, "cross_entropy_weight": 0.5}, r"cross_entropy_weight \(0.1 there, 0.5 now\), l1_weight"),
     ):
         for where in (checkpoint, Path(checkpoint), True):
             with pytest.raises(ValueError, match=message):
                 make_trainer(**options).train(resume_from_checkpoint=where)
     other = make_draft(target, target_layer_ids=make_draft(target).config.target_layer_ids[::-1])
-    with pytest.raises(ValueError, match="draft, target_layer_ids: then"):
+    with pytest.raises(ValueError, match="draft, target_layer_ids .* there"):
         make_trainer(other).train(resume_from_checkpoint=True)
     rows.reverse()
-    with pytest.raises(ValueError, match="first rows: then"):
-        make_trainer().train(resume_from_checkpoint=True)
-
-
-def test_resuming_needs_a_checkpoint(make_trainer, tmp_path):
-    (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="there is no checkpoint to resume from"):
+    with pytest.raises(ValueError, match="first rows .* there"):
         make_trainer().train(resume_from_checkpoint=True)
 
 
 def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(make_trainer, tmp_path):
     folder = tmp_path / "run"
+    with pytest.raises(ValueError, match="there is no checkpoint to resume from"):
+        make_trainer().train(resume_from_checkpoint=True)
     make_trainer(save_strategy="steps", save_steps=2).train()
     assert last_checkpoint(folder) == str(folder / "checkpoint-4")
     (folder / "checkpoint-4" / "trainer_state.json").unlink()

@@ -1,8 +1,8 @@
 """Products of few rows with large matrices on a CPU, in about the time that reading the matrix once takes.
 
-MKL, by which PyTorch multiplies float32 on x86, has no fast way for few rows; oneDNN, which comes with PyTorch, has
-one. It is faster still on weights in a layout of its own, into which it brings those of bfloat16 anew with each
-product. AMX units need no other layout in bfloat16 if the factors are exchanged.
+PyTorch multiplies float32 on x86 by MKL, which has no fast way for few rows. oneDNN, which comes with it, has one. It
+is faster still on weights in its own layout; those of bfloat16 it reorders with each product. AMX units need no
+other layout in bfloat16 if the factors are exchanged.
 """
 
 import functools
@@ -19,16 +19,10 @@ PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to MAX_RO
 
 
 class Gain(NamedTuple):
-    """Which products another way is faster for.
-
-    Args:
-        least_rows (`int`): With fewer, it is not.
-        least_weights (`int`): Entries of the matrix. Below, the call itself takes as long as the product.
-        most_rows (`int`, *optional*): With more, it is not.
-    """
+    """Which products another way is faster for."""
 
     least_rows: int
-    least_weights: int
+    least_weights: int  # entries of the matrix; below, the call itself takes as long as the product
     most_rows: int = MAX_ROWS
 
 
@@ -76,17 +70,7 @@ def _state(weight: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, int]:
 def few_rows_linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, copy: PackedCopy | None = None
 ) -> torch.Tensor:
-    """Multiply as `torch.nn.functional.linear` does, but for rounding.
-
-    Args:
-        input (`torch.Tensor` of shape `[..., in]`).
-        weight (`torch.Tensor` of shape `[out, in]`).
-        bias (`torch.Tensor` of shape `[out]`, *optional*).
-        copy ([`PackedCopy`], *optional*): Of the weight.
-
-    Returns:
-        `torch.Tensor` of shape `[..., out]`.
-    """
+    """Multiply as `torch.nn.functional.linear` does, but for rounding; `copy` is the weight's."""
     if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
     num_rows, dtype = input.shape[:-1].numel(), weight.dtype
@@ -102,17 +86,15 @@ def few_rows_linear(
 
 
 def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply by oneDNN, without asking whether that is faster, or possible; the weight may be packed."""
+    """Multiply by oneDNN, even where that is slower; the weight may be packed."""
     # `.default`: choosing among the overloads would take as long as a small product.
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
 def transposed_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply with the factors exchanged, without asking whether that is faster.
-
-    AMX units read their left factor as it lies in memory, and their right one by pairs of rows: oneDNN reorders that
-    with each product, and here it is the smaller one.
-    """
+    """Multiply with the factors exchanged, even where that is slower."""
+    # AMX units read their left factor as it lies in memory, and their right one by pairs of rows: oneDNN reorders that
+    # with each product, and here it is the smaller one.
     rows = input.reshape(-1, input.shape[-1])
     if len(rows) > 1:
         transposed = torch.mm(weight, rows.t()) if bias is None else torch.addmm(bias[:, None], weight, rows.t())
@@ -160,10 +142,8 @@ def _is_large(weight: torch.Tensor, gain: Gain | None) -> bool:
 
 
 def _is_served(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Tell whether a product has few rows, and needs nothing that oneDNN does not know.
-
-    It knows no backward pass and no autocast, reads a bias without strides, and cannot say which shapes are wrong.
-    """
+    """Tell whether oneDNN can serve a product of few rows."""
+    # It knows no backward pass and no autocast, reads a bias without strides, and cannot say which shapes are wrong.
     return (
         0 < input.shape[:-1].numel() <= MAX_ROWS
         and input.dtype == weight.dtype
@@ -173,9 +153,6 @@ def _is_served(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
     )
-
-
-# ---- which CPU this is
 
 
 @functools.cache

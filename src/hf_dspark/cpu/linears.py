@@ -9,6 +9,8 @@ from torch import nn
 
 from .few_rows import PackedCopy, few_rows_linear, may_gain, packable
 
+Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the forward that replaces its own
+
 
 class fast_linears:
     """While entered, linear layers multiply a few rows by the fastest kernel that was measured on this kind of CPU.
@@ -43,14 +45,13 @@ class fast_linears:
 
     def __init__(self, *models: nn.Module, packed: bool = False) -> None:
         modules = dict.fromkeys(module for model in models for module in model.modules())
-        # Each layer's attributes, and the forward that takes the place of its own. Made once: rounds enter often.
-        self._routes = [
+        self._routes: list[Route] = [  # made once: rounds enter often
             (vars(module), types.MethodType(_forward, module))
             for module in modules
             if type(module) is nn.Linear and may_gain(getattr(module, "weight", None), packed)
         ]
         self._packed = packed
-        self._entries: list[list[tuple[dict[str, Any], types.MethodType]]] = []
+        self._entries: list[list[Route]] = []
 
     def __enter__(self) -> None:
         routes = [route for route in self._routes if "forward" not in route[0]]
@@ -68,9 +69,7 @@ class fast_linears:
                 del attributes["forward"]
 
 
-def _by_copies(
-    routes: list[tuple[dict[str, Any], types.MethodType]],
-) -> list[tuple[dict[str, Any], types.MethodType]]:
+def _by_copies(routes: list[Route]) -> list[Route]:
     """Pack the weights that gain by it, each once, and return routes that multiply by the copies."""
     weights = {forward.__self__.weight for _, forward in routes}
     copies = {weight: PackedCopy(weight) for weight in weights if packable(weight)}

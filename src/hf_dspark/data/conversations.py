@@ -1,7 +1,4 @@
-"""From conversations to rows of `input_ids` and `loss_mask`: only tokens that the target wrote are supervised.
-
-Takes what TRL's trainers take.
-"""
+"""From conversations, as TRL's trainers take them, to rows of which only tokens of the target are supervised."""
 
 import itertools
 import json
@@ -17,6 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..messages import shortened
+
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask")
 UNDERSTOOD = (
     "'messages' (also with 'tools' and 'chat_template_kwargs'), 'conversations', 'prompt' with 'completion' or "
@@ -26,6 +25,9 @@ UNDERSTOOD = (
 ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
 STREAM_CHECK = 1000
 FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
+
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]  # of tokens, first and after the last
 
 
 def tokenize_row(
@@ -45,7 +47,8 @@ def tokenize_row(
       messages, of which the answers in the completion are supervised.
     - `text`: everything is supervised.
 
-    A row with `finished` false was cut by its length: no end-of-turn token is taught there.
+    A row with `finished` false was cut by its length: no end-of-turn token is taught there. A conversation without an
+    answer teaches nothing.
 
     Answers are found by the template's own `{% generation %}` marks if it has any. Otherwise the conversation is
     rendered up to each answer, once with the generation prompt and once with the answer. The answer must begin like
@@ -54,61 +57,45 @@ def tokenize_row(
     tokens. The end-of-turn token is supervised, too, but not the template's white space after it. Messages after the
     last answer are dropped.
 
-    Args:
-        row (`Mapping`): The row. Its own `tools` and `chat_template_kwargs` go to the chat template.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        max_length (`int`, *optional*): Cut to this many tokens.
-        chat_template_kwargs (`Mapping`, *optional*): For the chat template of every row, such as
-            `{"enable_thinking": False}`; the row's own win.
-
-    Returns:
-        `dict` with `input_ids` and `loss_mask`, lists of equal length. Nothing is supervised in a conversation
-        without an answer.
-
-    Raises:
-        ValueError: If the columns are not understood, a message or a mask is malformed, there is no chat template, or
-            it does not let answers be found.
+    The row's own `tools` and `chat_template_kwargs` go to the chat template; `chat_template_kwargs` of the call are
+    those of every row. Returns lists of equal length, cut to `max_length`.
     """
     given = {name: value for name, value in row.items() if value is not None}
     form = _form_of(given)
-    if form is None:
-        if "error" in given:  # a prompt whose regeneration failed
-            return {"input_ids": [], "loss_mask": []}
-        raise ValueError(f"columns {sorted(given)} are not understood; needed are {UNDERSTOOD}")
-    chat = Chat(
-        tokenizer, given.get("tools"), dict(chat_template_kwargs or {}) | dict(given.get("chat_template_kwargs") or {})
-    )
-    finished = given.get("finished", True)
-    if form == "tokens":
-        return _with_given_mask(given, max_length)
-    if form == "completion_ids":
-        prompt = given.get("prompt_ids", given.get("prompt"))
-        if isinstance(prompt, str):
-            prompt = tokenizer(prompt)["input_ids"]
-        elif "prompt_ids" not in given:
-            prompt = chat.tokens(chat.render(read_messages(prompt), add_generation_prompt=True))
-        return _joined(_ids(prompt), _ids(given["completion_ids"]), max_length)
-    if form == "text":
-        token_ids = tokenizer(given["text"])["input_ids"]
-        return _joined([], token_ids, max_length)
-    if form == "messages":
-        messages, first = read_messages(given.get("messages", given.get("conversations"))), 0
-    elif isinstance(given["prompt"], str) and isinstance(given["completion"], str):
+    kwargs = dict(chat_template_kwargs or {}) | dict(given.get("chat_template_kwargs") or {})
+    chat = Chat(tokenizer, given.get("tools"), kwargs)
+    finished, prompt = given.get("finished", True), given.get("prompt")
+    if form == "failed":
+        token_ids, mask = [], []
+    elif form == "tokens":
+        token_ids, mask = _with_given_mask(given)
+    elif form == "completion_ids":
+        if "prompt_ids" in given:
+            prompt_ids = list(map(int, given["prompt_ids"]))
+        elif isinstance(prompt, str):
+            prompt_ids = tokenizer(prompt)["input_ids"]
+        else:
+            prompt_ids = chat.tokens(chat.render(read_messages(prompt), add_generation_prompt=True))
+        token_ids, mask = _joined(prompt_ids, list(map(int, given["completion_ids"])))
+    elif form == "text":
+        token_ids, mask = _joined([], tokenizer(given["text"])["input_ids"])
+    elif form == "messages":
+        messages = read_messages(given.get("messages", given.get("conversations")))
+        token_ids, mask = chat.mark_answers(messages, finished=finished)
+    elif isinstance(prompt, str) and isinstance(given["completion"], str):
         completion_ids = tokenizer(given["completion"], add_special_tokens=False)["input_ids"]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if completion_ids[-1:] == end:
             completion_ids = completion_ids[: len(completion_ids) - len(end)]
-        completion_ids += end if finished else []
-        return _joined(tokenizer(given["prompt"])["input_ids"], completion_ids, max_length)
+        token_ids, mask = _joined(tokenizer(prompt)["input_ids"], completion_ids + (end if finished else []))
+    elif isinstance(prompt, str) or isinstance(given["completion"], str):
+        raise ValueError(
+            "prompt and completion must be two strings or two lists of messages, got "
+            f"{type(prompt).__name__} and {type(given['completion']).__name__}"
+        )
     else:
-        if isinstance(given["prompt"], str) or isinstance(given["completion"], str):
-            raise ValueError(
-                "prompt and completion must be two strings or two lists of messages, got "
-                f"{type(given['prompt']).__name__} and {type(given['completion']).__name__}"
-            )
-        prompt = read_messages(given["prompt"])
-        messages, first = prompt + read_messages(given["completion"]), len(prompt)
-    token_ids, mask = chat.mark_answers(messages, first, finished)
+        context = read_messages(prompt)
+        token_ids, mask = chat.mark_answers(context + read_messages(given["completion"]), len(context), finished)
     return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
 
 
@@ -127,28 +114,22 @@ def prepare_rows(
     stream only the first rows are looked at (until one fills a block, 1000 at most); the others are checked as they
     come, and left out silently.
 
-    Args:
-        dataset: Rows as for [`tokenize_row`]: a list, a `datasets.Dataset` or `IterableDataset`, a
-            `torch.utils.data.Dataset`, or any iterable.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        block_size (`int`): γ of the draft.
-        vocab_size (`int`): Of the target.
-        max_length (`int`, *optional*): Cut rows to this many tokens.
-        chat_template_kwargs (`Mapping`, *optional*): See [`tokenize_row`].
-        num_proc (`int`, *optional*): Processes, for a `datasets.Dataset`.
-
-    Returns:
-        Rows of `input_ids` and `loss_mask` alone: a `datasets.Dataset` of one, a stream of a stream, a list otherwise.
-
-    Raises:
-        ValueError: If a row is malformed (with its number), a token id does not exist, or no row could train a block.
+    The data set may be a list, a `datasets.Dataset` (prepared by `num_proc` processes) or `IterableDataset`, a
+    `torch.utils.data.Dataset`, or any iterable of rows as for [`tokenize_row`]. Returns rows of `input_ids` and
+    `loss_mask` alone: a `datasets.Dataset` of one, a stream of a stream, a list otherwise.
     """
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset holds several splits ({', '.join(map(str, dataset))}): pass one of them")
     reader = _RowReader(tokenizer, vocab_size, max_length, chat_template_kwargs)
     datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
     if datasets is not None and isinstance(dataset, datasets.Dataset):
-        return _prepare_table(dataset, reader, block_size, num_proc)
+        columns, value = dataset.column_names, datasets.Value
+        _form_of(columns)  # refuses unknown ones before any row is read
+        types = {"input_ids": [value("int32")], "loss_mask": [value("int8")], "longest_run": value("int32")}
+        options = {"with_indices": True, "num_proc": num_proc, "desc": "tokenising"}
+        prepared = dataset.map(reader, remove_columns=columns, features=datasets.Features(types), **options)
+        _check_runs(list(prepared["longest_run"]), block_size, max_length)
+        return prepared.filter(_has_anchor, num_proc=num_proc, desc="choosing").remove_columns("longest_run")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         columns = _check_stream(dataset, reader, block_size)
         stream = dataset.map(reader, with_indices=True, remove_columns=dataset.column_names or columns)
@@ -157,22 +138,12 @@ def prepare_rows(
         _check_stream(dataset, reader, block_size)
         return _StreamedRows(dataset, reader)
     rows = [reader(row, index) for index, row in enumerate(_iterate(dataset))]
-    _check_runs([row["longest_run"] for row in rows], block_size, max_length, stacklevel=3)
-    return [_without_run(row) for row in rows if _has_anchor(row)]
+    _check_runs([row["longest_run"] for row in rows], block_size, max_length)
+    return list(_usable(rows))
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them, without the `None`s that tables fill up with.
-
-    Args:
-        messages (`Sequence[Mapping]`): With `role` and `content`, or ShareGPT's `from` and `value`.
-
-    Returns:
-        `list[dict]`
-
-    Raises:
-        ValueError: If a message lacks its role or content.
-    """
+def read_messages(messages: Any) -> Messages:
+    """Return messages as chat templates take them, from those or ShareGPT's `from` and `value`."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
         raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
     read = []
@@ -197,10 +168,7 @@ class Chat:
         self.tokenizer = tokenizer
         self._tools = _without_nones(json.loads(tools) if isinstance(tools, str) else tools) or None
         self._kwargs = _without_nones(kwargs)
-
-    @property
-    def _name(self) -> str:
-        return self.tokenizer.name_or_path or type(self.tokenizer).__name__
+        self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
     def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
         """Call the chat template; text, unless `kwargs` ask for tokens."""
@@ -220,15 +188,10 @@ class Chat:
         """Tokenise what was rendered; the template wrote the special tokens itself."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def mark_answers(
-        self, messages: list[dict[str, Any]], first: int = 0, finished: bool = True
-    ) -> tuple[list[int], list[int]]:
+    def mark_answers(self, messages: Messages, first: int = 0, finished: bool = True) -> tuple[list[int], list[int]]:
         """Return ids and mask of a conversation; answers before message `first` are context."""
-        answers = [
-            place
-            for place, message in enumerate(messages)
-            if message["role"] == "assistant" and place >= max(first, 1)
-        ]
+        first_answer = max(first, 1)
+        answers = [place for place in range(first_answer, len(messages)) if messages[place]["role"] == "assistant"]
         if not answers:
             return [], []
         messages = messages[: answers[-1] + 1]
@@ -243,9 +206,7 @@ class Chat:
             mask[last] = int(not self._is_special(token_ids[last]))
         return token_ids, mask
 
-    def _marked_by_template(
-        self, messages: list[dict[str, Any]], first: int
-    ) -> tuple[list[int], list[tuple[int, int]]] | None:
+    def _marked_by_template(self, messages: Messages, first: int) -> tuple[list[int], Spans] | None:
         """Return ids and spans by the marks `{% generation %}`; `None` if there are none."""
         template = self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
         if not self.tokenizer.is_fast or not re.search(r"\{%-?\s*generation\s*-?%\}", template or ""):
@@ -261,9 +222,7 @@ class Chat:
                 spans.append((max(start, begin), place))
         return (token_ids, spans) if spans else None
 
-    def _marked_by_prefixes(
-        self, messages: list[dict[str, Any]], answers: list[int]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
+    def _marked_by_prefixes(self, messages: Messages, answers: list[int]) -> tuple[list[int], Spans]:
         """Return ids and spans of the answers that stand in the whole as they were written."""
         whole = self.render(messages)
         token_ids = self.tokens(whole)
@@ -281,19 +240,16 @@ class Chat:
                 spans.append((self._seam(prompt, token_ids, after=True), self._seam(answered, token_ids)))
             elif is_last:
                 same = _common_prefix(prompt, whole)
+                near = slice(max(0, same - 20), same + 20)
                 raise ValueError(
                     f"the chat template of {self._name} does not let the answer be found: a prompt with "
-                    f"{prompt[max(0, same - 20) : same + 20]!r} reads {whole[max(0, same - 20) : same + 20]!r} once "
-                    "it is answered. Mark the answers in the template with {% generation %} ... {% endgeneration %}, "
-                    "or pass rows of 'prompt' and 'completion' texts"
+                    f"{prompt[near]!r} reads {whole[near]!r} once it is answered. Mark the answers in the template "
+                    "with {% generation %} ... {% endgeneration %}, or pass rows of 'prompt' and 'completion' texts"
                 )
         return token_ids, spans
 
     def _seam(self, text: str, token_ids: list[int], after: bool = False) -> int:
-        """Return how many tokens belong to a text that the whole begins with.
-
-        A token that straddles the seam belongs to neither side.
-        """
+        """Return how many tokens belong to a text that the whole begins with; one across the seam to neither side."""
         own = self.tokens(text)
         same = _common_prefix(own, token_ids)
         return min(same + (after and same < len(own)), len(token_ids))
@@ -333,8 +289,7 @@ class _RowReader:
             tokens = tokenize_row(row, self.tokenizer, self.max_length, self.chat_template_kwargs)
         except ValueError as error:
             raise ValueError(f"row {index}: {error}") from error
-        wrong = [token for token in tokens["input_ids"] if not 0 <= token < self.vocab_size]
-        if wrong:
+        if wrong := [token for token in tokens["input_ids"] if not 0 <= token < self.vocab_size]:
             raise ValueError(
                 f"row {index}: token id {wrong[0]} is outside of the target's vocabulary (vocab_size "
                 f"{self.vocab_size}): use the target's own tokenizer"
@@ -356,25 +311,7 @@ class _StreamedRows(torch.utils.data.IterableDataset):
             self._stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        for index, row in enumerate(self._stream):
-            read = self._reader(row, index)
-            if _has_anchor(read):
-                yield _without_run(read)
-
-
-def _prepare_table(dataset: Any, reader: _RowReader, block_size: int, num_proc: int | None) -> Any:
-    from datasets import Features, Value
-
-    columns = dataset.column_names
-    if _form_of(columns) is None:
-        raise ValueError(f"columns {columns} are not understood; needed are {UNDERSTOOD}")
-    features = Features({"input_ids": [Value("int32")], "loss_mask": [Value("int8")], "longest_run": Value("int32")})
-    prepared = dataset.map(
-        reader, with_indices=True, remove_columns=columns, features=features, num_proc=num_proc, desc="tokenising"
-    )
-    _check_runs(list(prepared["longest_run"]), block_size, reader.max_length)
-    options = {"input_columns": "longest_run", "num_proc": num_proc, "desc": "choosing"}
-    return prepared.filter(lambda run: run > 1, **options).remove_columns("longest_run")
+        return _usable(map(self._reader, self._stream, itertools.count()))
 
 
 def _check_stream(stream: Iterable[Any], reader: _RowReader, block_size: int) -> list[str]:
@@ -389,9 +326,7 @@ def _check_stream(stream: Iterable[Any], reader: _RowReader, block_size: int) ->
     return columns
 
 
-def _check_runs(
-    runs: Sequence[int], block_size: int, max_length: int | None, which: str = "", stacklevel: int = 4
-) -> None:
+def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, which: str = "") -> None:
     """Refuse data that cannot train a block; warn of rows that are left out."""
     cut = "" if max_length is None else f" within max_length={max_length}"
     longest = max(runs, default=None)
@@ -417,11 +352,11 @@ def _check_runs(
         warnings.warn(
             f"{len(runs) - count[2]} of {which}{len(runs)} rows are left out, because an anchor needs two supervised "
             f"tokens in succession: {', '.join(parts)}",
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
 
 
-def _form_of(columns: Collection[str]) -> str | None:
+def _form_of(columns: Collection[str]) -> str:
     has = set(columns)
     if "input_ids" in has and has.intersection(MASK_COLUMNS):
         return "tokens"
@@ -431,27 +366,25 @@ def _form_of(columns: Collection[str]) -> str | None:
         return "messages"
     if {"prompt", "completion"} <= has:
         return "completion"
-    return "text" if "text" in has else None
+    if "text" in has:
+        return "text"
+    if "error" in has:  # a prompt whose regeneration failed
+        return "failed"
+    raise ValueError(f"columns {sorted(has)} are not understood; needed are {UNDERSTOOD}")
 
 
-def _with_given_mask(row: Mapping[str, Any], max_length: int | None) -> dict[str, list[int]]:
-    token_ids = _ids(row["input_ids"])
+def _with_given_mask(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    token_ids = list(map(int, row["input_ids"]))
     names = ["loss_mask"] if "loss_mask" in row else [name for name in MASK_COLUMNS if name in row]
-    masks = {name: _ids(row[name]) for name in names}
+    masks = {name: list(map(int, row[name])) for name in names}
     for name, mask in masks.items():
         if len(mask) != len(token_ids):
             raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(mask)}) differ in length")
-    mask = [int(all(values)) for values in zip(*masks.values(), strict=True)]
-    return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
+    return token_ids, [int(all(values)) for values in zip(*masks.values(), strict=True)]
 
 
-def _joined(prompt_ids: list[int], completion_ids: list[int], max_length: int | None) -> dict[str, list[int]]:
-    mask = [0] * len(prompt_ids) + [1] * len(completion_ids)
-    return {"input_ids": (prompt_ids + completion_ids)[:max_length], "loss_mask": mask[:max_length]}
-
-
-def _ids(values: Iterable[Any]) -> list[int]:
-    return [int(value) for value in values]
+def _joined(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[int]]:
+    return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
 
 def _iterate(dataset: Any) -> Iterator[Any]:
@@ -466,8 +399,10 @@ def _has_anchor(row: Mapping[str, Any]) -> bool:
     return row["longest_run"] > 1
 
 
-def _without_run(row: dict[str, Any]) -> dict[str, list[int]]:
-    return {"input_ids": row["input_ids"], "loss_mask": row["loss_mask"]}
+def _usable(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, list[int]]]:
+    for row in filter(_has_anchor, rows):
+        del row["longest_run"]
+        yield row
 
 
 def _without_nones(value: Any) -> Any:
@@ -480,9 +415,3 @@ def _without_nones(value: Any) -> Any:
 def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many items two sequences share from the beginning."""
     return len(os.path.commonprefix([first, second]))
-
-
-def shortened(value: Any) -> str:
-    """Return what a message shows of a value."""
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .conversations import Chat, read_messages, shortened
+from ..messages import shortened
+from .conversations import Chat, read_messages
 
 FORMS = (
     "a string, token ids, messages, or an object with 'prompt', 'question', 'messages', 'conversations', 'turns' or "
@@ -33,7 +34,6 @@ class Prompt:
 
     @property
     def is_token_ids(self) -> bool:
-        """Whether the content is token ids."""
         return not isinstance(self.content, str) and isinstance(self.content[0], int)
 
 
@@ -59,11 +59,7 @@ class PromptFile:
 
 
 def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
-    """Read a prompt in one of the [`FORMS`]. A conversation that ends in an answer loses it: it is answered anew.
-
-    Raises:
-        ValueError: If it has none of them, or several turns that are not wanted.
-    """
+    """Read a prompt in one of the [`FORMS`]. A conversation that ends in an answer loses it: it is answered anew."""
     if isinstance(row, Prompt):
         return row
     if not isinstance(row, Mapping):
@@ -84,12 +80,6 @@ def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
 
 
 def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Prompt]:
-    """Read several prompts.
-
-    Raises:
-        TypeError: If `prompts` is a single one.
-        ValueError: If there is none, or one has none of the [`FORMS`].
-    """
     read = []
     for index, row in enumerate(several(prompts)):
         try:
@@ -102,42 +92,25 @@ def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Pro
 
 
 def several(prompts: Iterable[Any]) -> Iterable[Any]:
-    """Return prompts, unless they are a single one: a string would be read letter by letter, a row key by key.
-
-    Raises:
-        TypeError: If `prompts` is a string or a row, or cannot be iterated over.
-    """
+    """Return prompts, unless they are a single one: a string would be read letter by letter, a row key by key."""
     if isinstance(prompts, str | bytes | Mapping | Prompt) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be several, got {type(prompts).__name__}: pass [prompt] for a single one")
     return prompts
 
 
 def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = True) -> PromptFile:
-    """Read the prompts of a file; malformed lines are left out and listed.
-
-    Args:
-        path (`str`): JSON Lines; `-` is stdin.
-        limit (`int`, *optional*): Take this many prompts at most.
-        several_turns (`bool`): Whether conversations with open turns are wanted.
-
-    Raises:
-        ValueError: If there is no such file, or no prompt in it.
-    """
+    """Read at most `limit` prompts of a JSON Lines file, `-` for stdin; malformed lines are left out and listed."""
     rows, faults = read_json_lines(path)
     return _sound_prompts(path, rows, faults, limit, several_turns)
 
 
 def read_task(name: str, prompts: Iterable[Any]) -> PromptFile:
-    """Read prompts from a list as if it were a file of this name; raises as [`read_prompt_file`] does."""
-    return _sound_prompts(name, enumerate(several(prompts), start=1), [])
+    """Read prompts from a list as if it were a file of this name."""
+    return _sound_prompts(name, enumerate(several(prompts), start=1), [], None, True)
 
 
 def _sound_prompts(
-    name: str,
-    rows: Iterable[tuple[int, Any]],
-    faults: list[Fault],
-    limit: int | None = None,
-    several_turns: bool = True,
+    name: str, rows: Iterable[tuple[int, Any]], faults: list[Fault], limit: int | None, several_turns: bool
 ) -> PromptFile:
     prompts = []
     for number, row in rows:
@@ -156,11 +129,7 @@ def _sound_prompts(
 
 
 def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
-    """Return the numbered values of a file, and what is wrong with the lines that are no JSON.
-
-    Raises:
-        ValueError: If there is no such file.
-    """
+    """Return the numbered values of a file, and what is wrong with the lines that are no JSON."""
     if path != STDIN and not Path(path).is_file():
         raise ValueError(f"{path}: there is no such file")
     rows, faults = [], []
@@ -177,11 +146,7 @@ def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
 
 
 def as_messages(prompt: Prompt) -> Prompt:
-    """Make a text a user's message.
-
-    Raises:
-        ValueError: If the prompt is token ids.
-    """
+    """Make a text a user's message."""
     if prompt.is_token_ids:
         raise ValueError("a prompt of token ids cannot become a message: give a text or messages")
     if isinstance(prompt.content, str):
@@ -190,15 +155,10 @@ def as_messages(prompt: Prompt) -> Prompt:
 
 
 def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase) -> Prompt:
-    """Make a text a user's message if there is a chat template; a conversation one text if there is none.
-
-    Such a text has empty lines between the messages, and nothing that tells who said what.
-    """
-    if prompt.is_token_ids:
-        return prompt
-    if processing_class.chat_template:
+    """Make a text a user's message if there is a chat template; a conversation one text if there is none."""
+    if not prompt.is_token_ids and processing_class.chat_template:
         return as_messages(prompt)
-    if isinstance(prompt.content, str):
+    if prompt.is_token_ids or isinstance(prompt.content, str):
         return prompt
     return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
 
@@ -206,16 +166,7 @@ def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase) -> Prompt
 def token_ids(
     prompt: Prompt, processing_class: PreTrainedTokenizerBase | None, enable_thinking: bool | None = None
 ) -> list[int]:
-    """Return the tokens of a prompt. Messages go through the chat template; a text is continued as it is.
-
-    Args:
-        prompt ([`Prompt`]): The prompt.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's; needed unless the prompt is token ids.
-        enable_thinking (`bool`, *optional*): For the chat template; not given if `None`.
-
-    Raises:
-        ValueError: If it has no tokens, or the tokenizer or the template refuses it.
-    """
+    """Return the tokens of a prompt. Messages go through the chat template; a text is continued as it is."""
     if prompt.is_token_ids:
         return prompt.content
     if processing_class is None:
@@ -243,10 +194,10 @@ def next_turn(prompt: Prompt, answer: str) -> Prompt:
     A text is continued by the answer, an empty line and the next turn; messages get two more.
     """
     said, *later = prompt.later_turns
-    if isinstance(prompt.content, str):
-        return replace(prompt, content=f"{prompt.content}{answer}{BETWEEN_TURNS}{said}", later_turns=tuple(later))
-    messages = [*prompt.content, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
-    return replace(prompt, content=messages, later_turns=tuple(later))
+    content: Any = f"{prompt.content}{answer}{BETWEEN_TURNS}{said}"
+    if not isinstance(prompt.content, str):
+        content = [*prompt.content, {"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    return replace(prompt, content=content, later_turns=tuple(later))
 
 
 def _content(value: Any) -> str | list[dict[str, Any]] | list[int]:

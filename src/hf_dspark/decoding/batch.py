@@ -32,7 +32,6 @@ def left_padded(
 
 
 def end_token_ids(config: GenerationConfig) -> list[int]:
-    """Return the tokens that end a sequence."""
     ends = config.eos_token_id
     return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
 

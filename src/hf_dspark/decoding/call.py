@@ -1,10 +1,8 @@
 """From the arguments of a `generate()` call to requests, and from ended requests to what the call returns.
-
-Rows lose their padding here and get it back at the end.
-"""
+Rows lose their padding here and get it back at the end."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..models.modeling_draft import DraftModel
-from .conversation import Conversation, PromptRow, fill_users_cache, num_layers, open_cache, read_prompt
+from .conversation import Conversation, PromptRow, num_layers, open_cache, read_prompt
 from .drafter import Drafter
 from .loop import DecodingLoop
 from .processing import processors_of_row
@@ -24,19 +22,7 @@ from .request import Call, Request, StopRule, own_criteria
 def decode_call(
     target: PreTrainedModel, draft: DraftModel, call: Call
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
-    """Decode all rows of a call.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft.
-        call ([`Call`]): What to decode.
-
-    Returns:
-        What `generate()` returns: rows that ended early are padded on the right.
-
-    Raises:
-        MemoryError: If there is no memory for so many or so long sequences.
-    """
+    """Decode all rows of a call, and return what `generate()` does: rows that ended early are padded on the right."""
     config, given = call.generation_config, call.model_kwargs.get("past_key_values")
     cache = open_cache(given, len(call.input_ids), num_layers(target))
     prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
@@ -44,8 +30,7 @@ def decode_call(
     cache.limit = max(request.hidden_prompt + request.max_length for request in requests)
     conversation = Conversation.begin_turn(cache, draft, requests)
     drafter = Drafter(target, draft, call, conversation.draft_cache)
-    recording, keeps_rows = Recording.of(config), bool(config.return_dict_in_generate or call.fills_users_cache)
-    loop = DecodingLoop(target, drafter, call, cache, recording, keeps_rows)
+    loop = DecodingLoop(target, drafter, call, cache, Recording.of(call))
     try:
         loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
         while loop.requests:
@@ -56,26 +41,23 @@ def decode_call(
     if call.streamer is not None:
         call.streamer.end()
 
-    sequences = _sequences(call, requests, prompts)
-    if keeps_rows:
+    generated = [request.token_ids[len(prompt.token_ids) :] for request, prompt in zip(requests, prompts, strict=True)]
+    # Without a padding token all rows end together.
+    continuation = torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=call.pad_token_id or 0)
+    sequences = torch.cat([call.input_ids, continuation.to(call.input_ids.device)], dim=1)
+    if loop.recording.wants_rows:
         conversation.end_turn(cache, loop.ended_rows, requests, prompts)
     if call.fills_users_cache and given is not cache:
-        fill_users_cache(given, cache, prompts)
+        # In the columns where plain `generate()` would have left it.
+        columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
+        given.layers = cache.to_dynamic_cache(columns).layers
     if not config.return_dict_in_generate:
         return sequences
     kept = given if call.fills_users_cache else cache
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=kept, **recording.by_step(requests))
+    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=kept, **loop.recording.by_step(requests))
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
-    """Return the request that decodes a row of a call.
-
-    Args:
-        call ([`Call`]): The call.
-        row (`int`): Its row.
-        request_id (`int`): Key of its noise.
-        prompt ([`PromptRow`]): The row's.
-    """
     num_rows = len(call.input_ids)
     processors = processors_of_row(call.logits_processor, row, num_rows, prompt.padding, prompt.token_ids[None])
     return Request(
@@ -87,13 +69,6 @@ def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Re
         hidden_prompt=prompt.hidden,
         earlier_ids=prompt.earlier_ids,
     )
-
-
-def _sequences(call: Call, requests: Sequence[Request], prompts: Sequence[PromptRow]) -> torch.Tensor:
-    generated = [request.token_ids[len(prompt.token_ids) :] for request, prompt in zip(requests, prompts, strict=True)]
-    # Without a padding token all rows end together.
-    continuation = torch.nn.utils.rnn.pad_sequence(generated, batch_first=True, padding_value=call.pad_token_id or 0)
-    return torch.cat([call.input_ids, continuation.to(call.input_ids.device)], dim=1)
 
 
 def effective_config(target: PreTrainedModel, generate_kwargs: Mapping[str, Any]) -> GenerationConfig:

@@ -1,22 +1,12 @@
-"""What cannot be decoded with a draft, or not by our own loop; found before any work.
-
-A check raises a `ValueError`. An obstacle is a reason to leave a call to transformers' loop; `None` if there is none.
-"""
+"""What cannot be decoded with a draft, or not by our own loop; found before any work. A check raises a `ValueError`.
+An obstacle is a reason to leave a call to transformers' loop; `None` if there is none."""
 
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import parse
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
@@ -24,24 +14,13 @@ from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
 from ..targets.slot_attention import rope_parameters, slot_cache_obstacle
-from .request import Call, copy_of
+from .request import KNOWN_CRITERIA, Call, copy_of
 
-# Arguments of the target's forward, or of the assisted loop, that our loop reads or has its own answer to.
-KNOWN_ARGUMENTS = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "use_cache",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "synced_gpus",
-    "streamer",
-    "inputs_tensor",
-    "tokenizer",
-    "assistant_tokenizer",
-}
+# Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.
+INPUT_ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds", "inputs_tensor"}
+OUTPUT_ARGUMENTS = {"use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"}
+LOOP_ARGUMENTS = {"synced_gpus", "streamer", "tokenizer", "assistant_tokenizer"}
+KNOWN_ARGUMENTS = INPUT_ARGUMENTS | OUTPUT_ARGUMENTS | LOOP_ARGUMENTS
 # Which tokens of a prompt are images: all zero for text.
 MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -51,31 +30,18 @@ OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit",
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 # The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
 INPUTS_EMBEDS_SINCE = parse("5.23.0")
-EXACT_STOPPING_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
-
-
-# ---- reasons to leave a call to transformers' loop
 
 
 def loop_obstacle(target: PreTrainedModel, call: Call, num_rows: int) -> str | None:
-    """Return why our loop cannot decode a call.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        call ([`Call`]): What it is asked.
-        num_rows (`int`): Sequences that will be decoded together.
-    """
+    """Return why our loop cannot decode so many sequences of a call together."""
     config, kwargs = call.generation_config, call.model_kwargs
     if call.options.use_transformers_loop:
         return "draft.decoding.use_transformers_loop is set"
     obstacle = slot_cache_obstacle(target)
     if obstacle is not None:
         return obstacle
-    unknown = sorted(
-        name
-        for name, value in kwargs.items()
-        if name not in KNOWN_ARGUMENTS and value is not None and not _is_of_text_alone(target, name, value)
-    )
+    others = {name: each for name, each in kwargs.items() if name not in KNOWN_ARGUMENTS and each is not None}
+    unknown = sorted(name for name, each in others.items() if not _is_of_text_alone(target, name, each))
     if unknown:
         return f"the target gets arguments that belong to whole prompts, such as images ({', '.join(unknown)})"
     position_ids = kwargs.get("position_ids")
@@ -110,9 +76,6 @@ def _are_usual(position_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return usual.shape[1] == position_ids.shape[1] and bool(((position_ids == usual) | (mask == 0)).all())
 
 
-# ---- refusals
-
-
 def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
     """Refuse adapters that drafting or packed rows would get wrong."""
     obstacle = adapter_obstacle(target, num_rows)
@@ -121,38 +84,23 @@ def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
         raise ValueError(f"{type(target).__name__} cannot be assisted as it is: {obstacle}")
 
 
-def check_options(mode: GenerationMode, config: GenerationConfig, schedule: str | None, has_tokenizer: bool) -> None:
-    """Refuse options of `generate()` that a draft has no answer to.
-
-    Args:
-        mode (`GenerationMode`): What the options ask for.
-        config (`GenerationConfig`): Prepared.
-        schedule (`str`, *optional*): The `num_assistant_tokens_schedule` that the user chose.
-        has_tokenizer (`bool`): Whether there is an `assistant_tokenizer`.
-    """
-    if mode != GenerationMode.ASSISTED_GENERATION:
+def check_options(config: GenerationConfig, schedule: str | None) -> None:
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         raise ValueError(
-            f"the draft cannot assist {mode.value!r}: speculative decoding keeps one hypothesis. Use "
-            "num_beams=1 and no penalty_alpha or dola_layers, or drop assistant_model."
+            f"the draft cannot assist {mode.value!r}, it keeps one hypothesis: use num_beams=1 and neither "
+            "penalty_alpha nor dola_layers, or drop assistant_model"
         )
     if not config.use_cache:
         raise ValueError("the draft needs use_cache=True, got use_cache=False: drop it, or drop assistant_model")
     if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        raise ValueError(
-            f"the draft needs a dynamic cache, got cache_implementation={config.cache_implementation!r}: rejected "
-            "tokens must be cropped away. Drop cache_implementation, or drop assistant_model."
-        )
-    if has_tokenizer:
-        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
+        name = config.cache_implementation
+        raise ValueError(f"rejected tokens need a dynamic cache, got cache_implementation={name!r}: drop it")
     if getattr(config, "assistant_ensemble_weight", None) is not None:
-        raise ValueError(
-            "assistant_ensemble_weight changes the output distribution; hf_dspark is lossless and does not support it"
-        )
-    others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
+        raise ValueError("assistant_ensemble_weight changes the output distribution, a draft must not: drop it")
+    others = " and ".join(name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False))
     if others:
-        raise ValueError(
-            f"{' and '.join(others)} asks for other drafts than those of assistant_model: drop one of them"
-        )
+        raise ValueError(f"{others} asks for other drafts than those of assistant_model: drop one of them")
     if schedule not in (None, "constant"):
         raise ValueError(
             f"num_assistant_tokens_schedule={schedule!r} is not known to this draft: drop it. A policy adapts the "
@@ -173,20 +121,13 @@ def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> Non
             inner = inner.policy
         raise ValueError(
             f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
-            "confidences that were computed from that token, so sampled output would not follow the target's "
-            "distribution (DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or give "
-            f"{type(inner).__name__} accept_bias=True for an experiment."
+            "confidences computed from that token, so sampled output would not follow the target's distribution "
+            "(DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or pass accept_bias=True."
         )
 
 
 def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> None:
-    """Refuse prompts that cannot be decoded as they are.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        call ([`Call`]): The call.
-        obstacle (`str`, *optional*): Why transformers' own loop has to decode it, if so.
-    """
+    """Refuse prompts that cannot be decoded as they are; an obstacle leaves them to transformers' own loop."""
     input_ids, kwargs = call.input_ids, call.model_kwargs
     embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
     num_rows, columns = (input_ids if embeds is None else embeds).shape[:2]
@@ -203,16 +144,14 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
         raise ValueError("the prompt is padded on the right: set tokenizer.padding_side = 'left'")
     text = target.config.get_text_config(decoder=True)
     size = getattr(target.get_input_embeddings(), "num_embeddings", text.vocab_size)  # adapters do not tell it
-    if embeds is None and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
+    if embeds is None and not 0 <= (lowest := int(input_ids.min())) <= (highest := int(input_ids.max())) < size:
         raise ValueError(
-            f"the prompt has token ids from {int(input_ids.min())} to {int(input_ids.max())}, the target knows 0 to "
-            f"{size - 1}: use the target's tokenizer"
+            f"the prompt has token ids from {lowest} to {highest}, the target knows 0 to {size - 1}: use the target's "
+            "tokenizer"
         )
-    longest = getattr(text, "max_position_embeddings", None)
-    if longest is not None and int(lengths.max()) > longest:
-        raise ValueError(
-            f"a prompt of {int(lengths.max())} tokens does not fit the target's context of {longest}: shorten it"
-        )
+    context, longest = getattr(text, "max_position_embeddings", None), int(lengths.max())
+    if context is not None and longest > context:
+        raise ValueError(f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it")
     if cache is not None and "Static" in type(cache).__name__:
         raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
     if obstacle is not None:
@@ -229,10 +168,7 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
         raise ValueError(f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time")
     ends_apart = any(not isinstance(criterion, MaxLengthCriteria) for criterion in call.stopping_criteria)
     if num_rows > 1 and call.pad_token_id is None and ends_apart:
-        raise ValueError(
-            "rows may end at different lengths and there is no padding token: set pad_token_id, for example to the "
-            "eos_token_id"
-        )
+        raise ValueError("rows may end at different lengths: set pad_token_id, for example to the eos_token_id")
 
 
 def _is_plain(cache: Cache) -> bool:
@@ -242,7 +178,6 @@ def _is_plain(cache: Cache) -> bool:
 
 
 def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: str) -> None:
-    """Refuse what transformers' own assisted loop gets wrong."""
     embeds, mask, cache = (
         call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
     )
@@ -263,18 +198,17 @@ def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: 
         )
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            f"past_key_values already holds {cache.get_seq_length()} tokens, whose features the draft never saw, and "
-            "transformers' assisted loop would feed the whole prompt again on top of them: pass the whole "
-            f"conversation as input_ids without past_key_values, or drop assistant_model ({obstacle})"
+            f"past_key_values already holds {cache.get_seq_length()} tokens, and transformers' assisted loop would "
+            "feed the whole prompt again on top of them: pass the whole conversation as input_ids without "
+            f"past_key_values, or drop assistant_model ({obstacle})"
         )
     if isinstance(cache, SlotCache):
         raise ValueError("the draft needs a dynamic cache here, got SlotCache: pass a DynamicCache or none")
     for criterion in call.stopping_criteria:
-        if not isinstance(criterion, EXACT_STOPPING_CRITERIA):
+        if not isinstance(criterion, KNOWN_CRITERIA):
             raise ValueError(
-                f"the stopping criterion {type(criterion).__name__} cannot be combined with transformers' own "
-                "assisted loop, which checks it once per block and would return tokens beyond the stop "
-                f"({obstacle}). Use eos_token_id, max_new_tokens or max_time, or drop assistant_model."
+                f"transformers' assisted loop asks {type(criterion).__name__} once per block, and would return tokens "
+                f"beyond the stop ({obstacle}): use eos_token_id, max_new_tokens or max_time, or drop assistant_model"
             )
 
 
@@ -285,9 +219,8 @@ def check_processors(processors: LogitsProcessorList, input_ids: torch.Tensor, v
         built_in = type(processor).__module__.startswith("transformers.")
         if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
             raise ValueError(
-                f"the logits processor {name} keeps state between calls: drafting and verifying would call it on "
-                "tokens that may be rejected, and change the output. Drop it, make its result depend on its "
-                "arguments alone, or drop assistant_model."
+                f"the logits processor {name} keeps state between calls, and would be called on tokens that may be "
+                "rejected: drop it, make its result depend on its arguments alone, or drop assistant_model"
             )
 
 

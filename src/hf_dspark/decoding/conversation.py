@@ -1,7 +1,5 @@
 """Turns of a conversation: what of a prompt an earlier call has left in a cache, and what this one leaves.
-
-A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry none, and are continued all the same.
-"""
+A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry none, and are continued, too."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -18,30 +16,18 @@ from .request import Call, Request
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a call, without its padding.
+    """One row of a call, without its padding."""
 
-    Attributes:
-        columns (`torch.LongTensor` of shape `[positions]`): Where its positions stand in the whole, padded sequence,
-            those that are cached included.
-        width (`int`): Columns of that sequence.
-        padding (`int`): Columns of `input_ids` that are not its own.
-        token_ids (`torch.LongTensor` of shape `[S]`): Its ids; empty when it is given as embeddings alone.
-        fed (`torch.Tensor` of shape `[n]` or `[n, d]`): Ids or embeddings that the target has to see.
-        cached (`int`): Positions before `fed`, in the cache already.
-        earlier_ids (`torch.LongTensor`, *optional*): The ids of positions that `token_ids` does not have, if known.
-    """
-
-    columns: torch.Tensor
-    width: int
-    padding: int
-    token_ids: torch.Tensor
-    fed: torch.Tensor
-    cached: int = 0
-    earlier_ids: torch.Tensor | None = None
+    columns: torch.Tensor  # where its positions, cached ones included, stand in the whole, padded sequence
+    width: int  # columns of that sequence
+    padding: int  # columns of `input_ids` that are not its own
+    token_ids: torch.Tensor  # `[S]`; empty when it is given as embeddings alone
+    fed: torch.Tensor  # ids `[n]` or embeddings `[n, d]` that the target has to see
+    cached: int = 0  # positions before `fed`, in the cache already
+    earlier_ids: torch.Tensor | None = None  # of positions that `token_ids` does not have, if known
 
     @property
     def length(self) -> int:
-        """Positions of the prompt."""
         return self.cached + len(self.fed)
 
     @property
@@ -62,11 +48,7 @@ class PromptRow:
 
 
 def open_cache(given: Cache | None, batch_size: int, num_layers: int) -> SlotCache:
-    """Return the cache that a call decodes with: the given one if an earlier call returned it, else a new one.
-
-    Raises:
-        ValueError: If the given one holds another number of sequences.
-    """
+    """Return the cache that a call decodes with: the given one if an earlier call returned it, else a new one."""
     if isinstance(given, SlotCache):
         num_rows = given.num_rows
     else:
@@ -88,7 +70,8 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
         call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
     )
     columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    width = (call.mask_width or columns) if mask is None else mask.shape[1]
+    # transformers drops a mask that is all ones.
+    width = getattr(call.generation_config, "_mask_length", columns) if mask is None else mask.shape[1]
     real = torch.ones(width, dtype=torch.bool, device="cpu") if mask is None else mask[row].bool().cpu()
     before, own = real[: width - columns], real[width - columns :]
     place = {"columns": real.nonzero()[:, 0], "width": width}
@@ -161,27 +144,17 @@ def _keep_common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> 
 
 @dataclass
 class Conversation:
-    """What a call leaves to the next turn of its sequences, beside their keys and values.
+    """What a call leaves to the next turn of its sequences, row by row, beside their keys and values."""
 
-    Attributes:
-        draft_cache ([`SlotCache`]): The draft's context of the same rows.
-        drafted_by (`weakref.ref`): The draft model whose context that is.
-        unseen (`list[int]`): Committed slots at the beginning of each row that the draft never saw.
-        token_ids (`list[torch.Tensor | None]`): The tokens in the committed slots of each row, by which a later turn
-            is recognised; `None` where they are not known.
-        prompt_lengths (`list[int]`): How many of them were given with the latest call, of each row.
-        waiting_features (`list[list[torch.Tensor]]`): Tapped target layers of committed tokens of each row that are
-            not in the draft's context yet.
-        in_progress (`bool`): Whether a call is under way, or was interrupted: then it is not known what rows hold.
-    """
-
-    draft_cache: SlotCache
-    drafted_by: "weakref.ref[DraftModel]"
-    unseen: list[int]
+    draft_cache: SlotCache  # the draft's context of the same rows
+    drafted_by: "weakref.ref[DraftModel]"  # whose context that is
+    unseen: list[int]  # committed slots at the beginning that the draft never saw
+    # The tokens in the committed slots, by which a later turn is recognised; `None` where they are not known.
     token_ids: list[torch.Tensor | None] = field(default_factory=list)
-    prompt_lengths: list[int] = field(default_factory=list)
+    prompt_lengths: list[int] = field(default_factory=list)  # how many of them were given with the latest call
+    # Tapped target layers of committed tokens that are not in the draft's context yet.
     waiting_features: list[list[torch.Tensor]] = field(default_factory=list)
-    in_progress: bool = False
+    in_progress: bool = False  # or interrupted: then it is not known what rows hold
 
     @classmethod
     def begin_turn(cls, cache: SlotCache, draft: DraftModel, requests: Sequence[Request]) -> "Conversation":
@@ -204,13 +177,7 @@ class Conversation:
     def end_turn(
         self, cache: SlotCache, rows: Mapping[int, int], requests: Sequence[Request], prompts: Sequence[PromptRow]
     ) -> None:
-        """Bring the rows of both caches into the order of the prompts, and note what they hold.
-
-        Args:
-            cache ([`SlotCache`]): The target's.
-            rows (`Mapping[int, int]`): The row of each request, by its id.
-            requests, prompts: In the order of the prompts.
-        """
+        """Bring the rows of both caches, given by request id, into the order of the prompts; note what they hold."""
         places = [rows[request.id] for request in requests]
         for place in range(len(places)):
             while places[place] != place:
@@ -227,12 +194,5 @@ class Conversation:
         self.in_progress = False
 
 
-def fill_users_cache(given: Cache, cache: SlotCache, prompts: Sequence[PromptRow]) -> None:
-    """Fill the user's own cache with what was decoded, in the columns where plain `generate()` would have left it."""
-    columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
-    given.layers = cache.to_dynamic_cache(columns).layers
-
-
 def num_layers(model: PreTrainedModel) -> int:
-    """Return the decoder layers of a model."""
     return model.config.get_text_config(decoder=True).num_hidden_layers

@@ -23,68 +23,47 @@ WAITING_AT_MOST = 128
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one round sends to verification.
+    """What one round sends to verification."""
 
-    Attributes:
-        lengths (`torch.LongTensor` of shape `[R]`): Draft tokens l of each request, on the CPU.
-        block ([`DraftBlock`], *optional*): The drafts; `None` when nothing was drafted.
-        confidence (`torch.FloatTensor` of shape `[R, n]`, *optional*): Calibrated.
-        seconds (`float`): Host time that drafting took.
-    """
-
-    lengths: torch.Tensor
-    block: DraftBlock | None = None
-    confidence: torch.Tensor | None = None
-    seconds: float = 0.0
+    lengths: torch.Tensor  # `[R]`, draft tokens l of each request, on the CPU
+    block: DraftBlock | None = None  # `None` when nothing was drafted
+    confidence: torch.Tensor | None = None  # `[R, n]`, calibrated
+    seconds: float = 0.0  # host time that drafting took
 
 
+@dataclass(frozen=True)
 class ProcessedSampler:
     """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
+    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn."""
 
-    Args:
-        processor ([`BlockProcessor`]): Of the call; stateless.
-        requests (`Sequence[Request]`): Who drafts.
-        uniform (`torch.DoubleTensor` of shape `[R, γ]`, *optional*): Noise of the draws; `None` draws the arg-max.
-        vocab_size (`int`): V.
-    """
-
-    def __init__(
-        self, processor: BlockProcessor, requests: Sequence[Request], uniform: torch.Tensor | None, vocab_size: int
-    ) -> None:
-        self._processor = processor
-        self._requests = requests
-        self._uniform = uniform
-        self._vocab_size = vocab_size
+    processor: BlockProcessor
+    requests: Sequence[Request]
+    uniform: torch.Tensor | None
+    vocab_size: int
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
     ) -> tuple[torch.Tensor, TokenLaw | None]:
         prefixes = []
-        if self._processor.reads_prefixes:
-            prefixes = [request.prefix(drafts) for request, drafts in zip(self._requests, drafted_ids, strict=True)]
-        scores = self._processor(logits, candidate_ids, prefixes)
-        if self._processor.may_forbid_all:
+        if self.processor.reads_prefixes:
+            prefixes = [request.prefix(drafts) for request, drafts in zip(self.requests, drafted_ids, strict=True)]
+        scores = self.processor(logits, candidate_ids, prefixes)
+        if self.processor.may_forbid_all:
             # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
             dead = scores.values.amax(dim=-1, keepdim=True) == -torch.inf
             if bool(dead.any()):
                 if candidate_ids is not None:
-                    logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
-                scores = self._processor(logits.masked_fill(dead, 0.0), None, prefixes)
-        if self._uniform is None:
+                    logits = scatter_to_vocabulary(logits, candidate_ids, self.vocab_size)
+                scores = self.processor(logits.masked_fill(dead, 0.0), None, prefixes)
+        if self.uniform is None:
             return scores.best(), None
         law = scores.law()
-        return draw(law, self._uniform[:, drafted_ids.shape[1]]), law
+        return draw(law, self.uniform[:, drafted_ids.shape[1]]), law
 
 
 class Drafter:
-    """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted.
-
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        draft ([`DraftModel`]): Its draft; gets bound to the target.
-        call ([`Call`]): Whose options hold. Its policy gets a fresh state.
-        cache ([`SlotCache`], *optional*): The draft's context of the requests that will be decoded.
-    """
+    """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted. It binds the draft
+    to the target, and gives the call's policy a fresh state; the cache is the draft's."""
 
     def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call, cache: SlotCache | None = None) -> None:
         self.draft = draft.bind(target)
@@ -95,7 +74,8 @@ class Drafter:
         self._processor = BlockProcessor(call.logits_processor, draft.config.vocab_size, tie_margin=0)
         self._do_sample = call.generation_config.do_sample
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
-        self._eos_token_ids = call.eos_token_ids
+        eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
+        self._eos_token_ids = None if eos_token_ids is None else eos_token_ids.cpu()
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)
@@ -108,11 +88,7 @@ class Drafter:
         return block_noise(self._seed, ids, blocks, self.draft.config.block_size, self.draft.device)
 
     def propose(self, requests: Sequence[Request], noise: BlockNoise | None) -> Proposal:
-        """Draft one block per request and cut it. The requests share one verification budget.
-
-        Args:
-            requests (`Sequence[Request]`): In the order of the draft cache's rows.
-            noise ([`BlockNoise`], *optional*): Of their coming blocks; `None` drafts the arg-max.
+        """Draft one block per request, in the order of the cache's rows, and cut it: the requests share one budget.
 
         DSpark Eq. 3-7, Algorithm 1.
         """
@@ -162,7 +138,10 @@ class Drafter:
         self, requests: Sequence[Request], sampler: ProcessedSampler | None = None, num_tokens: int | None = None
     ) -> DraftBlock | None:
         """Let the draft read all features that it has not seen, and draft if there is a sampler."""
-        features, num_features = self._waiting_features(requests), _num_features(requests)
+        draft, num_features = self.draft, _num_features(requests)
+        width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+        nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
+        features = torch.cat([nothing, *(part for request in requests for part in request.features)])
         anchors = torch.cat([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.
         pairs = zip(requests, num_features, strict=True)
@@ -170,20 +149,15 @@ class Drafter:
         before = self.cache.lengths
         try:
             if sampler is None:
-                self.draft.read_block(anchors, features, self.cache, num_features, committed_ids)
+                draft.read_block(anchors, features, self.cache, num_features, committed_ids)
                 return None
-            return self.draft.draft_block(
+            return draft.draft_block(
                 anchors, features, self.cache, sampler, num_features, committed_ids, num_tokens=num_tokens
             )
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):
                 if length > known:  # in the cache now, even if a processor failed afterwards
                     request.features.clear()
-
-    def _waiting_features(self, requests: Sequence[Request]) -> torch.Tensor:
-        width = len(self.draft.config.target_layer_ids) * self.draft.config.hidden_size
-        nothing = torch.empty(0, width, device=self.draft.device, dtype=self.draft.dtype)
-        return torch.cat([nothing, *(part for request in requests for part in request.features)])
 
     def _planned_lengths(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
@@ -195,10 +169,8 @@ class Drafter:
         return lengths
 
     def _cut_after_eos(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return lengths up to and including the first end-of-sequence token.
-
-        The token itself must stay: dropping a token because of its value would bias the output.
-        """
+        """Return lengths up to and including the first end-of-sequence token. It must stay: dropping a token because
+        of its value would bias the output."""
         if self._eos_token_ids is None:
             return lengths
         is_eos = torch.isin(token_ids.cpu(), self._eos_token_ids)
@@ -214,21 +186,14 @@ class Drafter:
         scores: Scores,
         seconds: RoundSeconds,
     ) -> None:
-        """Record the outcome of a round, and let the policy learn from it.
-
-        Args:
-            requests (`Sequence[Request]`): As proposed.
-            proposal ([`Proposal`]): What was verified.
-            num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, on the CPU.
-            num_committed (`Sequence[int]`): Tokens that each request gained: less than accepted + 1 where it ended.
-            scores ([`Scores`] of shape `[T]`): The target's, after each anchor and each verified token.
-            seconds ([`RoundSeconds`]): How long the round took.
-        """
+        """Record the outcome of a round, and let the policy learn from it. `num_accepted`, `[R]`, is on the CPU.
+        Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
         stats, observer = self.statistics, self._options.observer
         if stats.first_round_at is None:
             stats.first_round_at = time.perf_counter() - seconds.total
+        request_ids = tuple(request.id for request in requests)
         stats.seconds.append(seconds)
-        stats.request_ids += [request.id for request in requests]
+        stats.request_ids += request_ids
         stats.proposed += proposal.lengths.tolist()
         stats.accepted += num_accepted.tolist()
         stats.committed += num_committed
@@ -238,7 +203,7 @@ class Drafter:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + proposal.lengths).tolist())
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         outcome = RoundOutcome(
-            request_ids=tuple(request.id for request in requests),
+            request_ids=request_ids,
             confidence=proposal.confidence,
             lengths=proposal.lengths,
             num_accepted=num_accepted,

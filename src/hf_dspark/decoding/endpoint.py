@@ -12,17 +12,11 @@ RETRIES = {"max_retries": 5, "base_wait_time": 1.0, "max_wait_time": 60.0}
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible server, such as vLLM, SGLang or llama.cpp.
+    """An OpenAI-compatible server, such as vLLM, SGLang or llama.cpp."""
 
-    Args:
-        url (`str`): Such as `http://localhost:8000/v1`.
-        api_key (`str`, *optional*): Sent to the server, never written.
-        timeout (`float`): Seconds a request may take.
-    """
-
-    url: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout: float = 600.0
+    url: str  # such as `http://localhost:8000/v1`
+    api_key: str | None = field(default=None, repr=False)  # sent to the server, never written
+    timeout: float = 600.0  # seconds that a request may take
 
 
 class Refused(ValueError):
@@ -30,13 +24,7 @@ class Refused(ValueError):
 
 
 def ask(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the message that a server answers with, and whether it ended by itself.
-
-    Raises:
-        Refused: If the server refuses model or key.
-        ConnectionError: If it cannot be reached.
-        ValueError: If the answer is empty.
-    """
+    """Return the message that a server answers with, and whether it ended by itself."""
     # All headers are given: without a key, the user's Hugging Face token must not reach the server.
     headers = {"Authorization": f"Bearer {endpoint.api_key or 'none'}"}
     url = f"{endpoint.url.rstrip('/')}/chat/completions"
@@ -54,10 +42,7 @@ def ask(endpoint: Endpoint, body: Mapping[str, Any]) -> tuple[dict[str, Any], bo
         if status is None and (isinstance(error, OSError) or "TransportError" in names):
             raise ConnectionError(f"no answer from {endpoint.url}: is the server running? ({error})") from error
         raise
-    return _read(response.json())
-
-
-def _read(output: Any) -> tuple[dict[str, Any], bool]:
+    output = response.json()
     choices = output.get("choices") if isinstance(output, Mapping) else None
     choice = choices[0] if choices else {}
     message = choice.get("message") or {}

@@ -1,19 +1,16 @@
 """How `target.generate()` reaches a draft: wraps made at import for `assistant_model=draft`, and `custom_generate`.
-
-The only file that names private transformers generation API. Every call without a DSpark draft passes straight
-through.
-"""
+Only this file and `install` name private transformers generation API. Calls without a draft pass straight through."""
 
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import CandidateGenerator, GenerationMode
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import CandidateGenerator
 
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models.auto import is_draft, require_draft
@@ -22,14 +19,7 @@ from ..models.options import DecodingOptions
 from ..targets.slot_attention import require_no_state
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
-from .checks import (
-    check_adapters,
-    check_options,
-    check_policy,
-    check_processors,
-    check_rows,
-    loop_obstacle,
-)
+from .checks import check_adapters, check_options, check_policy, check_processors, check_rows, loop_obstacle
 from .request import Call
 from .step_costs import find_cost
 
@@ -39,109 +29,69 @@ CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "n
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
 
 
-def _wrap_prepare(original):
-    """Remember which cut-off arguments the user set, before they are filled with defaults."""
-
-    @functools.wraps(original)
-    def prepare_generation_config(self, generation_config: GenerationConfig | None, **kwargs: Any):
-        chosen = chosen_cutoff(kwargs, generation_config, self.generation_config)
-        prepared, model_kwargs = original(self, generation_config, **kwargs)
-        prepared._hf_dspark_cutoff = chosen
-        return prepared, model_kwargs
-
-    return prepare_generation_config
-
-
-def chosen_cutoff(kwargs: Mapping[str, Any], *configs: GenerationConfig | None) -> dict[str, Any]:
-    """Return the cut-off arguments that the user set: the call's own ones first, then those of each configuration."""
-    sources = (kwargs, *(vars(config) for config in configs if config is not None))
-    return {
-        name: next((source[name] for source in sources if source.get(name) is not None), None)
-        for name in CUTOFF_ARGUMENTS
-    }
+def _prepare_generation_config(
+    original: Callable, target: PreTrainedModel, /, generation_config: GenerationConfig | None, **kwargs: Any
+):
+    """Remember which cut-off arguments the user set, before they are filled with defaults: the call's come first."""
+    configs = [config for config in (generation_config, target.generation_config) if config is not None]
+    sources = [kwargs, *map(vars, configs)]
+    chosen = {}
+    for name in CUTOFF_ARGUMENTS:
+        chosen[name] = next((source[name] for source in sources if source.get(name) is not None), None)
+    prepared, model_kwargs = original(target, generation_config, **kwargs)
+    prepared._hf_dspark_cutoff = chosen
+    return prepared, model_kwargs
 
 
-def _wrap_validate(original):
+def _validate_generation_mode(
+    original: Callable, target: PreTrainedModel, /, generation_mode, generation_config, generation_mode_kwargs
+):
     """Refuse what cannot work before anything is computed, and choose the policy of the call."""
-
-    @functools.wraps(original)
-    def validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-        draft = generation_mode_kwargs.get("assistant_model")
-        if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
-            require_draft(draft)
-        if is_draft(draft):
-            has_tokenizer = generation_mode_kwargs.get("assistant_tokenizer") is not None
-            plan = _plan(self, draft, draft.decoding, generation_config, generation_mode, 1, has_tokenizer)
-            generation_config._hf_dspark_plan = plan
-            if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
-                generation_config = copy.copy(generation_config)
-                generation_config.num_return_sequences = 1
-        return original(self, generation_mode, generation_config, generation_mode_kwargs)
-
-    return validate_generation_mode
+    draft = generation_mode_kwargs.get("assistant_model")
+    if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
+        require_draft(draft)
+    if is_draft(draft):
+        if generation_mode_kwargs.get("assistant_tokenizer") is not None:
+            raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
+        generation_config._hf_dspark_plan = _plan(target, draft, draft.decoding, generation_config, 1)
+        if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
+            generation_config = copy.copy(generation_config)
+            generation_config.num_return_sequences = 1
+    return original(target, generation_mode, generation_config, generation_mode_kwargs)
 
 
-def _wrap_get_generator(original):
-    @functools.wraps(original)
-    def get_candidate_generator(self, *args: Any, **kwargs: Any) -> CandidateGenerator:
-        generator = _active_generator.get()
-        if generator is not None and kwargs.get("assistant_model") is generator.draft:
-            return generator
-        return original(self, *args, **kwargs)
-
-    return get_candidate_generator
+def _get_candidate_generator(original: Callable, *args: Any, **kwargs: Any) -> CandidateGenerator:
+    generator = _active_generator.get()
+    if generator is not None and kwargs.get("assistant_model") is generator.draft:
+        return generator
+    return original(*args, **kwargs)
 
 
-def _wrap_decoding(original):
+def _assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids: torch.LongTensor, **prepared: Any):
     """Decode by our loop where the target allows it, else by transformers' own with our drafts."""
-
-    @functools.wraps(original)
-    def assisted_decoding(
-        self,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        assistant_model: PreTrainedModel | None = None,
-        **kwargs: Any,
-    ):
-        def by_transformers():
-            return original(
-                self,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                assistant_model=assistant_model,
-                **kwargs,
-            )
-
-        if not is_draft(assistant_model):
+    by_transformers = functools.partial(original, target, input_ids, **prepared)
+    draft = prepared.get("assistant_model")
+    if not is_draft(draft):
+        return by_transformers()
+    call = Call.of(input_ids, prepared, *prepared["generation_config"]._hf_dspark_plan, draft.decoding)
+    check_adapters(target, len(input_ids))
+    obstacle = loop_obstacle(target, call, len(input_ids))
+    check_rows(target, call, obstacle)
+    check_processors(call.logits_processor, input_ids, draft.config.vocab_size)
+    if obstacle is None:
+        return decode_call(target, draft, call)
+    generator = DSparkCandidateGenerator(target, draft, call)
+    token = _active_generator.set(generator)
+    try:
+        with generator:
             return by_transformers()
-        draft, plan = assistant_model, generation_config._hf_dspark_plan
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, draft.decoding)
-        check_adapters(self, len(input_ids))
-        obstacle = loop_obstacle(self, call, len(input_ids))
-        check_rows(self, call, obstacle)
-        check_processors(logits_processor, input_ids, draft.config.vocab_size)
-        if obstacle is None:
-            return decode_call(self, draft, call)
-        generator = DSparkCandidateGenerator(self, draft, call)
-        token = _active_generator.set(generator)
-        try:
-            with generator:
-                return by_transformers()
-        finally:
-            _active_generator.reset(token)
-
-    return assisted_decoding
+    finally:
+        _active_generator.reset(token)
 
 
 WRAPS = {
-    "_prepare_generation_config": _wrap_prepare,
-    "_validate_generation_mode": _wrap_validate,
-    "_get_candidate_generator": _wrap_get_generator,
-    "_assisted_decoding": _wrap_decoding,
+    wrap.__name__: wrap
+    for wrap in (_prepare_generation_config, _validate_generation_mode, _get_candidate_generator, _assisted_decoding)
 }
 
 
@@ -156,7 +106,7 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
         draft ([`DraftModel`]): The target's draft.
         options ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
     """
-    prepare = prepare_with(draft, options=options)
+    prepare = prepare_with(draft, 1, options)
 
     def decode(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any):
         return decode_call(target, draft, prepare(target, input_ids, **prepared))
@@ -164,58 +114,34 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
     return decode
 
 
-def prepare_with(
-    draft: DraftModel, batch_size: int = 1, options: DecodingOptions | None = None
-) -> Callable[..., Call]:
-    """Return a `custom_generate` that decodes nothing, and returns the checked [`Call`].
-
-    Args:
-        draft ([`DraftModel`]): The target's draft.
-        batch_size (`int`): Sequences that will be decoded together, if more than the call has.
-        options ([`DecodingOptions`], *optional*): As for [`decode_with`].
-    """
+def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | None) -> Callable[..., Call]:
+    """Return a `custom_generate` that decodes nothing, and returns the [`Call`], checked for so many sequences."""
     require_draft(draft)
 
-    def prepare(
-        target: PreTrainedModel,
-        input_ids: torch.LongTensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **kwargs: Any,
-    ) -> Call:
+    def prepare(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Call:
         require_no_state(target)
         decoding, num_rows = options or draft.decoding, max(len(input_ids), batch_size)
-        mode = generation_config.get_generation_mode()
-        if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            mode = GenerationMode.ASSISTED_GENERATION
-        plan = _plan(target, draft, decoding, generation_config, mode, num_rows)
-        call = Call(input_ids, logits_processor, stopping_criteria, generation_config, kwargs, *plan, decoding)
+        plan = _plan(target, draft, decoding, prepared["generation_config"], num_rows)
+        call = Call.of(input_ids, prepared, *plan, decoding)
         obstacle = loop_obstacle(target, call, num_rows)
         if obstacle is not None:
             raise ValueError(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
         check_rows(target, call, obstacle)
-        check_processors(logits_processor, input_ids, draft.config.vocab_size)
+        check_processors(call.logits_processor, input_ids, draft.config.vocab_size)
         return call
 
     return prepare
 
 
 def _plan(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    options: DecodingOptions,
-    config: GenerationConfig,
-    mode: GenerationMode,
-    num_rows: int,
-    has_tokenizer: bool = False,
+    target: PreTrainedModel, draft: DraftModel, options: DecodingOptions, config: GenerationConfig, num_rows: int
 ) -> tuple[Policy, int | None]:
     """Check what is known before the prompt is read; return the policy of the call and its limit of draft tokens."""
     check_fits(draft.config, target)
     check_adapters(target, num_rows)
     cutoff = getattr(config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
     threshold, max_drafts, schedule = (cutoff[name] for name in CUTOFF_ARGUMENTS)
-    check_options(mode, config, schedule, has_tokenizer)
+    check_options(config, schedule)
     if max_drafts is not None and max_drafts < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
     if threshold is None:
@@ -228,7 +154,5 @@ def _plan(
 
 def default_policy(draft: DraftModel, target: PreTrainedModel) -> Policy:
     """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block."""
-    if draft.config.sts_temperatures is None:
-        return FullBlock()
-    cost = find_cost(target, draft)
+    cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
     return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost))

@@ -1,7 +1,5 @@
 """Four methods of `GenerationMixin` are wrapped when the package is imported, so that `generate()` knows of drafts.
-
-What the wraps do is in `hook`, which the first call of `generate()` imports: importing the package stays quick.
-"""
+What the wraps do is in `hook`, which the first call of `generate()` imports: importing the package stays quick."""
 
 import functools
 import inspect
@@ -11,27 +9,18 @@ from typing import Any
 import transformers
 from transformers.generation import GenerationMixin
 
+PREPARED = ("logits_processor", "stopping_criteria", "generation_config")
 # What each wrapped method must accept; a test checks it on every supported version.
 WRAPPED_PARAMETERS = {
     "_prepare_generation_config": ("generation_config",),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
     "_get_candidate_generator": ("generation_config", "assistant_model"),
-    "_assisted_decoding": (
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "assistant_model",
-    ),
+    "_assisted_decoding": ("input_ids", *PREPARED, "assistant_model"),
 }
 
 
 def install() -> None:
-    """Wrap the four methods of `GenerationMixin`. Does nothing the second time.
-
-    Raises:
-        ImportError: If this transformers version lacks a method or a parameter.
-    """
+    """Wrap the four methods of `GenerationMixin`. Does nothing the second time."""
     for name, parameters in WRAPPED_PARAMETERS.items():
         method = getattr(GenerationMixin, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -46,15 +35,11 @@ def install() -> None:
 
 
 def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.cache
-    def wrap() -> Callable[..., Any]:
-        from .hook import WRAPS
-
-        return WRAPS[name](original)
-
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        return wrap()(*args, **kwargs)
+        from .hook import WRAPS
+
+        return WRAPS[name](original, *args, **kwargs)
 
     method._hf_dspark_wrapped = True
     return method

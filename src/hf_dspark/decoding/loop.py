@@ -1,8 +1,5 @@
-"""The decoding loop for any number of requests: draft, cut, verify, commit.
-
-Every pass through the target is packed: it costs what its tokens cost, however unevenly the policy cut the blocks and
-however long the rows are. A request that ends leaves the batch at once.
-"""
+"""The decoding loop for any number of requests: draft, cut, verify, commit. A request that ends leaves it at once.
+Every pass through the target is packed: it costs what its tokens cost, however uneven blocks and rows are."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -29,35 +26,19 @@ from .rounds import RoundSeconds
 class DecodingLoop:
     """Decodes requests together, each accepting its own number of tokens per round.
 
-    Args:
-        target (`PreTrainedModel`): The model that decodes.
-        drafter ([`Drafter`]): Drafts; has the draft's cache.
-        call ([`Call`]): Whose options hold.
-        cache ([`SlotCache`]): The target's; row i belongs to `requests[i]`.
-        recording ([`Recording`], *optional*): Keeps scores and hidden states.
-        keeps_rows (`bool`): Whether caches of requests that ended are needed afterwards.
-
-    Attributes:
-        requests (`list[Request]`): Those that go on, in the order of the caches' rows.
-        ended_rows (`dict[int, int]`): The cache row of each request that ended, by its id; with `keeps_rows`.
+    Row i of the target's cache and of the drafter's belongs to `requests[i]`. Rows of requests that ended are kept if
+    the recording wants them: `ended_rows`, by request id.
     """
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        drafter: Drafter,
-        call: Call,
-        cache: SlotCache,
-        recording: Recording | None = None,
-        keeps_rows: bool = False,
+        self, target: PreTrainedModel, drafter: Drafter, call: Call, cache: SlotCache, record: Recording | None = None
     ) -> None:
         self.requests: list[Request] = []
         self.ended_rows: dict[int, int] = {}
         self.drafter = drafter
         self.cache = cache
-        self.recording = recording or Recording()
+        self.recording = record or Recording()
         self._target = target
-        self._keeps_rows = keeps_rows
         self._keeps_some_logits = call.keeps_some_logits
         self._streamer = call.streamer
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
@@ -86,13 +67,12 @@ class DecodingLoop:
             verify_seconds = time.perf_counter() - verifying
             scores = self._process(requests, proposal, output.logits)
             verified = self._verify(proposal, scores, output.layout, noise)
-            num_committed = self._commit(requests, proposal, verified, scores, output)
+            num_committed = self._commit(proposal, verified, scores, output)
             self.release_ended()
             seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
             self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
 
     def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:
-        """Return anchor and scheduled drafts of each request, `[T]`, and where they belong."""
         counts = tuple(1 + length for length in proposal.lengths.tolist())
         layout = SlotLayout(tuple(request.anchor_position for request in requests), counts)
         anchors = torch.cat([request.anchor for request in requests])
@@ -105,14 +85,8 @@ class DecodingLoop:
     def _forward(
         self, tokens: torch.Tensor, layout: SlotLayout, *, logits_at: Sequence[int] | None = None, verifying: bool
     ) -> TargetOutput:
-        """Run packed tokens through the target.
-
-        Args:
-            tokens (`torch.Tensor` of shape `[T]` or `[T, d]`): Ids or embeddings.
-            layout ([`SlotLayout`]): Where they belong.
-            logits_at (`Sequence[int]`, *optional*): The tokens whose logits are wanted. Default: all.
-            verifying (`bool`): Whether these are blocks, not prompts: plain decoding would see them token by token.
-        """
+        """Run packed tokens, ids `[T]` or embeddings `[T, d]`, through the target; logits at some of them, or at all.
+        `verifying` says that these are blocks, not prompts: plain decoding would see them token by token."""
         inputs = {"input_ids" if tokens.dim() == 1 else "inputs_embeds": tokens.to(self._input_device)[None]}
         only_last = logits_at == [len(tokens) - 1]
         target_picks = self._keeps_some_logits and logits_at is not None and (only_last or not self._is_spread)
@@ -131,11 +105,10 @@ class DecodingLoop:
                 output_hidden_states=self.recording.wants_hidden_states,
                 return_dict=True,
             )
-        logits, states = outputs.logits[0], None
+        logits = outputs.logits[0]
         if logits_at is not None and not target_picks:
             logits = logits[torch.tensor(logits_at, device=logits.device)]
-        if self.recording.wants_hidden_states:
-            states = tuple(layer[0] for layer in outputs.hidden_states)
+        states = tuple(layer[0] for layer in outputs.hidden_states) if self.recording.wants_hidden_states else None
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 
@@ -161,14 +134,7 @@ class DecodingLoop:
         coins = noise.coins[:, : block.token_ids.shape[1]]
         return verify_block(block, lengths, scores.law(), first_rows, coins, noise.following)
 
-    def _commit(
-        self,
-        requests: Sequence[Request],
-        proposal: Proposal,
-        verified: VerifiedBlock,
-        scores: Scores,
-        output: TargetOutput,
-    ) -> list[int]:
+    def _commit(self, proposal: Proposal, verified: VerifiedBlock, scores: Scores, output: TargetOutput) -> list[int]:
         """Append what was verified up to each request's end; return how many tokens each one gained."""
         columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None]]
         if proposal.block is not None:
@@ -176,7 +142,7 @@ class DecodingLoop:
         num_committed = []
         on_host = torch.cat(columns, dim=1).tolist()  # the round's one synchronisation
         for row, (accepted, following, *drafted) in enumerate(on_host):
-            request, first = requests[row], output.layout.first_tokens[row]
+            request, first = self.requests[row], output.layout.first_tokens[row]
             new_tokens = [*drafted[:accepted], following]
             tokens = slice(first, first + len(new_tokens))
             self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
@@ -200,34 +166,22 @@ class DecodingLoop:
                 continue
             last = len(self.requests) - 1
             for cache in (self.cache, self.drafter.cache):
-                if self._keeps_rows:
+                if self.recording.wants_rows:
                     cache.swap_rows(row, last)
                 elif row == last:
                     cache.truncate(row, 0)
                 else:
                     cache.move_row(last, row)
-            if self._keeps_rows:
+            if self.recording.wants_rows:
                 self.ended_rows[self.requests[row].id] = last
             self.requests[row] = self.requests[last]
             self.requests.pop()
 
-    def shrink(self, num_rows: int) -> None:
-        """Give the memory of rows back that are not in use."""
-        for cache in (self.cache, self.drafter.cache):
-            cache.shrink(num_rows)
-
     def admit(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None = None
     ) -> None:
-        """Prefill new requests and draw the first token of each.
-
-        Args:
-            requests (`Sequence[Request]`): They get the rows after those in use; `cache.lengths` says what is there
-                already.
-            prompts (`Sequence[torch.Tensor]`): The part of each prompt that is not cached: ids `[n]` or embeddings
-                `[n, d]`, at least one position.
-            chunk_size (`int`, *optional*): Positions of each prompt per forward pass at most.
-        """
+        """Prefill new requests, in the rows after those in use, and draw the first token of each. `prompts` are their
+        parts that are not cached, ids `[n]` or embeddings `[n, d]`; a pass gets `chunk_size` positions of each."""
         with self._at_work():
             started = time.perf_counter()
             logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))

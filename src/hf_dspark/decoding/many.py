@@ -1,8 +1,5 @@
 """More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
-
-A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue with what they
-have.
-"""
+A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue."""
 
 import warnings
 from collections import deque
@@ -12,13 +9,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from ..data.prompts import read_prompt as as_prompt
 from ..data.prompts import several, token_ids
@@ -36,22 +28,13 @@ from .request import Call, Request, own_criteria
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one prompt.
+    """What became of one prompt."""
 
-    Attributes:
-        index (`int`): Of the prompt.
-        prompt (`str` or `Sequence[int]`): The prompt.
-        token_ids (`torch.LongTensor` of shape `[n]`): What was generated, up to and including its end. If the prompt
-            failed, what it had got so far.
-        text (`str`, *optional*): The same decoded without special tokens; with a tokenizer.
-        error (`Exception`, *optional*): Why it failed.
-    """
-
-    index: int
+    index: int  # of the prompt
     prompt: str | Sequence[int]
-    token_ids: torch.Tensor
-    text: str | None = None
-    error: Exception | None = None
+    token_ids: torch.Tensor  # `[n]`, generated up to and including the end, or until the prompt failed
+    text: str | None = None  # the same decoded without special tokens; with a tokenizer
+    error: Exception | None = None  # why it failed
 
 
 @dataclass
@@ -129,7 +112,7 @@ class _Queue:
         self.total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
         self._returned: deque[_Job] = deque()
-        self._options = dict(generate_kwargs)
+        self._options = generate_kwargs
         self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
         stop_strings = self._options.pop("stop_strings", None)
         if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
@@ -138,13 +121,16 @@ class _Queue:
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
-        """Let `generate()` prepare a prompt."""
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
         mask, criteria = torch.ones_like(ids[None]), own_criteria(self._criteria)
         return self.target.generate(ids[None], attention_mask=mask, stopping_criteria=criteria, **self._options)
 
-    def put_back(self, jobs: Sequence[_Job]) -> None:
-        self._returned.extendleft(reversed(jobs))
+    def take_back(self, running: list[_Job], leaving: list[_Job]) -> None:
+        for job in leaving:
+            running.remove(job)
+            job.request.ended = False
+            job.request.features.clear()  # the tokens will be prefilled again
+        self._returned.extendleft(reversed(leaving))
 
     def take(self) -> _Job | None:
         """Return the next prompt, prepared or with its error; `None` when there is none."""
@@ -161,10 +147,10 @@ class _Queue:
         return job
 
     def _prepare(self, job: _Job) -> None:
-        job.call = call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
-        prompt = read_prompt(call, 0, SlotCache())
+        job.call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
+        prompt = read_prompt(job.call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
-        job.request = make_request(call, 0, job.index, prompt)
+        job.request = make_request(job.call, 0, job.index, prompt)
         job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
         job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
 
@@ -229,39 +215,31 @@ def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> I
                 yield _completion(job, queue.tokenizer)
 
 
-def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> list[_Job]:
-    """Put jobs back to the queue that failed to be admitted only because of others; return them."""
+def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> int:
+    """Put jobs back to the queue that failed to be admitted only because of others; return how many."""
     inside = {request.id for request in loop.requests}
     waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
-    _put_back(queue, running, waiting)
-    return waiting
-
-
-def _put_back(queue: _Queue, running: list[_Job], leaving: list[_Job]) -> None:
-    for job in leaving:
-        running.remove(job)
-        job.request.ended = False
-        job.request.features.clear()  # the tokens will be prefilled again
-    queue.put_back(leaving)
+    queue.take_back(running, waiting)
+    return len(waiting)
 
 
 def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage: str) -> int:
     """Send sequences back to the queue, the youngest first; return how many run together from now on."""
-    waiting = _return_unadmitted(queue, loop, running)
-    together = len(running) if waiting and running else (len(running) + len(waiting)) // 2
+    num_waiting = _return_unadmitted(queue, loop, running)
+    together = len(running) if num_waiting and running else (len(running) + num_waiting) // 2
     if together == 0:
-        hopeless = running[0] if running else queue.take()
-        if hopeless not in running:
-            running.append(hopeless)
+        if not running:
+            running.append(queue.take())
+        hopeless, together = running[0], 1
         hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {shortage}")
         hopeless.request.ended = True
-    leaving = running[max(1, together) :]
+    leaving = running[together:]
     for job in leaving:
         job.request.ended = True
     loop.release_ended()
-    _put_back(queue, running, leaving)
-    together = max(1, together)
-    loop.shrink(together)
+    queue.take_back(running, leaving)
+    for cache in (loop.cache, loop.drafter.cache):
+        cache.shrink(together)
     warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
     return together
 

@@ -1,9 +1,5 @@
-"""Lets `pipeline(..., assistant_model=draft)` take a draft, or the name of its repository.
-
-transformers would look for the draft's class among its own, for a tokenizer in its repository, and for the target's
-special tokens in its config. A draft brings none of them: it shares the target's vocabulary. Nothing of that can be
-registered, so `load_assistant_model` is wrapped.
-"""
+"""Lets `pipeline(..., assistant_model=draft)` take a draft, or the name of its repository. transformers would look for
+its tokenizer, which is the target's. None of that can be registered, so `load_assistant_model` is wrapped."""
 
 import functools
 import importlib.abc

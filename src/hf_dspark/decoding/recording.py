@@ -5,28 +5,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ..models.slot_cache import SlotLayout
 from .processing import Scores
-from .request import Request
+from .request import Call, Request
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one packed forward pass through the target gave.
-
-    Attributes:
-        layout ([`SlotLayout`]): Where its tokens lie.
-        logits (`torch.Tensor` of shape `[n, V]`): At the tokens where they were wanted.
-        features (`torch.Tensor` of shape `[T, m*d]`): Tapped layers.
-        hidden_states (`tuple[torch.Tensor, ...]`, *optional*): Of all layers, `[T, d]` each.
-    """
+    """What one packed forward pass through the target gave."""
 
     layout: SlotLayout
-    logits: torch.Tensor
-    features: torch.Tensor
-    hidden_states: tuple[torch.Tensor, ...] | None
+    logits: torch.Tensor  # `[n, V]`, at the tokens where they were wanted
+    features: torch.Tensor  # `[T, m*d]`, tapped layers
+    hidden_states: tuple[torch.Tensor, ...] | None  # of all layers, `[T, d]` each
 
     def states_of(self, tokens: slice) -> list[tuple[torch.Tensor, ...]]:
         """Return the hidden states of some tokens one by one, by layer `[1, d]`; nothing if there are none."""
@@ -37,33 +29,31 @@ class TargetOutput:
 
 @dataclass
 class Recording:
-    """What a call asked to get back besides tokens; one entry per generated token of each request, by its id.
-
-    Args:
-        wants_scores, wants_logits, wants_hidden_states (`bool`): What to keep.
-    """
+    """What a call asked to get back besides tokens; one entry per generated token of each request, by its id."""
 
     wants_scores: bool = False
     wants_logits: bool = False
     wants_hidden_states: bool = False
+    wants_rows: bool = False  # the caches' rows of requests that ended
     scores: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     # Of each pass, by layer, `[tokens, d]`; the prompt's first, then one entry per generated token.
     hidden_states: dict[int, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: GenerationConfig) -> "Recording":
-        """Return a recording of what a call asks for."""
+    def of(cls, call: Call) -> "Recording":
+        config = call.generation_config
         wanted = (config.output_scores, config.output_logits, config.output_hidden_states)
-        return cls(*(bool(config.return_dict_in_generate and each) for each in wanted))
+        returned = bool(config.return_dict_in_generate)
+        return cls(*(bool(returned and each) for each in wanted), returned or call.fills_users_cache)
 
     def add_prompt(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
         """Keep the hidden states of a stretch of a prompt; all stretches are one step."""
         if output.hidden_states is not None:
             states = tuple(layer[tokens] for layer in output.hidden_states)
-            before = self.hidden_states.get(request_id)
-            if before:
-                states = tuple(torch.cat(pair) for pair in zip(before[0], states, strict=True))
+            if request_id in self.hidden_states:
+                before = self.hidden_states[request_id][0]
+                states = tuple(torch.cat(pair) for pair in zip(before, states, strict=True))
             self.hidden_states[request_id] = [states]
 
     def add(
@@ -85,19 +75,15 @@ class Recording:
 
     def by_step(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return scores, logits and hidden states by step, as plain `generate()` does; zeros after a row's end."""
-        steps = {name: self._columns(getattr(self, name), requests) for name in ("scores", "logits")}
-        if not self.wants_hidden_states:
-            return steps | {"hidden_states": None}
-        rows = [self.hidden_states[request.id] for request in requests]
-        longest = max(map(len, rows))
-        return steps | {"hidden_states": tuple(_hidden_step(rows, step) for step in range(longest))}
-
-    @staticmethod
-    def _columns(kept: dict[int, list[torch.Tensor]], requests: Sequence[Request]) -> tuple[torch.Tensor, ...] | None:
-        if not kept:
-            return None
-        rows = [torch.stack(kept[request.id]) for request in requests]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).unbind(dim=1)
+        steps: dict[str, Any] = {"scores": None, "logits": None, "hidden_states": None}
+        for name, kept in (("scores", self.scores), ("logits", self.logits)):
+            if kept:
+                rows = [torch.stack(kept[request.id]) for request in requests]
+                steps[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).unbind(dim=1)
+        if self.wants_hidden_states:
+            rows = [self.hidden_states[request.id] for request in requests]
+            steps["hidden_states"] = tuple(_hidden_step(rows, step) for step in range(max(map(len, rows))))
+        return steps
 
 
 def _hidden_step(rows: Sequence[list[tuple[torch.Tensor, ...]]], step: int) -> tuple[torch.Tensor, ...]:

@@ -4,12 +4,13 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub import constants
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..data.conversations import tokenize_row
@@ -33,29 +34,20 @@ NO_OPTIONS = (
 
 @dataclass(frozen=True)
 class RegenerationReport:
-    """What the file of answers holds.
-
-    Attributes:
-        output_file (`Path`): The file.
-        num_answers (`int`): Answers in it, from earlier runs too.
-        num_unfinished (`int`): Answers among them that were cut by their length.
-        num_failed (`int`): Prompts times samples that have an error instead of an answer.
-    """
+    """What the file of answers holds."""
 
     output_file: Path
-    num_answers: int
-    num_unfinished: int
-    num_failed: int
+    num_answers: int  # from earlier runs, too
+    num_unfinished: int  # of them, cut by their length
+    num_failed: int  # prompts times samples that have an error instead of an answer
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One answer to be written."""
-
     index: int
     sample: int
     prompt_ids: list[int]
-    room: int
+    room: int  # tokens at most
 
 
 def regenerate(
@@ -78,9 +70,8 @@ def regenerate(
     `<output_file>.settings.json` says what it was made with. Called again, answers that are there are skipped, failed
     prompts are tried again, and `num_samples` may be raised.
 
-    `seed` and the prompt's place decide every draw. With a draft an answer depends on nothing else, but for the
-    rounding of other neighbours in the batch, so an interruption changes nothing. Without one, the answers of a batch
-    share its draws: the same `batch_size` gives the same answers, interrupted or not.
+    `seed` and the prompt's place decide every draw, so an interruption changes nothing. Without a draft the answers of
+    a batch share its draws, so they depend on `batch_size`, too; with one, other neighbours only round differently.
 
     A target too big for this process can answer from a server. Only text comes back, so a line holds `messages` (the
     prompt and the answer) in place of the token ids. The chat template makes tokens of it later, which is less exact.
@@ -119,9 +110,7 @@ def regenerate(
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
     if endpoint is not None:
         if draft is not None:
-            raise ValueError(
-                "a draft helps a target in this process, not one on a server: drop the draft or the endpoint"
-            )
+            raise ValueError("a draft helps a target in this process, not one on a server: drop one of them")
         server = Endpoint(endpoint) if isinstance(endpoint, str) else endpoint
         return _answer_by_server(
             server, str(target), read, processing_class, output_file, num_samples, batch_size, enable_thinking, seed,
@@ -133,17 +122,20 @@ def regenerate(
     if config.max_new_tokens is None and config.max_length in (None, UNCHOSEN_LENGTH):
         options["max_new_tokens"] = config.max_new_tokens = DEFAULT_NEW_TOKENS
     _check_samples(num_samples, not config.do_sample)
-    prompt_ids = [_prompt_ids(prompt, index, processing_class, enable_thinking) for index, prompt in enumerate(read)]
-    known_otherwise = ("generation_config", *NO_OPTIONS)
-    settings = {
-        "prompts": digest(prompt_ids),
-        "enable_thinking": enable_thinking,
-        "seed": seed,
-        "target": fingerprint(target),
-        **plain_json({name: value for name, value in config.to_diff_dict().items() if name not in NO_OPTIONS}),
-        **plain_json({name: value for name, value in options.items() if name not in known_otherwise}),
-    }
-    jobs = _jobs(prompt_ids, num_samples, config, target)
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+    first_jobs = []
+    for index, prompt in enumerate(read):
+        try:
+            ids = token_ids(prompt, processing_class, enable_thinking)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from error
+        longest = config.max_length - len(ids) if config.max_new_tokens is None else config.max_new_tokens
+        first_jobs.append(_Job(index, 0, ids, int(min(longest, context - len(ids)))))
+    jobs = [replace(job, sample=sample) for sample in range(num_samples) for job in first_jobs]
+    chosen = config.to_diff_dict() | {name: each for name, each in options.items() if name != "generation_config"}
+    asked = digest([job.prompt_ids for job in first_jobs])
+    settings = {"prompts": asked, "enable_thinking": enable_thinking, "seed": seed, "target": fingerprint(target)}
+    settings |= plain_json({name: value for name, value in chosen.items() if name not in NO_OPTIONS})
     shown = [processing_class.decode(prompt.content) if prompt.is_token_ids else prompt.content for prompt in read]
     answers = _Answers(output_file, settings, shown, len(jobs))
     session = _Session(target, processing_class, answers, end_token_ids(config), seed, options)
@@ -156,28 +148,6 @@ def regenerate(
         else:
             session.answer_with_draft(draft, jobs, batch_size)
     return answers.report()
-
-
-def _prompt_ids(
-    prompt: Prompt, index: int, processing_class: PreTrainedTokenizerBase, enable_thinking: bool | None
-) -> list[int]:
-    try:
-        return token_ids(prompt, processing_class, enable_thinking)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from error
-
-
-def _jobs(
-    prompt_ids: Sequence[list[int]], num_samples: int, config: GenerationConfig, target: PreTrainedModel
-) -> list[_Job]:
-    """Return all answers to be written: all prompts once, then again."""
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
-    jobs = []
-    for sample in range(num_samples):
-        for index, ids in enumerate(prompt_ids):
-            longest = config.max_length - len(ids) if config.max_new_tokens is None else config.max_new_tokens
-            jobs.append(_Job(index, sample, ids, int(min(longest, context - len(ids)))))
-    return jobs
 
 
 def _check_samples(num_samples: int, greedy: bool) -> None:
@@ -195,15 +165,12 @@ class _Answers:
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], prompts: Sequence[Any], total: int) -> None:
         self._journal = Journal(path, settings, _finished)
-        self._finished = dict(self._journal.entries)
+        self.finished = dict(self._journal.entries)
         self._prompts, self._num_failed = prompts, 0
-        self.bar = tqdm(total=total, initial=len(self._finished), desc="answering", unit="answer", disable=None)
-
-    def __len__(self) -> int:
-        return len(self._finished)
+        self.bar = tqdm(total=total, initial=len(self.finished), desc="answering", unit="answer", disable=None)
 
     def lack(self, index: int, sample: int) -> bool:
-        return (index, sample) not in self._finished
+        return (index, sample) not in self.finished
 
     def append(self, index: int, sample: int, **outcome: Any) -> None:
         line = {"index": index, "sample": sample, "prompt": self._prompts[index]} | outcome
@@ -212,31 +179,23 @@ class _Answers:
         if "error" in line:
             self._num_failed += 1
         else:
-            self._finished[index, sample] = line["finished"]
+            self.finished[index, sample] = line["finished"]
 
     def report(self) -> RegenerationReport:
-        """Return what is in the file; warn of failures."""
-        if self._num_failed:
-            warnings.warn(
-                f"{self._num_failed} prompts failed: see 'error' in {self._journal.path}; the same call tries them "
-                "again",
-                stacklevel=3,
-            )
-        unfinished = sum(not finished for finished in self._finished.values())
-        return RegenerationReport(self._journal.path, len(self), unfinished, self._num_failed)
+        path, failed = self._journal.path, self._num_failed
+        if failed:
+            message = f"{failed} prompts failed: see 'error' in {path}; the same call tries them again"
+            warnings.warn(message, stacklevel=3)
+        cut = sum(not finished for finished in self.finished.values())
+        return RegenerationReport(path, len(self.finished), cut, failed)
 
 
 def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], bool] | None:
     return None if "error" in line else ((line["index"], line["sample"]), line["finished"])
 
 
-# ---- the target in this process
-
-
 @dataclass(frozen=True)
 class _Session:
-    """The target at work."""
-
     target: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
     answers: _Answers
@@ -250,9 +209,8 @@ class _Session:
         # `None` fails at once, and keeps the numbers of the others.
         prompts = [None if job is None else job.prompt_ids for job in todo]
         torch.manual_seed(self.seed)
-        for result in generate_many(
-            self.target, draft, prompts, self.processing_class, batch_size, progress=False, **self.options
-        ):
+        options = self.options | {"batch_size": batch_size, "progress": False}
+        for result in generate_many(self.target, draft, prompts, self.processing_class, **options):
             job = todo[result.index]
             if job is not None and result.error is None:
                 self.note(job, result.token_ids.tolist())
@@ -260,10 +218,8 @@ class _Session:
                 self.fail(job, _described(result.error))
 
     def answer_in_batches(self, jobs: Sequence[_Job], batch_size: int) -> None:
-        """Answer in batches of similar length, the longest first: what does not fit into memory fails early.
-
-        The batches are the same whatever is done already, and one that was interrupted is drawn again as a whole.
-        """
+        """Answer in batches of similar length, the longest first: what does not fit into memory fails early. Batches
+        are the same whatever is done already, and one that was interrupted is drawn again as a whole."""
         rules = ("stop_strings", "stopping_criteria", "max_time")
         if any(self.options.get(name) or getattr(self.target.generation_config, name, None) for name in rules):
             batch_size = 1  # a batch does not say where a rule ended a row: its padding may be a token like others
@@ -279,7 +235,7 @@ class _Session:
         try:
             answers = self._generate(batch, key)
         except Exception as error:  # whatever is wrong with one prompt, the others go on
-            if len(batch) == 1 and not len(self.answers):
+            if len(batch) == 1 and not self.answers.finished:
                 raise  # nothing has worked so far: the options are wrong, not the prompt
             failure = _described(error)  # the error itself would keep the failed pass in memory
         if failure is None:
@@ -300,13 +256,9 @@ class _Session:
         input_ids, attention_mask = left_padded([job.prompt_ids for job in batch], padding, device)
         limits = {"max_length": None, "max_new_tokens": max(job.room for job in batch)}
         torch.manual_seed(int(digest(key), 16) % 2**63)
-        output = self.target.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            **{"pad_token_id": padding, **self.options, **limits},
-            tokenizer=self.processing_class,
-            return_dict_in_generate=False,
-        )
+        fixed = {"tokenizer": self.processing_class, "return_dict_in_generate": False}
+        options = {"pad_token_id": padding} | self.options | limits | fixed
+        output = self.target.generate(input_ids, attention_mask=attention_mask, **options)
         return [new_tokens(row, self.ends) for row in output[:, input_ids.shape[1] :].tolist()]
 
     def note(self, job: _Job, ids: Sequence[int]) -> None:
@@ -324,9 +276,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- a target on a server
-
-
 def _answer_by_server(
     server: Endpoint,
     model: str,
@@ -339,13 +288,10 @@ def _answer_by_server(
     seed: int,
     options: dict[str, Any],
 ) -> RegenerationReport:
-    from huggingface_hub import constants
-
     if constants.is_offline_mode():
         raise ValueError("HF_HUB_OFFLINE is set, which also forbids requests to other servers: unset it")
-    fields = {"max_new_tokens": DEFAULT_NEW_TOKENS} | {
-        name: value for name, value in options.items() if value is not None
-    }
+    given = {name: value for name, value in options.items() if value is not None}
+    fields = {"max_new_tokens": DEFAULT_NEW_TOKENS} | given
     if fields.pop("do_sample", True) is False:
         fields["temperature"] = 0
     _check_samples(num_samples, fields.get("temperature") == 0)
@@ -353,16 +299,11 @@ def _answer_by_server(
     conversations = [as_messages(prompt) for prompt in prompts]
     if processing_class is not None:
         answered = [*conversations[0].content, {"role": "assistant", "content": "An answer."}]
-        tokenize_row(
-            {"messages": answered, "tools": conversations[0].tools}, processing_class, chat_template_kwargs=thinking
-        )
-    settings = {
-        "prompts": digest([[prompt.content, prompt.tools] for prompt in conversations]),
-        "model": model,
-        "enable_thinking": enable_thinking,
-        "seed": seed,
-        **plain_json(fields),
-    }
+        row = {"messages": answered, "tools": conversations[0].tools}
+        tokenize_row(row, processing_class, chat_template_kwargs=thinking)
+    asked = digest([[prompt.content, prompt.tools] for prompt in conversations])
+    settings = {"prompts": asked, "model": model, "enable_thinking": enable_thinking, "seed": seed}
+    settings |= plain_json(fields)
     fields["max_tokens"] = fields.pop("max_new_tokens")
     jobs = [(index, sample) for sample in range(num_samples) for index in range(len(conversations))]
     answers = _Answers(output_file, settings, [prompt.content for prompt in conversations], len(jobs))
@@ -383,7 +324,7 @@ def _answer_by_server(
             futures = {executor.submit(line_of, *job): job for job in jobs if answers.lack(*job)}
             for future in as_completed(futures):
                 error = future.exception()
-                if isinstance(error, Refused) or (isinstance(error, ConnectionError) and not len(answers)):
+                if isinstance(error, Refused) or (isinstance(error, ConnectionError) and not answers.finished):
                     raise error
                 outcome = future.result() if error is None else {"error": _described(error)}
                 answers.append(*futures[future], **outcome)

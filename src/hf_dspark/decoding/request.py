@@ -7,75 +7,52 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..maths.policies import Policy
 from ..models.options import DecodingOptions
 from .processing import Prefix
 
+# Looked up without a call.
+KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A `generate()` call, prepared by transformers and found feasible.
+    """A `generate()` call, prepared by transformers and found feasible."""
 
-    Attributes:
-        input_ids (`torch.LongTensor` of shape `[B, S]`): Left-padded prompts; empty when given as embeddings.
-        logits_processor (`LogitsProcessorList`): Stateless.
-        stopping_criteria (`StoppingCriteriaList`): All of them.
-        generation_config (`GenerationConfig`): Prepared.
-        model_kwargs (`dict`): Attention mask, cache, embeddings, streamer.
-        policy ([`Policy`]): Decides how much is drafted and verified.
-        max_drafts (`int`, *optional*): Draft tokens per round at most, besides γ.
-        options ([`DecodingOptions`]): The others; their policy has been resolved to `policy`.
-    """
-
-    input_ids: torch.Tensor
-    logits_processor: LogitsProcessorList
+    input_ids: torch.Tensor  # `[B, S]`, left-padded prompts; empty when given as embeddings
+    logits_processor: LogitsProcessorList  # stateless
     stopping_criteria: StoppingCriteriaList
     generation_config: GenerationConfig
-    model_kwargs: dict[str, Any]
+    model_kwargs: dict[str, Any]  # attention mask, cache, embeddings, streamer
     policy: Policy
-    max_drafts: int | None = None
-    options: DecodingOptions = field(default_factory=DecodingOptions)
+    max_drafts: int | None = None  # draft tokens per round at most, besides γ
+    options: DecodingOptions = field(default_factory=DecodingOptions)  # their policy has been resolved to `policy`
+
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, prepared: dict[str, Any], *others: Any) -> "Call":
+        """Sort what `generate()` passes to a decoding method."""
+        names = ("logits_processor", "stopping_criteria", "generation_config")
+        model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
+        return cls(input_ids, *(prepared[name] for name in names), model_kwargs, *others)
 
     @property
     def streamer(self) -> BaseStreamer | None:
-        """Gets the tokens as they are committed; for one row."""
         return self.model_kwargs.get("streamer")
 
     @property
     def max_length(self) -> int:
-        """Columns at which every row ends."""
         limits = [rule.max_length for rule in self.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
         return min([self.generation_config.max_length, *limits])
 
     @property
     def pad_token_id(self) -> int | None:
-        """Fills rows that ended early."""
         pad = getattr(self.generation_config, "_pad_token_tensor", None)
         return None if pad is None else int(pad)
-
-    @property
-    def eos_token_ids(self) -> torch.Tensor | None:
-        """The end-of-sequence ids, on the CPU."""
-        eos = getattr(self.generation_config, "_eos_token_tensor", None)
-        return None if eos is None else eos.cpu()
-
-    @property
-    def mask_width(self) -> int | None:
-        """Columns of the attention mask if transformers has dropped it, all being ones."""
-        return getattr(self.generation_config, "_mask_length", None)
 
     @property
     def fills_users_cache(self) -> bool:
@@ -89,41 +66,26 @@ class Call:
 
 
 class StopRule:
-    """Tells at which token a request ends.
-
-    Lengths and end-of-sequence ids are looked up, and the time is asked for once a round. Any other criterion is
-    called after every committed token in turn, as plain decoding would, and never after the end.
-
-    Args:
-        criteria (`StoppingCriteriaList`): Of the call.
-    """
+    """Tells at which token a request ends. Lengths and end-of-sequence ids are looked up, the time is asked for once a
+    round. Any other criterion is called after every committed token, as plain decoding would, never after the end."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
         self._eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
         self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
-        known = (EosTokenCriteria, MaxTimeCriteria, MaxLengthCriteria)
-        self._others = [criterion for criterion in criteria if not isinstance(criterion, known)]
+        self._others = [criterion for criterion in criteria if not isinstance(criterion, KNOWN_CRITERIA)]
 
     def ends_within(self, token_ids: torch.Tensor) -> bool:
-        """Tell whether a token ends its sequence."""
         return not self._eos_token_ids.isdisjoint(token_ids.tolist())
 
     def guard(self, wrap: Callable) -> None:
-        """Replace every custom criterion by what `wrap` makes of it."""
         self._others = [wrap(criterion) for criterion in self._others]
 
     def cut(
         self, token_ids: torch.Tensor, new_tokens: Sequence[int], max_length: int, scores: Sequence[torch.Tensor] = ()
     ) -> tuple[int, bool]:
-        """Return how many new tokens of a sequence stay, and whether it ends there.
-
-        Args:
-            token_ids (`torch.LongTensor` of shape `[S]`): The sequence, which ends with them.
-            new_tokens (`Sequence[int]`): The new tokens.
-            max_length (`int`): Tokens at which it ends.
-            scores (`Sequence[torch.Tensor]`): Processed scores `[V]` of all its tokens, if they are kept.
-        """
+        """Return how many of the new tokens that end a sequence `[S]` stay, and whether it ends there. `scores` are
+        the processed ones of all its tokens, `[V]` each, if they are kept."""
         for count, token in enumerate(new_tokens, start=1):
             length, left_out = len(token_ids) - len(new_tokens) + count, len(new_tokens) - count
             ends = token in self._eos_token_ids or length >= max_length
@@ -142,41 +104,26 @@ class StopRule:
 
 @dataclass
 class Request:
-    """One sequence that is being decoded.
+    """One sequence that is being decoded."""
 
-    Attributes:
-        id (`int`): Key of its noise, distinct among all requests of a call.
-        token_ids (`torch.LongTensor` of shape `[S]`): Prompt and committed tokens; the last one is the anchor.
-        max_length (`int`): Tokens at which it ends.
-        processors (`LogitsProcessorList`): As for this sequence alone.
-        stop_rule ([`StopRule`]): Tells where it ends.
-        hidden_prompt (`int`): Prompt positions that have no id in `token_ids`.
-        earlier_ids (`torch.LongTensor` of shape `[hidden_prompt]`, *optional*): Their ids, if known.
-        blocks (`int`): Blocks drawn so far: the counter of its noise.
-        features (`list[torch.Tensor]`): Tapped target layers of committed tokens that the draft has not seen,
-            `[n, m*d]` each; the anchor excluded.
-        ended (`bool`): Whether its last token is there.
-    """
-
-    id: int
-    token_ids: torch.Tensor
-    max_length: int
-    processors: LogitsProcessorList
+    id: int  # key of its noise, distinct among all requests of a call
+    token_ids: torch.Tensor  # `[S]`, prompt and committed tokens; the last one is the anchor
+    max_length: int  # tokens at which it ends
+    processors: LogitsProcessorList  # as for this sequence alone
     stop_rule: StopRule
-    hidden_prompt: int = 0
-    earlier_ids: torch.Tensor | None = None
-    blocks: int = 0
+    hidden_prompt: int = 0  # prompt positions that have no id in `token_ids`
+    earlier_ids: torch.Tensor | None = None  # their ids, if known
+    blocks: int = 0  # drawn so far: the counter of its noise
+    # Tapped target layers of committed tokens that the draft has not seen, `[n, m*d]` each; the anchor excluded.
     features: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
 
     @property
     def length(self) -> int:
-        """Committed tokens, the prompt's included."""
         return len(self.token_ids)
 
     @property
     def anchor(self) -> torch.Tensor:
-        """x_0, `[1]`."""
         return self.token_ids[-1:]
 
     @property
@@ -185,17 +132,11 @@ class Request:
         return self.hidden_prompt + self.length - 1
 
     def append(self, new_tokens: Sequence[int]) -> None:
-        """Add tokens without asking whether the sequence ends there."""
         self.token_ids = self._with(torch.tensor(new_tokens, device="cpu"))
         self.blocks += 1
 
     def commit(self, new_tokens: Sequence[int], scores: Sequence[torch.Tensor] = ()) -> int:
-        """Add tokens up to the sequence's end, and return how many were added; none if a criterion raises.
-
-        Args:
-            new_tokens (`Sequence[int]`): Verified tokens.
-            scores (`Sequence[torch.Tensor]`): As for [`StopRule.cut`].
-        """
+        """Add tokens up to the sequence's end, and return how many were added; none if a criterion raises."""
         longer = self._with(torch.tensor(new_tokens, device="cpu"))
         kept, self.ended = self.stop_rule.cut(longer, new_tokens, self.max_length, scores)
         self.token_ids = longer[: self.length + kept]
@@ -223,10 +164,8 @@ class Request:
 
 
 def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own.
-
-    What cannot be copied (a criterion that waits for an event, say) is shared.
-    """
+    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own. What
+    cannot be copied (a criterion that waits for an event, say) is shared."""
     own = StoppingCriteriaList()
     for criterion in criteria:
         if not type(criterion).__module__.startswith("transformers."):

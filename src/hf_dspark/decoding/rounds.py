@@ -10,18 +10,11 @@ from ..maths.policies import Policy
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """How long one round took, for all its requests together.
+    """Host time of one round for all its requests. Work queued on an accelerator counts for what waits for it."""
 
-    On an accelerator, work that is still queued counts for whoever waits for it.
-
-    Attributes:
-        num_requests (`int`): Requests that it served.
-        draft, verify, total (`float`): Host time in the draft, in the target's verification pass, and in all.
-    """
-
-    num_requests: int
+    num_requests: int  # that it served
     draft: float
-    verify: float
+    verify: float  # in the target's verification pass
     total: float
 
 
@@ -33,21 +26,17 @@ class RoundStatistics:
     own entry in the lists, and counts as a round of its own; only `seconds` has one entry for the whole round.
 
     Attributes:
-        proposed (`list[int]`): Draft tokens sent to verification in each round.
-        accepted (`list[int]`): Draft tokens accepted in each round, without the bonus token; an end-of-sequence token
-            among them counts.
-        committed (`list[int]`): Tokens that the request gained in each round: the accepted ones and the bonus token,
-            up to the request's end.
+        proposed (`list[int]`): Draft tokens sent to verification.
+        accepted (`list[int]`): Draft tokens accepted, without the bonus token; an end-of-sequence token counts.
+        committed (`list[int]`): Tokens gained: the accepted ones and the bonus token, up to the request's end.
         confidence (`list[torch.Tensor | None]`): Calibrated c_k of each token drafted in the round, `[n]`, n <= γ;
             `None` where nothing was drafted or the draft has no confidence head.
-        request_ids (`list[int]`): Whose entry it is; the row of a `generate()` call, the prompt's place in
-            `generate_many`.
-        seconds (`list[RoundSeconds]`): Of each round. A round of R requests belongs to the next R entries of the
-            other lists.
+        request_ids (`list[int]`): The row of a `generate()` call, or the prompt's place in `generate_many`.
+        seconds (`list[RoundSeconds]`): A round of R requests belongs to the next R entries of the other lists.
         prefill_seconds (`float`): Host time until the first new token.
-        first_round_at (`float`, *optional*): When the first round began, by `time.perf_counter`: right after the first
-            new token.
-        policy ([`Policy`], *optional*): Who decided.
+        first_round_at (`float`, *optional*): When the first round began, right after the first new token, by
+            `time.perf_counter`.
+        policy ([`Policy`], *optional*): Decided how much was drafted and verified.
     """
 
     proposed: list[int] = field(default_factory=list)
@@ -78,12 +67,12 @@ class RoundStatistics:
     @property
     def tau(self) -> float:
         """Mean tokens per round, bonus token included; `nan` before the first round."""
-        return sum(self.committed) / self.rounds if self.rounds else float("nan")
+        return _share(sum(self.committed), self.rounds)
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted over proposed draft tokens; `nan` when none was proposed."""
-        return sum(self.accepted) / sum(self.proposed) if sum(self.proposed) else float("nan")
+        return _share(sum(self.accepted), sum(self.proposed))
 
     @property
     def draft_seconds(self) -> float:
@@ -111,13 +100,11 @@ class RoundStatistics:
 
     def conditional_acceptance(self, block_size: int) -> list[float]:
         """Return, of each draft position 1..γ, the share accepted where all before it were; `nan` if never reached."""
-        positions = range(1, block_size + 1)
-        return [_share(self.accepted_at(position), self.reached(position)) for position in positions]
+        return [_share(self.accepted_at(place), self.reached(place)) for place in range(1, block_size + 1)]
 
     def survival(self, block_size: int) -> list[float]:
         """Return, of each draft position 1..γ, the share of rounds accepted up to it among those that proposed it."""
-        positions = range(1, block_size + 1)
-        return [_share(self.accepted_at(position), self.proposed_at(position)) for position in positions]
+        return [_share(self.accepted_at(place), self.proposed_at(place)) for place in range(1, block_size + 1)]
 
     def proposed_at(self, position: int) -> int:
         """Rounds that sent a token at a draft position (1..γ) to verification."""
@@ -125,10 +112,8 @@ class RoundStatistics:
 
     def reached(self, position: int) -> int:
         """Rounds that verified the token at a draft position (1..γ) after an accepted prefix."""
-        return sum(
-            length >= position and accepted >= position - 1
-            for length, accepted in zip(self.proposed, self.accepted, strict=True)
-        )
+        pairs = zip(self.proposed, self.accepted, strict=True)
+        return sum(length >= position and accepted >= position - 1 for length, accepted in pairs)
 
     def accepted_at(self, position: int) -> int:
         """Rounds that accepted the token at a draft position (1..γ)."""

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from ..files import replace_text
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
-from ..models.configuration_draft import DraftConfig
 from ..models.modeling_draft import DraftModel
 from ..provenance import device_name
 
@@ -43,11 +42,13 @@ class Machine:
 
     @classmethod
     def of(cls, target: PreTrainedModel, draft: DraftModel) -> "Machine":
-        """Describe two loaded models and where they run."""
-        text = target.config.get_text_config(decoder=True)
+        text, config = target.config.get_text_config(decoder=True), draft.config
+        facts = {name: int(getattr(config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")}
+        if config.is_autoregressive:  # not named otherwise: the key of measurements of other drafts stays what it was
+            facts["is_autoregressive"] = 1
         return cls(
             target={name: int(_first(getattr(text, name, None) or 0)) for name in GEOMETRY},
-            draft=_draft_facts(draft.config),
+            draft=facts,
             dtype=str(target.dtype).removeprefix("torch."),
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
@@ -56,7 +57,6 @@ class Machine:
 
     @property
     def key(self) -> str:
-        """Short hash of everything, for file names."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def distance(self, other: "Machine") -> int | None:
@@ -68,8 +68,8 @@ class Machine:
             return None
         if (self.device, self.threads) == (other.device, other.threads):
             return int(self.versions != other.versions)
-        same_kind = _without_core_count(self.device) == _without_core_count(other.device)
-        return 2 if same_kind else None
+        kinds = {re.sub(r", \d+ cores", "", machine.device) for machine in (self, other)}
+        return 2 if len(kinds) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,15 @@ class ThroughputProfile:
 
     def save(self, path: str | Path) -> None:
         """Write JSON that SGLang reads as a 1-D SPS table."""
-        extra = {
-            "linear": asdict(self.linear),
-            "fit": self.fit,
-            "machine": asdict(self.machine),
-            "samples": {name: [list(asdict(s).values()) for s in part] for name, part in self.samples.items()},
-        }
-        fields = self.table.to_sglang() | extra
+        fields = self.table.to_sglang()
+        fields |= {"linear": asdict(self.linear), "fit": self.fit, "machine": asdict(self.machine)}
+        fields["samples"] = {name: [list(asdict(s).values()) for s in part] for name, part in self.samples.items()}
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         replace_text(Path(path), f"{{\n{lines}\n}}\n")
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], name: str | None = None) -> "ThroughputProfile":
-        """Read what `save` wrote; a name goes into the table's provenance."""
         table = ThroughputTable.from_sglang(content)
         if name is not None:
             table = replace(table, provenance={"table": name} | table.provenance)
@@ -127,11 +122,10 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def known_profiles() -> dict[str, ThroughputProfile]:
-    """Return this user's measurements, then the shipped ones, by origin."""
+    origins = {f"{path}": path for path in sorted(cache_folder().glob("*.json"))}
+    origins |= {f"shipped {path.name}": path for path in sorted(SHIPPED_TABLES.glob("*.json"))}
     profiles = {}
-    files = sorted(cache_folder().glob("*.json")) if cache_folder().is_dir() else []
-    shipped = sorted(SHIPPED_TABLES.glob("*.json"))
-    for origin, path in [(f"{path}", path) for path in files] + [(f"shipped {path.name}", path) for path in shipped]:
+    for origin, path in origins.items():
         try:
             profiles[origin] = ThroughputProfile.from_dict(json.loads(path.read_text()), origin)
         except (ValueError, KeyError, TypeError) as error:
@@ -143,12 +137,8 @@ _told: set[str] = set()
 
 
 def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | None:
-    """Return the measured cost that fits these models on this machine best, or `None` with a warning, once.
-
-    Geometry, dtype and kind of device must agree. Measurements with the same cores, threads and versions come first;
-    among equals this user's own, then shipped ones. One of other cores or threads is taken with a warning. The name
-    of the table is in its `provenance`, and in `draft.last_stats.policy`.
-    """
+    """Return the measured cost that fits these models on this machine best, or `None` with a warning, once: the
+    nearest by `Machine.distance`, among equals this user's own. Other cores or threads are warned of."""
     machine = Machine.of(target, draft)
     distances = {name: profile.machine.distance(machine) for name, profile in known_profiles().items()}
     fitting = sorted((name for name in distances if distances[name] is not None), key=distances.get)  # own ones first
@@ -158,33 +148,21 @@ def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | N
     if not fitting:
         if first_time:
             logger.warning(
-                "no throughput table fits these models on this machine (%s): verifying full blocks. A table is "
+                f"no throughput table fits these models on this machine ({here}): verifying full blocks. A table is "
                 "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... "
-                "--draft ...` or hf_dspark.profile_throughput(target, draft) measures one.",
-                here,
+                "--draft ...` or hf_dspark.profile_throughput(target, draft) measures one."
             )
         return None
     name, profile = fitting[0], known_profiles()[fitting[0]]
     if first_time and distances[name] == 2:
-        there = f"{profile.machine.device} with {profile.machine.threads} threads"
         logger.warning(
-            "the throughput table %s was measured on %s, this is %s: scheduling by it all the same. "
-            "hf_dspark.profile_throughput(target, draft) measures this machine.",
-            name, there, here,
-        )  # fmt: skip
+            f"the throughput table {name} was measured on {profile.machine.device} with {profile.machine.threads} "
+            f"threads, this is {here}: scheduling by it all the same. hf_dspark.profile_throughput(target, draft) "
+            "measures this machine."
+        )
     elif first_time:
         logger.info("scheduling verification by the throughput table %s", name)
     return profile.table
-
-
-def _draft_facts(config: DraftConfig) -> dict[str, int]:
-    facts = {name: int(getattr(config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")}
-    # Not named unless it holds: the key of measurements of other drafts stays what it was.
-    return facts | ({"is_autoregressive": 1} if config.is_autoregressive else {})
-
-
-def _without_core_count(device: str) -> str:
-    return re.sub(r", \d+ cores", "", device)
 
 
 @lru_cache(maxsize=1)

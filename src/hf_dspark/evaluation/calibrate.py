@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ..maths.policies import FullBlock, RoundOutcome
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel, input_device
 from ..targets.fingerprint import fingerprint
+from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
 DEFAULT_NEW_TOKENS = 128
@@ -117,18 +118,10 @@ def collect_rounds(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> CalibrationRounds:
-    """Decode prompts with whole blocks and record every round.
+    """Decode prompts with whole blocks and record every round; see [`calibrate`].
 
-    Args:
-        target, draft, prompts, processing_class, generate_kwargs: As for [`calibrate`].
-        output_file (`str`, *optional*): JSON lines, one per prompt, written as they come; prompts already in it are
-            not decoded again.
-        seed (`int`): Of each prompt's draws, together with its index.
-
-    Raises:
-        TypeError: If `prompts` is a single one.
-        ValueError: If the draft has no confidence head, there are no prompts, the file belongs to another run, or the
-            block would be cut.
+    `output_file` gets a JSON line per prompt as they come; prompts already in it are not decoded again. A prompt's
+    draws depend on the seed and its place.
     """
     require_pair(target, draft)
     if not draft.config.enable_confidence_head:
@@ -141,29 +134,33 @@ def collect_rounds(
     options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
     journal, done = None, {}
     if output_file is not None:
-        settings = _settings(target, draft, [first_turns, [prompt.later_turns for prompt in read]], seed, options)
+        settings = {
+            "prompts": digest([first_turns, [prompt.later_turns for prompt in read]]),
+            "options": plain_json(options),
+            "target_options": plain_json(target.generation_config),
+            "seed": seed,
+            "block_size": draft.config.block_size,
+            "draft": fingerprint(draft),
+            "target": fingerprint(target),
+        }
         journal = Journal(output_file, settings)
-        done = {entry["index"]: _rounds_of(entry) for entry in journal.entries}
-    before = draft.decoding
+        done = {entry["index"]: entry["rounds"] for entry in journal.entries}
     # Set on the call, so that a threshold in the target's generation config does not count.
     options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
-    try:
-        for index, prompt in enumerate(tqdm(read, desc="collecting rounds", disable=None)):
-            if index in done:
-                continue
-            rounds: list[CalibrationRounds] = []
-            observer = partial(_record, rounds, draft.config.block_size)
-            draft.decoding = replace(before, policy=FullBlock(), domain=None, observer=observer)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed + index)
-                _answer(target, draft, prompt, processing_class, options)
-            done[index] = rounds
-            if journal is not None:
-                parts = [{name: value.tolist() for name, value in vars(part).items()} for part in rounds]
-                journal.append({"index": index, "rounds": parts})
-    finally:
-        draft.decoding = before
-    return CalibrationRounds.concatenate([part for index in sorted(done) for part in done[index]])
+    for index, prompt in enumerate(tqdm(read, desc="collecting rounds", disable=None)):
+        if index in done:
+            continue
+        rounds = done[index] = []
+        observer = partial(_record, rounds, draft.config.block_size)
+        with decoding_as(draft, policy=FullBlock(), domain=None, observer=observer), torch.random.fork_rng():
+            torch.manual_seed(seed + index)
+            _answer(target, draft, prompt, processing_class, options)
+        if journal is not None:
+            journal.append({"index": index, "rounds": rounds})
+    parts = [part for index in sorted(done) for part in done[index]]
+    return CalibrationRounds.concatenate(
+        [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
+    )
 
 
 def _answer(
@@ -174,21 +171,17 @@ def _answer(
     options: Mapping[str, Any],
 ) -> None:
     """Answer a conversation turn by turn."""
-    while True:
-        ids = token_ids(prompt, processing_class)
-        input_ids = torch.tensor([ids], device=input_device(target.get_input_embeddings()))
-        output = target.generate(
-            input_ids, attention_mask=torch.ones_like(input_ids), assistant_model=draft, **options
-        )
-        if not prompt.later_turns:
-            return
-        prompt = next_turn(prompt, processing_class.decode(output[0, len(ids) :], skip_special_tokens=True))
+    ids = torch.tensor([token_ids(prompt, processing_class)], device=input_device(target.get_input_embeddings()))
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
+    if prompt.later_turns:
+        answer = processing_class.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        _answer(target, draft, next_turn(prompt, answer), processing_class, options)
 
 
-def _record(rounds: list[CalibrationRounds], block_size: int, outcome: RoundOutcome) -> None:
+def _record(rounds: list[dict[str, Any]], block_size: int, outcome: RoundOutcome) -> None:
     """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
     if outcome.drafted:
-        rounds.append(recorded_round(outcome, block_size))
+        rounds.append({name: value.tolist() for name, value in vars(recorded_round(outcome, block_size)).items()})
 
 
 def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
@@ -201,35 +194,11 @@ def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
 
 
 def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tensor:
-    """Return sum over the vocabulary of min(p_t, p_d) at each verified slot, `[1, num_verified]`. DSpark Eq. 8.
-
-    Arg-max drafts have a one-hot law, and so has a target that decodes greedily.
-    """
+    """Return sum over the vocabulary of min(p_t, p_d) at each verified slot, `[1, num_verified]`. DSpark Eq. 8."""
     target_logits = outcome.target_logits[:, :num_verified].float()
-    if outcome.block.law is None:
+    if outcome.block.law is None:  # arg-max drafts have a one-hot law, and so has a target that decodes greedily
         drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
         return (target_logits.argmax(dim=-1) == drafted).float().cpu()
     draft_law = outcome.block.law[:, :num_verified].dense(target_logits.shape[-1])
     draft_probs = draft_law.probs.to(target_logits.device)
     return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
-
-
-def _settings(
-    target: PreTrainedModel, draft: DraftModel, prompts: Any, seed: int, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what rounds recorded in one file must share."""
-    return {
-        "prompts": digest(prompts),
-        "options": plain_json(options),
-        "target_options": plain_json(target.generation_config),
-        "seed": seed,
-        "block_size": draft.config.block_size,
-        "draft": fingerprint(draft),
-        "target": fingerprint(target),
-    }
-
-
-def _rounds_of(entry: Mapping[str, Any]) -> list[CalibrationRounds]:
-    return [
-        CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in entry["rounds"]
-    ]

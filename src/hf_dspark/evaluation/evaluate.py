@@ -18,6 +18,7 @@ from ..targets.fingerprint import fingerprint
 from .metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
 from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
 from .run import EvaluationRun, FailedPrompt, Setup
+from .timed_decoding import decoding_as
 
 ALL = "all"  # the name of the tasks together
 DEFAULT_NEW_TOKENS = 128
@@ -27,19 +28,12 @@ Task = str | Path | PromptFile | Iterable[Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What evaluating showed.
+    """What evaluating showed."""
 
-    Attributes:
-        metrics (`dict[str, Metrics]`): Of each task, and of `all` together.
-        records (`list[TurnRecord]`): Every answered turn with its rounds, by task, prompt and turn.
-        failed (`list[FailedPrompt]`): What was left out.
-        facts (`dict`): Who was measured, and how: the rest of the result file.
-    """
-
-    metrics: dict[str, Metrics]
-    records: list[TurnRecord]
-    failed: list[FailedPrompt]
-    facts: dict[str, Any]
+    metrics: dict[str, Metrics]  # of each task, and of `all` together
+    records: list[TurnRecord]  # every answered turn with its rounds, by task, prompt and turn
+    failed: list[FailedPrompt]  # what was left out
+    facts: dict[str, Any]  # who was measured, and how: the rest of the result file
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the result file holds; kind and provenance only if a file was written."""
@@ -103,54 +97,6 @@ def evaluate(
         ValueError: If a file is missing or holds no prompt, the draft does not fit, an option is not for many prompts,
             an unfinished run had other settings (naming them), or no prompt could be answered.
     """
-    if draft is not None:
-        require_pair(target, draft)
-    _check_arguments(draft, tasks, policy, batch_size, compare_plain, generate_kwargs)
-    setup = Setup(
-        target,
-        draft,
-        processing_class,
-        batch_size,
-        compare_plain,
-        seed,
-        enable_thinking,
-        _with_length(generate_kwargs),
-    )
-    if draft is not None:
-        draft.bind(target)
-        policy = policy or FullBlock()
-    read = {name: _read_task(name, task) for name, task in tasks.items()}
-    prompts = {name: [as_chat(prompt, processing_class) for prompt in part.prompts] for name, part in read.items()}
-    journal = None
-    if output_file is not None:
-        path = Path(output_file)
-        journal = Journal(path.with_name(f"{path.name}.partial.jsonl"), _settings(setup, prompts, policy))
-    run = EvaluationRun(setup, journal)
-    before = None if draft is None else draft.decoding
-    if draft is not None:
-        draft.decoding = replace(before, policy=policy)
-    try:
-        run.answer(prompts)
-    finally:
-        if draft is not None:
-            draft.decoding = before
-    evaluation = _summed_up(run, setup, read, policy)
-    if journal is not None:
-        written = write_result(output_file, "evaluation", **evaluation.to_dict())
-        journal.remove()
-        facts = evaluation.facts | {name: written[name] for name in ("kind", "provenance")}
-        evaluation = replace(evaluation, facts=facts)
-    return evaluation
-
-
-def _check_arguments(
-    draft: DraftModel | None,
-    tasks: Mapping[str, Task],
-    policy: Policy | None,
-    batch_size: int,
-    compare_plain: bool,
-    generate_kwargs: Mapping[str, Any],
-) -> None:
     if not isinstance(tasks, Mapping):
         raise TypeError(f"tasks must map names to prompts, got {type(tasks).__name__}: pass {{'math': 'math.jsonl'}}")
     if not tasks:
@@ -166,13 +112,29 @@ def _check_arguments(
     for name in CUT_OFFS:
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")
-
-
-def _with_length(generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with a length: a `generation_config` among them would lose to a default beside it."""
-    given = generate_kwargs.get("generation_config")
+    given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
     length = None if given is None else given.max_new_tokens
-    return {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
+    setup = Setup(target, draft, processing_class, batch_size, compare_plain, seed, enable_thinking, options)
+    if draft is not None:
+        require_pair(target, draft)
+        draft.bind(target)
+        policy = policy or FullBlock()
+    read = {name: _read_task(name, task) for name, task in tasks.items()}
+    prompts = {name: [as_chat(prompt, processing_class) for prompt in part.prompts] for name, part in read.items()}
+    journal = None
+    if output_file is not None:
+        journal = Journal(f"{output_file}.partial.jsonl", _settings(setup, prompts, policy))
+    run = EvaluationRun(setup, journal)
+    with decoding_as(draft, policy=policy):
+        run.answer(prompts)
+    evaluation = _summed_up(run, setup, read, policy)
+    if journal is not None:
+        written = write_result(output_file, "evaluation", **evaluation.to_dict())
+        journal.remove()
+        facts = evaluation.facts | {name: written[name] for name in ("kind", "provenance")}
+        evaluation = replace(evaluation, facts=facts)
+    return evaluation
 
 
 def _read_task(name: str, task: Task) -> PromptFile:
@@ -217,11 +179,11 @@ def _summed_up(run: EvaluationRun, setup: Setup, read: Mapping[str, PromptFile],
     draft, options = setup.draft, setup.generate_kwargs
     described = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
     others = {name: plain_json(value) for name, value in options.items() if name not in described}
+    sampling = describe_sampling(options, setup.target, setup.seed)
     facts = {
         "target": describe_target(setup.target),
         "draft": {} if draft is None else describe_draft(draft),
-        "sampling": describe_sampling(options, setup.target, setup.seed)
-        | {name: value for name, value in others.items() if value is not None},
+        "sampling": sampling | {name: value for name, value in others.items() if value is not None},
         "policy": None if policy is None else describe_policy(policy),
         "max_new_tokens": options["max_new_tokens"],
         "batch_size": setup.batch_size,

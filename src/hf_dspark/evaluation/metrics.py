@@ -1,7 +1,6 @@
 """What turns of decoding come to: tau, acceptance and survival by position, calibration, speed."""
 
 import math
-import operator
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,15 +40,12 @@ class TurnRounds:
         places = [place for place, id_ in enumerate(statistics.request_ids) if id_ == request_id]
         all_seconds = statistics.seconds_of_entries()
         seconds = [all_seconds[place] for place in places]
-        confidence = [
-            None if said is None else [round(value, 6) for value in said.tolist()]
-            for said in (statistics.confidence[place] for place in places)
-        ]
+        said = [statistics.confidence[place] for place in places]
+        rounded = [None if each is None else [round(value, 6) for value in each.tolist()] for each in said]
         return cls(
-            proposed=[statistics.proposed[place] for place in places],
-            accepted=[statistics.accepted[place] for place in places],
+            *([column[place] for place in places] for column in (statistics.proposed, statistics.accepted)),
             committed=[statistics.committed[place] for place in places],
-            confidence=confidence if any(said is not None for said in confidence) else None,
+            confidence=None if all(each is None for each in said) else rounded,
             draft_seconds=[part.draft for part in seconds],
             verify_seconds=[part.verify for part in seconds],
             total_seconds=[part.total for part in seconds],
@@ -90,14 +86,13 @@ class TurnRecord:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TurnRecord":
         """Read what `to_dict` returned."""
-        plain = record.get("plain")
-        parts = {"rounds": TurnRounds(**record["rounds"]), "plain": None if plain is None else PlainTurn(**plain)}
-        return cls(**(dict(record) | parts))
+        plain = PlainTurn(**record["plain"]) if "plain" in record else None
+        return cls(**(dict(record) | {"rounds": TurnRounds(**record["rounds"]), "plain": plain}))
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Mean seconds of a round, however many requests it served: in the draft, in the target, elsewhere, in all."""
+    """Mean seconds of a round, however many requests it served."""
 
     draft: float
     verify: float
@@ -146,7 +141,10 @@ class Metrics:
     @classmethod
     def of(cls, records: Sequence[TurnRecord], block_size: int) -> "Metrics":
         """Sum up turns; γ is 0 without a draft."""
-        rounds = joined_rounds(records)
+        parts = [record.rounds for record in records]
+        rounds = RoundStatistics.joined(
+            RoundStatistics(part.proposed, part.accepted, part.committed) for part in parts
+        )
         confidences = predicted_rounds(records)
         calibration = [] if confidences is None else measure_calibration(confidences)
         calibration = [part for part in calibration if part.num_rounds]
@@ -189,29 +187,20 @@ def metrics_by_task(records: Sequence[TurnRecord], tasks: Iterable[str], block_s
     return found | {"all": Metrics.of(records, block_size)}
 
 
-def joined_rounds(records: Iterable[TurnRecord]) -> RoundStatistics:
-    """Return the rounds of all turns, without times and confidences."""
-    return RoundStatistics.joined(
-        RoundStatistics(record.rounds.proposed, record.rounds.accepted, record.rounds.committed) for record in records
-    )
-
-
 def predicted_rounds(records: Iterable[TurnRecord]) -> CalibrationRounds | None:
     """Return what confidences said beside what happened; `None` if there are no confidences."""
-    confidence, proposed, accepted = [], [], []
-    for record in records:
-        rounds = record.rounds
-        for said, length, count in zip(rounds.confidence or (), rounds.proposed, rounds.accepted, strict=False):
-            if said is not None:
-                confidence.append(torch.tensor(said, dtype=torch.double))
-                proposed.append(length)
-                accepted.append(count)
-    if not confidence:
+    rounds = [
+        (torch.tensor(said, dtype=torch.double), proposed, accepted)
+        for turn in (record.rounds for record in records)
+        for said, proposed, accepted in zip(turn.confidence or (), turn.proposed, turn.accepted, strict=False)
+        if said is not None
+    ]
+    if not rounds:
         return None
+    confidence, proposed, accepted = zip(*rounds, strict=True)
     # Blocks end early where their sequence does.
     padded = torch.nn.utils.rnn.pad_sequence(confidence, batch_first=True, padding_value=0.5)
-    logits = padded.logit(eps=1 - LARGEST_CONFIDENCE)
-    num_accepted = torch.tensor(accepted)
+    logits, num_accepted = padded.logit(eps=1 - LARGEST_CONFIDENCE), torch.tensor(accepted)
     realised = (torch.arange(logits.shape[1]) < num_accepted[:, None]).double()
     return CalibrationRounds(logits, realised, num_accepted, torch.tensor(proposed))
 
@@ -221,17 +210,15 @@ def round_times(records: Iterable[TurnRecord]) -> RoundTimes | None:
 
     A round of R turns is recorded R times, so each record counts 1/R.
     """
-    rows = [
-        (1 / num_requests, draft, verify, total)
-        for rounds in (record.rounds for record in records)
-        for num_requests, draft, verify, total in zip(
-            rounds.num_requests, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds, strict=True
-        )
-    ]
-    if not rows:
+    columns = ([], [], [], [])
+    for rounds in (record.rounds for record in records):
+        parts = (rounds.num_requests, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds)
+        for column, part in zip(columns, parts, strict=True):
+            column += part
+    if not columns[0]:
         return None
-    shares, *columns = zip(*rows, strict=True)
-    draft, verify, total = (sum(map(operator.mul, shares, seconds)) / sum(shares) for seconds in columns)
+    requests, *seconds = (torch.tensor(column, dtype=torch.double) for column in columns)
+    draft, verify, total = (float((each / requests).sum() / (1 / requests).sum()) for each in seconds)
     return RoundTimes(draft, verify, total - draft - verify, total)
 
 
@@ -264,8 +251,7 @@ def metrics_table(metrics: Mapping[str, Metrics]) -> str:
 def comparison_table(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
     """Return a Markdown table of tau and of the acceptance at the first and last position, before and after.
 
-    Args:
-        before, after (`Mapping`): Metrics of the same tasks, as [`Metrics.to_dict`] returns them.
+    `before` and `after` are metrics of the same tasks, as [`Metrics.to_dict`] returns them.
     """
     rows = []
     for name, old in before.items():
@@ -286,10 +272,8 @@ def _row(name: str, part: Metrics, compared: bool) -> list[Any]:
         times and " / ".join(f"{1e3 * seconds:.2f}" for seconds in (times.draft, times.verify, times.rest)),
         None if first is None else f"{1e3 * first:.1f}",
     ]  # fmt: skip
-    if not compared:
-        return cells
-    if speed is None:
-        return [*cells, None, None]
+    if not compared or speed is None:
+        return cells + [None] * (2 * compared)
     spread = f"{speed.ratio_of_medians:.2f}× ({speed.lower_quartile:.2f}–{speed.upper_quartile:.2f})"
     return [*cells, spread, None if speed.identical is None else f"{speed.identical} of {part.turns}"]
 

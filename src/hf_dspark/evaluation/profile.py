@@ -1,5 +1,6 @@
 """`profile_throughput(target, draft)`: times the passes of target and draft, for the table that schedulers read."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,26 +54,21 @@ def profile_throughput(
     _check_settings(target, batch_sizes, context_lengths, repetitions)
     draft.bind(target)
     gamma = draft.config.block_size
-    verify: list[Sample] = []
-    drafts: list[Sample] = []
-    lengths = {
-        requests: list(range(gamma + 1)) if requests == 1 else sorted({0, gamma // 2, gamma})
-        for requests in batch_sizes
-    }
+    samples: dict[str, list[Sample]] = {"target": [], "draft": []}
+    lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
     total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
     # transformers' own loop, which decodes the others, keeps PyTorch's products.
     fast = fast_linears(target, draft) if slot_cache_obstacle(target) is None else nullcontext()
     with fast, tqdm(total=total, desc="profiling", disable=None) as bar:
-        for context_length in context_lengths:
-            for requests in batch_sizes:
-                for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
-                    tokens = requests * (1 + length)
-                    verify.append(Sample(requests, tokens, requests * context_length, seconds))
-                    bar.update()
-                seconds = _time_draft(draft, requests, context_length, repetitions)
-                drafts.append(Sample(requests, requests, requests * context_length, seconds))
+        for context_length, requests in itertools.product(context_lengths, batch_sizes):
+            context = requests * context_length
+            for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
+                samples["target"].append(Sample(requests, requests * (1 + length), context, seconds))
                 bar.update()
-    profile = _summarise(Machine.of(target, draft), verify, drafts, context_lengths[0], gamma)
+            seconds = _time_draft(draft, requests, context_length, repetitions)
+            samples["draft"].append(Sample(requests, requests, context, seconds))
+            bar.update()
+    profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
     if cache:
         profile.save(cache_folder() / f"{profile.machine.key}.json")
         known_profiles.cache_clear()
@@ -187,41 +183,32 @@ def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torc
     return statistics.median(times[1:])
 
 
-def _summarise(
-    machine: Machine, verify: list[Sample], drafts: list[Sample], shortest: int, gamma: int
-) -> ThroughputProfile:
-    target_cost, target_fit = _fit(verify)
-    draft_cost, draft_fit = _fit(drafts)
+def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputProfile:
+    (target_cost, target_fit), (draft_cost, draft_fit) = (
+        ForwardCost.fit(
+            [sample.context_tokens for sample in part],
+            [sample.verify_tokens for sample in part],
+            [sample.seconds for sample in part],
+        )
+        for part in (samples["target"], samples["draft"])
+    )
     provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
     # Each point at the shortest context, less what that context costs: the table adds the actual one.
     context_seconds = target_cost.alpha + draft_cost.alpha
-    drafting = {
-        sample.requests: sample.seconds for sample in drafts if sample.context_tokens == sample.requests * shortest
-    }
+    verify, drafts = (
+        [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
+        for name in ("target", "draft")
+    )
+    drafting = {sample.requests: sample.seconds for sample in drafts}
     seconds = {
         sample.verify_tokens: max(
-            sample.seconds + drafting[sample.requests] - context_seconds * sample.context_tokens,
-            sample.seconds / 2,
+            sample.seconds + drafting[sample.requests] - context_seconds * sample.context_tokens, sample.seconds / 2
         )
         for sample in verify
-        if sample.context_tokens == sample.requests * shortest
-        and (sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma))
+        if sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma)
     }
     tokens = tuple(sorted(seconds))
     rates = tuple(1 / seconds[count] for count in tokens)
     table = ThroughputTable(tokens, rates, min(drafting[1], 0.9 / max(rates)), context_seconds, provenance)
-    return ThroughputProfile(
-        machine=machine,
-        table=table,
-        linear=LinearCost(target_cost, draft_cost),
-        fit={"target": target_fit, "draft": draft_fit},
-        samples={"target": verify, "draft": drafts},
-    )
-
-
-def _fit(samples: list[Sample]) -> tuple[ForwardCost, float]:
-    return ForwardCost.fit(
-        [sample.context_tokens for sample in samples],
-        [sample.verify_tokens for sample in samples],
-        [sample.seconds for sample in samples],
-    )
+    fit = {"target": target_fit, "draft": draft_fit}
+    return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)

@@ -50,14 +50,13 @@ def describe_target(target: PreTrainedModel) -> dict[str, Any]:
 def describe_draft(draft: DraftModel) -> dict[str, Any]:
     """Return what identifies a draft, and the facts of its architecture that a reader of a result wants."""
     config = draft.config
-    head = getattr(config, "markov_head_type", None) if config.markov_rank else None
     return {
         "name": _name(draft),
         "revision": getattr(config, "_commit_hash", None),
         "model_type": config.model_type,
         "num_hidden_layers": config.num_hidden_layers,
         "block_size": config.block_size,
-        "markov_head": head,
+        "markov_head": getattr(config, "markov_head_type", None) if config.markov_rank else None,
         "markov_rank": config.markov_rank,
         "num_parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "weights": weight_hash(draft),
@@ -93,19 +92,13 @@ def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedMode
 def write_result(
     path: str | Path, kind: str, target: Mapping[str, Any], draft: Mapping[str, Any], **found: Any
 ) -> dict[str, Any]:
-    """Write a result file; whatever was there before is replaced at once, or not at all.
+    """Write a result file, and return what it holds; whatever was there before is replaced at once, or not at all.
 
     Args:
         path (`str` or `Path`): Where to.
         kind (`str`): What was measured, one of [`REQUIRED`].
         target, draft (`Mapping`): From [`describe_target`] and [`describe_draft`].
-        found: What was found, as JSON can hold it.
-
-    Returns:
-        `dict`: What the file holds.
-
-    Raises:
-        ValueError: If something is missing.
+        found: What was found, as JSON can hold it. A `ValueError` says what is missing.
     """
     origin = provenance(target.get("device", "cpu"))
     result = {"kind": kind, "provenance": origin, "target": dict(target), "draft": dict(draft), **found}
@@ -124,19 +117,13 @@ def _as_text(result: Mapping[str, Any]) -> str:
 
 
 def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read result files, and all `*.json` files of folders.
-
-    Raises:
-        ValueError: If a file is no result file; says what it lacks.
-    """
+    """Read result files, and all `*.json` files of folders; a `ValueError` says what another file lacks."""
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    results = []
-    for file in files:
-        result = read_json(file, MAX_BYTES)
+    results = [read_json(file, MAX_BYTES) for file in files]
+    for file, result in zip(files, results, strict=True):
         _check(result, str(file))
-        results.append(result)
     return results
 
 
@@ -181,8 +168,7 @@ def short_policy(policy: str | None) -> str:
     names = re.findall(r"([A-Z]\w*(?:Block|Scheduler|Drafting|Limit))\b", text)
     if not names or names[0] == "FullBlock":
         return "whole block" if names else text
-    limits = [
-        f"{1e3 * float(s):g} ms, {mode}" for s, mode in re.findall(r"tpot_seconds=([\d.eE+-]+), mode='(\w+)'", text)
-    ]
-    lags = [f"lag {lag}" for lag in re.findall(r"\blag=(\d+)", text)]
-    return ", ".join([" of ".join(names), *limits, *lags])
+    limits = re.findall(r"tpot_seconds=([\d.eE+-]+), mode='(\w+)'", text)
+    shown = [f"{1e3 * float(seconds):g} ms, {mode}" for seconds, mode in limits]
+    shown += [f"lag {lag}" for lag in re.findall(r"\blag=(\d+)", text)]
+    return ", ".join([" of ".join(names), *shown])

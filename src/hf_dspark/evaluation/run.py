@@ -15,10 +15,9 @@ from ..decoding.rounds import RoundStatistics
 from ..files import Journal, digest
 from ..models.modeling_draft import DraftModel
 from .metrics import PlainTurn, TurnRecord, TurnRounds
-from .timed_decoding import TimedCall, timed_call
+from .timed_decoding import timed_call
 
-NEW_TOKENS_TO_WARM_UP = 16
-PROMPT_TOKENS_TO_WARM_UP = 16
+TOKENS_TO_WARM_UP = 16
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,10 @@ class _Turn:
 
 
 class EvaluationRun:
-    """Answers turns, and notes in the journal those that are finished.
-
-    Attributes:
-        records (`dict`): Every answered turn, by task, prompt and turn.
-        failed (`list[FailedPrompt]`): What could not be answered.
-    """
+    """Answers turns, and notes in the journal those that are finished."""
 
     def __init__(self, setup: Setup, journal: Journal | None) -> None:
-        self.records: dict[tuple[str, int, int], TurnRecord] = {}
+        self.records: dict[tuple[str, int, int], TurnRecord] = {}  # by task, prompt and turn
         self.failed: list[FailedPrompt] = []
         self._setup, self._journal, self._is_warm = setup, journal, False
         self._answers: dict[tuple[str, int, int], list[int]] = {}
@@ -84,36 +78,37 @@ class EvaluationRun:
         with tqdm(total=total, desc="evaluating", unit="turn", disable=None) as bar:
             for task, part in prompts.items():
                 for first in range(0, len(part), size):
-                    group = enumerate(part[first : first + size], start=first)
-                    self._answer_conversations(task, dict(group), bar)
+                    conversations = dict(enumerate(part[first : first + size], start=first))
+                    turn = 0
+                    while conversations:
+                        conversations = self._answer_turn(task, conversations, turn, bar)
+                        turn += 1
 
-    def _answer_conversations(self, task: str, conversations: dict[int, Prompt], bar: Any) -> None:
-        """Answer some conversations side by side, turn by turn."""
-        turn = 0
-        while conversations:
-            turns = [self._turn(task, place, turn, asked) for place, asked in conversations.items()]
-            for call in self._calls([each for each in turns if each is not None]):
-                missing = [each for each in call if each.key not in self.records]
-                # A call that was answered in part had failed as a whole.
-                for part in [missing] if len(missing) == len(call) else [[each] for each in missing]:
-                    self._decode(part)
-            answered = {place: asked for place, asked in conversations.items() if (task, place, turn) in self.records}
-            lost = [1 + len(asked.later_turns) for place, asked in conversations.items() if place not in answered]
-            bar.update(len(answered) + sum(lost))
-            conversations = {
-                place: next_turn(asked, self._text((task, place, turn)))
-                for place, asked in answered.items()
-                if asked.later_turns
-            }
-            turn += 1
-
-    def _text(self, key: tuple[str, int, int]) -> str:
-        return self._setup.processing_class.decode(self._answers[key], skip_special_tokens=True)
+    def _answer_turn(self, task: str, conversations: dict[int, Prompt], turn: int, bar: Any) -> dict[int, Prompt]:
+        """Answer a turn of some conversations side by side; return those that go on, with their next turn."""
+        turns = [self._turn(task, place, turn, asked) for place, asked in conversations.items()]
+        wanted = self._setup.generate_kwargs["max_new_tokens"]
+        together = [each for each in turns if each is not None and each.room == wanted]
+        # Those with all the room they may need are decoded together; each of the others alone.
+        alone = [[each] for each in turns if each is not None and each.room < wanted]
+        for call in [together, *alone]:
+            missing = [each for each in call if each.key not in self.records]
+            # A call that was answered in part had failed as a whole.
+            for part in [missing] if len(missing) == len(call) else [[each] for each in missing]:
+                self._decode(part)
+        going_on = {}
+        for place, asked in conversations.items():
+            key = (task, place, turn)
+            bar.update(1 if key in self.records else 1 + len(asked.later_turns))
+            if key in self.records and asked.later_turns:
+                answer = self._setup.processing_class.decode(self._answers[key], skip_special_tokens=True)
+                going_on[place] = next_turn(asked, answer)
+        return going_on
 
     def _turn(self, task: str, place: int, turn: int, asked: Prompt) -> _Turn | None:
         """Return a turn as tokens; `None` if it cannot be answered."""
-        target = self._setup.target
-        context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+        config = self._setup.target.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None) or math.inf
         try:
             ids = token_ids(asked, self._setup.processing_class, self._setup.enable_thinking)
             if len(ids) >= context:
@@ -126,12 +121,6 @@ class EvaluationRun:
             return None
         room = int(min(self._setup.generate_kwargs["max_new_tokens"], context - len(ids)))
         return _Turn(task, place, turn, asked, ids, room)
-
-    def _calls(self, turns: Sequence[_Turn]) -> list[list[_Turn]]:
-        """Return which turns are decoded together: those with all the room they may need; each of the others alone."""
-        wanted = self._setup.generate_kwargs["max_new_tokens"]
-        together = [turn for turn in turns if turn.room == wanted]
-        return [call for call in [together, *([turn] for turn in turns if turn.room < wanted)] if call]
 
     def _decode(self, turns: Sequence[_Turn]) -> None:
         """Decode turns in one call, and note them; if it fails, each alone."""
@@ -162,8 +151,8 @@ class EvaluationRun:
         """Decode something before the first turn, so that one-time costs are not timed."""
         if self._is_warm:
             return
-        options = self._setup.generate_kwargs | {"max_new_tokens": min(NEW_TOKENS_TO_WARM_UP, turn.room)}
-        prompts = [turn.token_ids[:PROMPT_TOKENS_TO_WARM_UP]]
+        options = self._setup.generate_kwargs | {"max_new_tokens": min(TOKENS_TO_WARM_UP, turn.room)}
+        prompts = [turn.token_ids[:TOKENS_TO_WARM_UP]]
         for draft in [None, self._setup.draft] if self._setup.compare_plain else [self._setup.draft]:
             timed_call(self._setup.target, prompts, self._setup.seed, draft, **options)
         self._is_warm = True
@@ -176,18 +165,28 @@ class EvaluationRun:
         prompts = [turn.token_ids for turn in turns]
         plain = timed_call(setup.target, prompts, seed, **options) if setup.compare_plain else None
         call = timed_call(setup.target, prompts, seed, setup.draft, **options)
-        return [
-            (_record(turn, row, call, self._plain_turn(row, call, plain)), call.token_ids[row])
-            for row, turn in enumerate(turns)
-        ]
-
-    def _plain_turn(self, row: int, call: TimedCall, plain: TimedCall | None) -> PlainTurn | None:
-        if plain is None:
-            return None
-        ids = plain.token_ids[row]
-        is_sampled = effective_config(self._setup.target, self._setup.generate_kwargs).do_sample
-        identical = None if is_sampled else ids == call.token_ids[row]
-        return PlainTurn(len(ids), plain.prefill_seconds, _share_of_seconds(plain, row), identical)
+        is_sampled = effective_config(setup.target, setup.generate_kwargs).do_sample
+        statistics = call.statistics or RoundStatistics()
+        answered = []
+        for row, (turn, ids) in enumerate(zip(turns, call.token_ids, strict=True)):
+            plain_turn = None
+            if plain is not None:
+                plain_ids = plain.token_ids[row]
+                same = None if is_sampled else plain_ids == ids
+                plain_turn = PlainTurn(len(plain_ids), plain.prefill_seconds, plain.seconds_of(row), same)
+            record = TurnRecord(
+                *turn.key,
+                num_prompt_tokens=len(turn.token_ids),
+                num_tokens=len(ids),
+                prefill_seconds=call.prefill_seconds,
+                seconds=call.seconds_of(row),
+                rows_together=len(turns),
+                peak_memory_mib=call.peak_memory_mib,
+                rounds=TurnRounds.of(statistics, row),
+                plain=plain_turn,
+            )
+            answered.append((record, ids))
+        return answered
 
     def _note(self, record: TurnRecord, ids: list[int]) -> None:
         key = record.task, record.prompt, record.turn
@@ -197,23 +196,3 @@ class EvaluationRun:
         where = f"turn {turn + 1}: " if turn else ""
         reason = " ".join(str(error).split()) or type(error).__name__
         self.failed.append(FailedPrompt(task, asked.line, f"{where}{reason}"))
-
-
-def _record(turn: _Turn, row: int, call: TimedCall, plain: PlainTurn | None) -> TurnRecord:
-    return TurnRecord(
-        task=turn.task,
-        prompt=turn.prompt,
-        turn=turn.turn,
-        num_prompt_tokens=len(turn.token_ids),
-        num_tokens=len(call.token_ids[row]),
-        prefill_seconds=call.prefill_seconds,
-        seconds=_share_of_seconds(call, row),
-        rows_together=len(call.token_ids),
-        peak_memory_mib=call.peak_memory_mib,
-        rounds=TurnRounds.of(call.statistics or RoundStatistics(), row),
-        plain=plain,
-    )
-
-
-def _share_of_seconds(call: TimedCall, row: int) -> float:
-    return call.seconds * len(call.token_ids[row]) / sum(map(len, call.token_ids))

@@ -7,12 +7,7 @@ ABSENT = "–"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table.
-
-    Args:
-        head (`Sequence[str]`): Titles of the columns.
-        rows (`Iterable[Sequence]`): Cells of each row, as many as there are titles; `None` is shown as a dash.
-    """
+    """Return a Markdown table of a row of titles and as many cells in each other row; `None` is shown as a dash."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 

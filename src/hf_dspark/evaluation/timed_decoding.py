@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class TimedCall:
     peak_memory_mib: float | None  # of the call on an accelerator; of the process so far on a CPU
     statistics: RoundStatistics | None  # of the rounds, if there was a draft
 
+    def seconds_of(self, row: int) -> float:
+        """Return a row's share of the call, in proportion to its tokens."""
+        return self.seconds * len(self.token_ids[row]) / sum(map(len, self.token_ids))
+
 
 def timed_call(
     target: PreTrainedModel,
@@ -48,7 +53,8 @@ def timed_call(
         options["assistant_model"] = draft
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        _reset_peak_memory(device)
+        for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
+            torch.cuda.reset_peak_memory_stats(index)
         synchronize(device)
         started = time.perf_counter()
         sequences = target.generate(input_ids, attention_mask=attention_mask, **options)
@@ -64,6 +70,19 @@ def timed_call(
         peak_memory_mib=_peak_memory_mib(device),
         statistics=statistics,
     )
+
+
+@contextmanager
+def decoding_as(draft: DraftModel | None, **changes: Any) -> Iterator[None]:
+    """Let a draft decode with other options for a while."""
+    if draft is None:
+        yield
+        return
+    before, draft.decoding = draft.decoding, replace(draft.decoding, **changes)
+    try:
+        yield
+    finally:
+        draft.decoding = before
 
 
 class _FirstTokenClock(StoppingCriteria):
@@ -84,12 +103,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
 
 
 def _peak_memory_mib(device: torch.device) -> float | None:

@@ -4,33 +4,28 @@ Loaders skip keys that they do not know and take defaults for keys that they mis
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .rows import Format, Refusal, look_up
+from .rows import HEADS, Format, Rules, look_up
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that reads draft checkpoints.
-
-    Attributes:
-        name (`str`): Its name.
-        config_keys (`Mapping[str, tuple[str, ...]]`): By format, what it must find in `config.json`.
-        refusals (`tuple[Refusal, ...]`): Drafts that it cannot run.
-    """
+    """A program that reads draft checkpoints."""
 
     name: str
-    config_keys: Mapping[str, tuple[str, ...]]
-    refusals: tuple[Refusal, ...] = ()
+    config_keys: Mapping[str, tuple[str, ...]]  # by format, what it must find in `config.json`
+    refusals: Rules = field(default_factory=dict)  # drafts that it cannot run
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 _LAYERS = (*_SIZES, "intermediate_size", "rope_parameters", "layer_types")
-_HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-_BLOCK = ("architectures", "block_size", "mask_token_id", "sample_from_anchor", *_HEADS)
-_FLAT = ("architectures", "model_type", "vocab_size", "rms_norm_eps", "max_position_embeddings", *_LAYERS)
-_FLAT_DSPARK = (*_FLAT, *_BLOCK, "target_layer_ids", "num_target_layers")
+_BLOCK = ("architectures", "block_size", "mask_token_id", "sample_from_anchor", *HEADS)
+_TAPS = "target_layer_ids"
+_MODEL = ("model_type", "rms_norm_eps", "max_position_embeddings", *_LAYERS)
+_FLAT = ("architectures", "vocab_size", *_MODEL)
+_FLAT_DSPARK = (*_FLAT, *_BLOCK, _TAPS, "num_target_layers")
 _SPECULATORS = (
     *_BLOCK,
     "speculators_model_type",
@@ -42,65 +37,47 @@ _SPECULATORS = (
 )
 _SPECFORGE = ("dflash_config.target_layer_ids", "dflash_config.mask_token_id", "dflash_config.projector_type")
 
-_NEEDS_MARKOV_HEAD = (
-    Refusal(
-        lambda c: c.markov_rank == 0 and c.sample_from_anchor,
-        "as DFlash it would drop the anchor's slot, from which this draft predicts its first token, and as DSpark it "
-        "needs a Markov head (markov_rank > 0)",
-    ),
-    Refusal(
-        lambda c: c.markov_rank == 0 and not c.sample_from_anchor,
-        "it needs a Markov head in a DSpark draft (markov_rank > 0)",
-    ),
-)
+_NEEDS_MARKOV_HEAD = {
+    "as DFlash it would drop the anchor's slot, from which a draft with sample_from_anchor predicts its first token, "
+    "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0,
+}
 
 
-def _only_vanilla(reason: str) -> Refusal:
-    return Refusal(lambda c: c.markov_rank > 0 and c.markov_head_type != "vanilla", reason)
+def _only_vanilla(reason: str) -> Rules:
+    return {reason: lambda c: c.markov_rank > 0 and c.markov_head_type != "vanilla"}
 
 
 ENGINES = (
-    Engine("deepspec", {"deepspec": (*_FLAT, "target_layer_ids", "num_target_layers")}),
+    Engine("deepspec", {"deepspec": (*_FLAT, _TAPS, "num_target_layers")}),
     Engine(
         "llama.cpp",
-        {"deepspec": (*_FLAT, "block_size", "target_layer_ids", "mask_token_id", "markov_rank")},
-        refusals=(_only_vanilla("its converter knows the vanilla Markov head only"), *_NEEDS_MARKOV_HEAD),
+        {"deepspec": (*_FLAT, "block_size", _TAPS, "mask_token_id", "markov_rank")},
+        refusals={**_only_vanilla("its converter knows the vanilla Markov head only"), **_NEEDS_MARKOV_HEAD},
     ),
     Engine(
         "vllm",
         {"deepspec": _FLAT_DSPARK, "speculators": (*_SPECULATORS, "speculators_config.verifier.name_or_path")},
-        refusals=(_only_vanilla("it serves the vanilla Markov head only (vLLM 0.33)"), *_NEEDS_MARKOV_HEAD),
+        refusals={**_only_vanilla("it serves the vanilla Markov head only (vLLM 0.33)"), **_NEEDS_MARKOV_HEAD},
     ),
     Engine(
         "sglang",
         {"deepspec": _FLAT_DSPARK, "sglang": (*_FLAT_DSPARK, *_SPECFORGE), "speculators": _SPECULATORS},
-        refusals=(
-            *_NEEDS_MARKOV_HEAD,
-            Refusal(
-                lambda c: c.draft_vocab_size is not None,
-                "it needs the full vocabulary and ignores d2t and the draft's own LM head",
+        refusals={
+            **_NEEDS_MARKOV_HEAD,
+            "it needs the full vocabulary and ignores d2t and the draft's own LM head": lambda c: (
+                c.draft_vocab_size is not None
             ),
-            Refusal(lambda c: c.hidden_act != "silu", "its DFlash layers have the activation silu only"),
-            Refusal(
-                lambda c: c.target_layer_ids != sorted(c.target_layer_ids) or min(c.target_layer_ids) < 0,
-                "it taps layers from 0 on, in ascending order: target_layer_ids must be so",
+            "its DFlash layers have the activation silu only": lambda c: c.hidden_act != "silu",
+            "it taps layers from 0 on, in ascending order: target_layer_ids must be so": lambda c: (
+                c.target_layer_ids != sorted(c.target_layer_ids) or min(c.target_layer_ids) < 0
             ),
-            Refusal(
-                lambda c: not c.sample_from_anchor and c.markov_head_type == "rnn",
-                "it starts the recurrent head after the anchor's slot, this draft at it",
+            "it starts the recurrent head after the anchor's slot, this draft at it": lambda c: (
+                not c.sample_from_anchor and c.markov_head_type == "rnn"
             ),
-        ),
-    ),
-    Engine("speculators", {"speculators": _SPECULATORS}),
-    Engine(
-        "transformers",
-        {
-            "transformers": (
-                *("model_type", "rms_norm_eps", "max_position_embeddings", "sliding_window", *_LAYERS),
-                *("block_size", "mask_token_id", "target_layer_ids"),
-            )
         },
     ),
+    Engine("speculators", {"speculators": _SPECULATORS}),
+    Engine("transformers", {"transformers": (*_MODEL, "sliding_window", "block_size", "mask_token_id", _TAPS)}),
 )
 
 

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,52 +43,28 @@ _CONVERT = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a safetensors file says of one tensor.
+    """What the header of a safetensors file says of one tensor."""
 
-    Attributes:
-        dtype (`str`): As safetensors writes it, such as `BF16`.
-        shape (`tuple[int, ...]`): Checked against the bytes that the file has.
-        file (`Path`): Where it is.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # as safetensors writes it, such as `BF16`
+    shape: tuple[int, ...]  # checked against the bytes that the file has
     file: Path
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint that was looked at, not loaded.
+    """A checkpoint that was looked at, not loaded."""
 
-    Attributes:
-        name (`str`): As it was asked for.
-        folder (`Path`): Where `config.json` is.
-        revision (`str`, *optional*): The Hub's commit; `None` for a folder.
-        config (`dict`): `config.json` as it stands.
-        tensors (`dict[str, TensorInfo]`): All tensors by name.
-    """
-
-    name: str
-    folder: Path
-    revision: str | None
-    config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    name: str  # as it was asked for
+    folder: Path  # where `config.json` is
+    revision: str | None  # the Hub's commit; `None` for a folder
+    config: dict[str, Any]  # `config.json` as it stands
+    tensors: dict[str, TensorInfo]  # all of them by name
 
 
 def open_checkpoint(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> CheckpointFiles:
-    """Read a checkpoint's `config.json` and the headers of its safetensors files.
+    """Read `config.json` and the headers of the safetensors files in a folder or a repository on the Hub.
 
-    Args:
-        name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
-        hub_kwargs: `cache_dir`, `force_download`, `local_files_only`, `token`, `revision`, `subfolder`, `proxies`.
-
-    Returns:
-        [`CheckpointFiles`]
-
-    Raises:
-        ValueError: If a file is missing, damaged, too big, pickled, or outside of the checkpoint.
-        TypeError: For another argument.
-        OSError: If the Hub cannot be asked, or does not know the repository.
+    A `ValueError` says what is missing, damaged, too big, pickled, or outside of the checkpoint.
     """
     place = _Place.of(name_or_path, hub_kwargs)
     path = place.require(CONFIG_FILE)
@@ -105,13 +81,8 @@ def read_config(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str,
 
 
 def read_temperatures(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dict[str, list[float]] | None:
-    """Read the temperatures of the confidence head, by domain, that lie beside a checkpoint without a field for them.
-
-    Returns `None` if there are none. See [`open_checkpoint`].
-    """
-    if os.path.isfile(name_or_path):
-        return None
-    path = _Place.of(name_or_path, hub_kwargs).find(STS_FILE)
+    """Read the temperatures by domain that lie beside a checkpoint without a field for them; `None` without any."""
+    path = None if os.path.isfile(name_or_path) else _Place.of(name_or_path, hub_kwargs).find(STS_FILE)
     if path is None:
         return None
     stored = read_json(path)
@@ -124,17 +95,9 @@ def read_tensor_infos(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> dic
 
 
 def load_tensors(infos: Mapping[str, TensorInfo], names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Read tensors on the CPU, in the type they are stored in.
+    """Read the named tensors, or all, in the type they are stored in.
 
-    Args:
-        infos (`Mapping[str, TensorInfo]`): The `tensors` of [`CheckpointFiles`].
-        names (`Collection[str]`, *optional*): Which to read; all of them unless given.
-
-    Returns:
-        `dict[str, torch.Tensor]`: They lie on the mapped files until they are written to or moved.
-
-    Raises:
-        ValueError: If a file has changed since, or torch has no such type.
+    They lie on the mapped files until they are written to or moved.
     """
     wanted = infos.keys() if names is None else names
     loaded = {}
@@ -143,20 +106,15 @@ def load_tensors(infos: Mapping[str, TensorInfo], names: Collection[str] | None 
             with safe_open(file, framework="pt", device="cpu") as handle:
                 for name in (name for name in wanted if infos[name].file == file):
                     loaded[name] = handle.get_tensor(name)
+                    if tuple(loaded[name].shape) != infos[name].shape:
+                        raise ValueError(f"{file} has changed while it was being read: load the checkpoint again")
         except (SafetensorError, OSError, KeyError, AttributeError) as error:
             raise _damaged(file, error) from None
-        for name in (name for name in wanted if infos[name].file == file):
-            if tuple(loaded[name].shape) != infos[name].shape:
-                raise ValueError(f"{file} has changed while it was being read: load the checkpoint again")
     return loaded
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file in UTF-8, under limits of its size, depth and numbers.
-
-    Raises:
-        ValueError: If it holds something else; says what is wrong.
-    """
+    """Read a JSON object from a file in UTF-8, under limits of its size, depth and numbers."""
     try:
         content = _read_bytes(path, max_bytes).decode("utf-8")
         parsed = json.loads(
@@ -164,7 +122,8 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
         )
         if not isinstance(parsed, dict):
             raise ValueError(f"a JSON object is needed, it holds {type(parsed).__name__}")
-        _check_depth(parsed)
+        if _depth(parsed) > MAX_JSON_DEPTH:
+            raise RecursionError
     except RecursionError:
         raise ValueError(f"{path} cannot be used: it is nested deeper than {MAX_JSON_DEPTH} levels") from None
     except ValueError as error:
@@ -252,7 +211,9 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
         return _read_header(path)
     index = place.find(INDEX_FILE)
     if index is None:
-        raise ValueError(_without_weights(place))
+        pickles = place.pickles()
+        found = f", only {listed(pickles)}: " if pickles else ". If it has others, "
+        raise ValueError(f"{place.name} has no {WEIGHTS_FILE} and no {INDEX_FILE}{place.where}{found}{_CONVERT}")
     place = place.pinned(index)  # whatever is pushed in between
     weight_map = _read_index(index)
     infos: dict[str, TensorInfo] = {}
@@ -260,16 +221,13 @@ def _read_headers(place: _Place) -> dict[str, TensorInfo]:
         shard = place.find(name)
         if shard is None:
             raise ValueError(f"{index} names {name}, which is not there: download the checkpoint again")
-        infos |= _claimed(index, weight_map, name, _read_header(shard))
+        inside = _read_header(shard)
+        if strange := sorted(key for key in inside if weight_map.get(key) != name):
+            raise ValueError(f"{name} holds tensors that {index} does not list there: {listed(strange)}")
+        infos |= inside
     if missing := sorted(weight_map.keys() - infos.keys()):
         raise ValueError(f"{index} lists tensors that no file holds: {listed(missing)}")
     return infos
-
-
-def _without_weights(place: _Place) -> str:
-    held = f"{place.name} has no {WEIGHTS_FILE} and no {INDEX_FILE}{place.where}"
-    pickles = place.pickles()
-    return f"{held}, only {listed(pickles)}: {_CONVERT}" if pickles else f"{held}. If it has others, {_CONVERT}"
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -285,15 +243,6 @@ def _read_index(path: Path) -> dict[str, str]:
     if len(set(weight_map.values())) > MAX_SHARDS:
         raise ValueError(f"{path} cannot be used: weight_map names more than {MAX_SHARDS} files")
     return weight_map
-
-
-def _claimed(
-    index: Path, weight_map: dict[str, str], file: str, infos: dict[str, TensorInfo]
-) -> dict[str, TensorInfo]:
-    """Return a shard's tensors, all of which the index must have listed there."""
-    if strange := sorted(name for name in infos if weight_map.get(name) != file):
-        raise ValueError(f"{file} holds tensors that {index} does not list there: {listed(strange)}")
-    return infos
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
@@ -349,15 +298,6 @@ def _finite(number: str) -> float:
     return value
 
 
-def _check_depth(value: Any) -> None:
-    level: Iterable[Any] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_depth, inner), default=0)

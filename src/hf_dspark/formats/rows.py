@@ -20,17 +20,11 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a conversion may need to know of the target.
-
-    Attributes:
-        config (`PreTrainedConfig`): Its configuration.
-        name_or_path (`str`, *optional*): Where serving engines find it.
-        embedding_scale (`float`): Factor on its embedding rows.
-    """
+    """What a conversion may need to know of the target."""
 
     config: PreTrainedConfig
-    name_or_path: str | None
-    embedding_scale: float
+    name_or_path: str | None  # where serving engines find it
+    embedding_scale: float  # factor on its embedding rows
 
     @property
     def text(self) -> PreTrainedConfig:
@@ -43,100 +37,58 @@ Write = Callable[[PreTrainedConfig, TargetFacts | None], Any]
 
 @dataclass(frozen=True)
 class Field:
-    """One of our fields and its place in a foreign configuration.
+    """One of our fields and its place in a foreign configuration."""
 
-    Attributes:
-        name (`str`): Ours.
-        path (`str`): Their place, with dots between nested names; our name unless given.
-        default (`Any`): What a missing value means there; without a default it must be there.
-        also (`tuple[str, ...]`): Other places that checkpoints have used; the first one that is filled counts.
-        read (`Callable`, *optional*): Our value from their whole configuration, if no single place holds it.
-        write (`Callable`, *optional*): Their value from our configuration, if it is not ours; [`OMIT`] writes nothing.
-    """
-
-    name: str
-    path: str = ""
-    default: Any = REQUIRED
-    also: tuple[str, ...] = ()
-    read: Callable[[Source], Any] | None = None
-    write: Write | None = None
+    name: str  # ours
+    path: str = ""  # their place, with dots between nested names; our name unless given
+    default: Any = REQUIRED  # what a missing value means there
+    also: tuple[str, ...] = ()  # other places that checkpoints have used; the first one that is filled counts
+    read: Callable[[Source], Any] | None = None  # our value from their configuration, if no single place holds it
+    write: Any = None  # a `Write` of their value from our configuration, if it is not ours; `OMIT` writes none
 
     @property
     def place(self) -> str:
-        """Where it stands in the foreign configuration."""
         return self.path or self.name
 
     def read_from(self, config: Source) -> Any:
-        """Return our value."""
         return (self.read or any_of(self.place, *self.also, default=self.default))(config)
 
     def value_for(self, config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-        """Return their value."""
-        return getattr(config, self.name) if self.write is None else self.write(config, facts)
+        if callable(self.write):
+            return self.write(config, facts)
+        return getattr(config, self.name) if self.write is None else OMIT
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """What a format or an engine cannot hold, and why.
-
-    Attributes:
-        applies (`Callable`): From our configuration (when exporting) or from theirs (when importing).
-        reason (`str`): Why, and the way out where there is one.
-    """
-
-    applies: Callable[[Any], bool]
-    reason: str
+# Why a configuration cannot be held or read, and the way out where there is one: whether that applies to it.
+Rules = Mapping[str, Callable[[Any], bool]]
 
 
 @dataclass(frozen=True)
 class Format:
-    """A foreign layout of checkpoints.
+    """A foreign layout of checkpoints."""
 
-    Attributes:
-        name (`str`): By which it is asked for.
-        model_type (`str`): Of our configuration: the kind of draft.
-        recognise (`Callable`): Whether a `config.json` is of this format.
-        fields (`tuple[Field, ...]`): Where our fields stand, both ways.
-        constants (`Mapping[str, Any]`): Our fields that are the same in all checkpoints of the format. It cannot hold
-            drafts with other values, for the reasons in [`REASONS`].
-        engines (`tuple[str, ...]`): Programs that read it.
-        base (`Callable`): What is written before all else.
-        writes (`Mapping[str, Callable]`): Their places that none of our fields fills alone.
-        unreadable (`tuple[Refusal, ...]`): Theirs that cannot be imported.
-        refusals (`tuple[Refusal, ...]`): Ours that cannot be exported for other reasons.
-        renamed (`Mapping[str, str]`): Our names of tensors to theirs.
-        copies (`tuple[str, ...]`): The target's tensors that it holds copies of.
-        needs_target (`bool`): Whether importing needs the target, because the configuration leaves something out.
-        names_target (`bool`): Whether exporting needs the target, because the configuration names it.
-        keeps_target_depth (`bool`): Whether it says how many layers the target has.
-    """
-
-    name: str
-    model_type: str
-    recognise: Callable[[Source], bool]
-    fields: tuple[Field, ...]
-    constants: Mapping[str, Any]
-    engines: tuple[str, ...]
-    base: Callable[[TargetFacts | None], dict[str, Any]] = lambda facts: {}
-    writes: Mapping[str, Write] = field(default_factory=dict)
-    unreadable: tuple[Refusal, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    copies: tuple[str, ...] = ()
-    needs_target: bool = False
-    names_target: bool = False
-    keeps_target_depth: bool = True
+    name: str  # by which it is asked for
+    recognise: Callable[[Source], bool]  # whether a `config.json` is of this format
+    fields: tuple[Field, ...]  # where our fields stand, both ways
+    constants: Mapping[str, Any]  # our fields that all its checkpoints share; it cannot hold others, see `REASONS`
+    engines: tuple[str, ...]  # programs that read it
+    base: Callable[[TargetFacts | None], dict[str, Any]]  # what is written before all else
+    model_type: str = "dspark"  # of our configuration: the kind of draft
+    writes: Mapping[str, Write] = field(default_factory=dict)  # their places that none of our fields fills alone
+    unreadable: Rules = field(default_factory=dict)  # theirs that cannot be imported
+    refusals: Rules = field(default_factory=dict)  # ours that cannot be exported for other reasons
+    renamed: Mapping[str, str] = field(default_factory=dict)  # our names of tensors to theirs
+    copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
+    needs_target: bool = False  # for importing, because the configuration leaves something out
+    names_target: bool = False  # so exporting needs the target
+    keeps_target_depth: bool = True  # whether it says how many layers the target has
 
 
 # ---- reading places of a configuration
 
 
 def look_up(config: Source, path: str, default: Any = REQUIRED) -> Any:
-    """Return what stands at a dotted place of a foreign configuration.
-
-    Raises:
-        ValueError: If it is not there and there is no default.
-    """
+    """Return what stands at a dotted place of a foreign configuration."""
     value: Any = config
     for name in path.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -227,9 +179,8 @@ def slides(config: PreTrainedConfig) -> bool:
     return has_sliding(getattr(config, "layer_types", None))
 
 
-def omit(config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-    """Write nothing."""
-    return OMIT
+def slides_there(config: Source) -> bool:
+    return has_sliding(config.get("layer_types"))
 
 
 def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
@@ -245,32 +196,20 @@ def has_embedding_norm(model_type: str) -> bool:
 
 
 def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ...]:
-    needed = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads",
-    )  # fmt: skip
-    defaults = {
-        "head_dim": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "attention_dropout": 0.0,
-        "attention_bias": False,
-        "attention_output_bias": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    layers = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    defaults = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", *layers), REQUIRED)
+    defaults |= dict.fromkeys(("head_dim", "bos_token_id", "eos_token_id", "pad_token_id"))
+    defaults |= {"hidden_act": "silu", "max_position_embeddings": 40960, "initializer_range": 0.02}
+    defaults |= {"rms_norm_eps": 1e-6, "attention_dropout": 0.0}
+    defaults |= dict.fromkeys(("attention_bias", "attention_output_bias"), False)
     theirs = {"attention_output_bias": "attention_bias"}  # one flag; drafts whose two differ are refused
     return tuple(
         Field(name, prefix + theirs.get(name, name), default)
-        for name, default in (dict.fromkeys(needed, REQUIRED) | defaults).items()
+        for name, default in defaults.items()
         if name not in without
     )
 
 
-TARGET_LAYERS = (Field("num_target_layers"), Field("target_layer_ids"))
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 # What every format but ours takes for granted, and what most do: Qwen3's layers.
@@ -291,40 +230,35 @@ REASONS = dict.fromkeys(
     ("markov_rank", 0): "it has no Markov head",
     ("enable_confidence_head", False): "it has no confidence head",
     ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",
-    (
-        "draft_top_k",
-        None,
-    ): "it has no field for draft_top_k, which changes the draft law: set draft.config.draft_top_k = None first",
+    ("draft_top_k", None): "it has no field for draft_top_k, which changes the draft law: set draft_top_k = None",
     ("sample_from_anchor", False): "it drops the anchor's slot, from which this draft predicts its first token: every "
     "token would be read one position late. Train one with sample_from_anchor=False",
 }
 QWEN3_BASE = {"model_type": "qwen3", "tie_word_embeddings": False, "max_window_layers": 28, "use_cache": True}
 
-ONE_BIAS_FLAG = Refusal(
-    lambda c: c.attention_bias != c.attention_output_bias,
-    "it has one flag for the biases of q, k, v and o; here they differ",
-)
-ONLY_QWEN3_LAYERS = (
-    Refusal(
-        lambda c: getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5),
-        "it scales attention scores by head_dim ** -0.5 and has no field for another factor",
+ONE_BIAS_FLAG = {
+    "it has one flag for the biases of q, k, v and o; here they differ": lambda c: (
+        c.attention_bias != c.attention_output_bias
     ),
-    Refusal(
-        lambda c: has_embedding_norm(str(c.target_model_type)) and c.embedding_norm,
-        "it reads embedding rows without the norm that this target has inside its embedding, this draft with it",
+}
+ONLY_QWEN3_LAYERS = {
+    "it scales attention scores by head_dim ** -0.5 and has no field for another factor": lambda c: (
+        getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5)
     ),
-    ONE_BIAS_FLAG,
-    Refusal(
-        lambda c: c.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
-        "it rotates whole heads and has no field for partial_rotary_factor",
+    "it reads embedding rows without the norm that this target has in its embedding, this draft with it": lambda c: (
+        has_embedding_norm(str(c.target_model_type)) and c.embedding_norm
     ),
-)
-NO_FILL_IN = Refusal(
-    lambda c: not getattr(c, "sample_from_anchor", True),
+    **ONE_BIAS_FLAG,
+    "it rotates whole heads and has no field for partial_rotary_factor": lambda c: (
+        c.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
+    ),
+}
+NO_FILL_IN = {
     "it drafts from the anchor's slot; this draft has the fill-in layout, whose anchor predicts nothing, and would be "
-    "read one position early: use the format 'speculators'",
-)
-NO_WINDOW_FROM_ANCHOR = Refusal(
-    lambda c: slides(c) and getattr(c, "sliding_from_anchor", False),
-    "its sliding windows count from each slot, this draft's from the anchor: use the format 'speculators'",
-)
+    "read one position early: use the format 'speculators'": lambda c: not getattr(c, "sample_from_anchor", True),
+}
+NO_WINDOW_FROM_ANCHOR = {
+    "its sliding windows count from each slot, this draft's from the anchor: use the format 'speculators'": lambda c: (
+        slides(c) and getattr(c, "sliding_from_anchor", False)
+    ),
+}

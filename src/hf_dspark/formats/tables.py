@@ -19,10 +19,8 @@ from .rows import (
     QWEN3_EMBEDDING,
     QWEN3_LAYERS,
     REQUIRED,
-    TARGET_LAYERS,
     Field,
     Format,
-    Refusal,
     Source,
     TargetFacts,
     any_of,
@@ -33,9 +31,9 @@ from .rows import (
     integer,
     integers,
     look_up,
-    omit,
     rope,
     slides,
+    slides_there,
     window_if_sliding,
 )
 
@@ -57,7 +55,7 @@ def _deepspec_rope(config: Source) -> dict[str, Any] | None:
 
 
 def _deepspec_window(config: Source) -> int | None:
-    used = config.get("use_sliding_window", True) and has_sliding(config.get("layer_types"))
+    used = config.get("use_sliding_window", True) and slides_there(config)
     return config.get("sliding_window") if used else None
 
 
@@ -65,8 +63,8 @@ def _target_model_type(config: PreTrainedConfig, facts: TargetFacts | None) -> A
     return OMIT if config.target_model_type in (None, "qwen3") else config.target_model_type
 
 
-# DeepSpec leaves out what says nothing about a draft without the head.
-_DEEPSPEC_HEADS = (
+_DEEPSPEC_BLOCK = (
+    # DeepSpec leaves out what says nothing about a draft without the head.
     Field("markov_rank", default=0),
     Field("markov_head_type", default="vanilla", write=lambda c, facts: c.markov_head_type if c.markov_rank else OMIT),
     Field("enable_confidence_head"),
@@ -75,42 +73,37 @@ _DEEPSPEC_HEADS = (
         default=False,
         write=lambda c, facts: c.confidence_head_with_markov if c.markov_rank or c.enable_confidence_head else OMIT,
     ),
-)
-_DEEPSPEC_BLOCK = (
-    *_DEEPSPEC_HEADS,
-    *TARGET_LAYERS,
-    Field("block_size"),
-    Field("mask_token_id"),
+    *map(Field, ("num_target_layers", "target_layer_ids", "block_size", "mask_token_id")),
     Field("sample_from_anchor", default=True),
 )
-_ONLY_ANCHORED = Refusal(
-    lambda c: c.get("sample_from_anchor", True) is not True,
-    "sample_from_anchor is not true, but DeepSpec's blocks predict from the anchor's slot",
-)
+_ONLY_ANCHORED = {
+    "sample_from_anchor is not true, but DeepSpec's blocks predict from the anchor's slot": lambda c: (
+        c.get("sample_from_anchor", True) is not True
+    ),
+}
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
 
 DEEPSPEC_QWEN3 = Format(
     name="deepspec",
-    model_type="dspark",
     recognise=lambda c: _is_deepspec(c) and not _is_gemma4(c),
     fields=(
         *geometry(),
         *_DEEPSPEC_BLOCK,
         Field("layer_types", default=None),
-        Field("sliding_window", read=_deepspec_window, write=omit),
+        Field("sliding_window", read=_deepspec_window, write=OMIT),
         Field("rope_parameters", read=_deepspec_rope),
         Field("target_model_type", also=("model_type",), write=_target_model_type),
     ),
     constants=QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
-    unreadable=(_ONLY_ANCHORED,),
-    refusals=(
-        *ONLY_QWEN3_LAYERS,
-        NO_FILL_IN,
-        Refusal(slides, "DeepSpec's attention masks have no sliding windows: every layer would see everything"),
-    ),
+    unreadable=_ONLY_ANCHORED,
+    refusals={
+        **ONLY_QWEN3_LAYERS,
+        **NO_FILL_IN,
+        "DeepSpec's attention masks have no sliding windows: every layer would see everything": slides,
+    },
     copies=_DEEPSPEC_COPIES,
     engines=("deepspec", "llama.cpp", "vllm", "sglang"),
 )
@@ -127,7 +120,6 @@ def _gemma4_base(facts: TargetFacts | None) -> dict[str, Any]:
 
 DEEPSPEC_GEMMA4 = Format(
     name="deepspec",
-    model_type="dspark",
     recognise=lambda c: _is_deepspec(c) and _is_gemma4(c),
     fields=(
         *geometry(without=("head_dim", "num_key_value_heads", "hidden_act")),
@@ -139,7 +131,7 @@ DEEPSPEC_GEMMA4 = Format(
         Field("layer_types"),
         Field("attention_k_eq_v", default=False),
         Field("final_logit_softcapping", default=None),
-        Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=omit),
+        Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=OMIT),
         Field(
             "rope_parameters",
             read=_deepspec_rope,
@@ -156,23 +148,19 @@ DEEPSPEC_GEMMA4 = Format(
     | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
     | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False},
     base=_gemma4_base,
-    unreadable=(
-        _ONLY_ANCHORED,
-        Refusal(
-            lambda c: has_sliding(c.get("layer_types")),
-            "Gemma 4 drafts with mixed layer types have two head sizes in one model; only drafts whose layers are all "
-            "full_attention are supported",
+    unreadable={
+        **_ONLY_ANCHORED,
+        "Gemma 4 drafts with mixed layer types have two head sizes in one model; only drafts whose layers are all "
+        "full_attention are supported": slides_there,
+    },
+    refusals={
+        **NO_FILL_IN,
+        "its embedding rows are scaled by the root of their size, this draft's by another factor": lambda c: (
+            abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6
         ),
-    ),
-    refusals=(
-        NO_FILL_IN,
-        Refusal(
-            lambda c: abs(c.embedding_scale - c.hidden_size**0.5) > 1e-6,
-            "its embedding rows are scaled by the root of their size, this draft's by another factor",
-        ),
-        Refusal(slides, "Gemma 4 drafts with sliding layers have two head sizes in one model"),
-        ONE_BIAS_FLAG,
-    ),
+        "Gemma 4 drafts with sliding layers have two head sizes in one model": slides,
+        **ONE_BIAS_FLAG,
+    },
     copies=_DEEPSPEC_COPIES,
     engines=("deepspec",),
 )
@@ -183,10 +171,10 @@ DEEPSPEC_EAGLE3 = Format(
     recognise=lambda c: any(name.endswith("Eagle3Model") for name in architectures(c)),
     fields=(
         *geometry(),
-        *TARGET_LAYERS,
+        *map(Field, ("num_target_layers", "target_layer_ids")),
         Field("block_size", "ttt_length"),
         Field("rope_parameters", read=_deepspec_rope),
-        Field("target_model_type", "model_type", write=omit),
+        Field("target_model_type", "model_type", write=OMIT),
     ),
     writes={
         "layer_types": lambda c, facts: ["full_attention"] * c.num_hidden_layers,
@@ -196,14 +184,11 @@ DEEPSPEC_EAGLE3 = Format(
     constants=QWEN3_EMBEDDING,
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
-    unreadable=(
-        Refusal(lambda c: c.get("model_type") != "qwen3", "DeepSpec's Eagle3 drafts are supported for Qwen3 targets"),
-        Refusal(
-            lambda c: has_sliding(c.get("layer_types")),
-            "an Eagle3 draft attends to its whole context, here layer_types says otherwise: train one with "
-            "full_attention layers",
-        ),
-    ),
+    unreadable={
+        "DeepSpec's Eagle3 drafts are supported for Qwen3 targets": lambda c: c.get("model_type") != "qwen3",
+        "an Eagle3 draft attends to its whole context, here layer_types says otherwise: train one with "
+        "full_attention layers": slides_there,
+    },
     refusals=ONLY_QWEN3_LAYERS,
     copies=_DEEPSPEC_COPIES,
     engines=("deepspec",),
@@ -244,14 +229,11 @@ def _verifier(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, 
     }
 
 
-def _proposal_methods(config: PreTrainedConfig, facts: TargetFacts | None) -> list[dict[str, Any]]:
-    method = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
-    return [method | {"speculative_tokens": config.block_size}]
+_PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
 
 
 SPECULATORS = Format(
     name="speculators",
-    model_type="dspark",
     recognise=lambda c: "speculators_model_type" in c,
     fields=(
         *geometry(_LAYERS),
@@ -273,7 +255,7 @@ SPECULATORS = Format(
             read=lambda c: _speculators_slides(c) and not look_up(c, "sliding_window_non_causal", False),
             write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
-        Field("sliding_from_anchor", read=_speculators_slides, write=omit),
+        Field("sliding_from_anchor", read=_speculators_slides, write=OMIT),
         Field("rope_parameters", _LAYERS + "rope_parameters", read=rope(_LAYERS)),
         Field(
             "target_layer_ids",
@@ -291,7 +273,9 @@ SPECULATORS = Format(
     writes={
         _LAYERS + "use_sliding_window": lambda c, facts: slides(c),
         "speculators_config.verifier": _verifier,
-        "speculators_config.proposal_methods": _proposal_methods,
+        "speculators_config.proposal_methods": lambda c, facts: [
+            _PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
+        ],
     },
     constants=QWEN3_LAYERS,
     base=lambda facts: {
@@ -303,36 +287,30 @@ SPECULATORS = Format(
         "speculators_config": {"algorithm": "dspark", "default_proposal_method": "greedy"},
         "transformer_layer_config": QWEN3_BASE,
     },
-    unreadable=(
-        Refusal(
-            lambda c: c["speculators_model_type"] != "dspark",
-            "speculators_model_type is not 'dspark': its other kinds of drafts have other heads",
+    unreadable={
+        "speculators_model_type is not 'dspark': its other kinds of drafts have other heads": lambda c: (
+            c["speculators_model_type"] != "dspark"
         ),
-        Refusal(
-            lambda c: look_up(c, _LAYERS + "model_type", "qwen3") not in ("qwen3", "llama"),
-            "transformer_layer_config.model_type is neither 'qwen3' nor 'llama'; speculators' DSpark layers take "
-            "their sizes from one of these",
+        "transformer_layer_config.model_type is neither 'qwen3' nor 'llama'; speculators' DSpark layers take "
+        "their sizes from one of these": lambda c: (
+            look_up(c, _LAYERS + "model_type", "qwen3") not in ("qwen3", "llama")
         ),
-        Refusal(
-            lambda c: c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size", None)),
-            "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width",
+        "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
+            c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size", None))
         ),
-        Refusal(
-            lambda c: bool(c.get("topk_context")),
-            "topk_context is set: attention to a selection of the context is not implemented",
+        "topk_context is set: attention to a selection of the context is not implemented": lambda c: bool(
+            c.get("topk_context")
         ),
-        Refusal(
-            lambda c: c.get("projector_type", "dflash") not in ("dflash", "dspark"),
-            "projector_type names a head that is neither DFlash's nor DSpark's",
+        "projector_type names a head that is neither DFlash's nor DSpark's": lambda c: (
+            c.get("projector_type", "dflash") not in ("dflash", "dspark")
         ),
-    ),
-    refusals=(
-        *ONLY_QWEN3_LAYERS,
-        Refusal(
-            lambda c: slides(c) and not c.sliding_from_anchor,
-            "its sliding windows count from the anchor for all slots of a block, this draft's from each slot",
+    },
+    refusals={
+        **ONLY_QWEN3_LAYERS,
+        "its sliding windows count from the anchor for all slots of a block, this draft's from each slot": lambda c: (
+            slides(c) and not c.sliding_from_anchor
         ),
-    ),
+    },
     names_target=True,
     keeps_target_depth=False,
     engines=("speculators", "vllm", "sglang"),
@@ -362,7 +340,7 @@ def _flat_head(name: str, default: Any, without: Any) -> Field:
 
 
 def _flat_causal(config: Source) -> bool:
-    if not has_sliding(config.get("layer_types")):
+    if not slides_there(config):
         return False
     explicit = _flat("is_causal", None)(config)
     return True if explicit is None else bool(explicit)  # sliding layers are causal unless it says otherwise
@@ -383,7 +361,6 @@ def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> di
 
 SGLANG = Format(
     name="sglang",
-    model_type="dspark",
     recognise=lambda c: (
         bool({"DSparkDraftModel", "DFlashDraftModel"} & set(architectures(c)))
         and "speculators_model_type" not in c
@@ -401,11 +378,11 @@ SGLANG = Format(
         Field("layer_types", default=None),
         Field(
             "sliding_window",
-            read=lambda c: c.get("sliding_window") if has_sliding(c.get("layer_types")) else None,
+            read=lambda c: c.get("sliding_window") if slides_there(c) else None,
             write=window_if_sliding,
         ),
-        Field("causal_sliding", read=_flat_causal, write=omit),
-        Field("attention_sinks", read=_flat("attention_sink_bias", False), write=omit),
+        Field("causal_sliding", read=_flat_causal, write=OMIT),
+        Field("attention_sinks", read=_flat("attention_sink_bias", False), write=OMIT),
         Field("rope_parameters", read=rope()),
         Field("sample_from_anchor", read=lambda c: not _is_dflash(c)),
         Field("block_size", read=lambda c: integer(c, "block_size", also=_nested("block_size")) - _is_dflash(c)),
@@ -421,33 +398,25 @@ SGLANG = Format(
     constants={name: value for name, value in QWEN3_LAYERS.items() if name != "attention_sinks"}
     | {"draft_vocab_size": None},
     base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
-    unreadable=(
-        Refusal(
-            lambda c: look_up(c, "dflash_config.projector_type", "dspark") not in ("dflash", "dspark"),
-            "dflash_config.projector_type names a head that is neither DFlash's nor DSpark's",
+    unreadable={
+        "dflash_config.projector_type names a head that is neither DFlash's nor DSpark's": lambda c: (
+            look_up(c, "dflash_config.projector_type", "dspark") not in ("dflash", "dspark")
         ),
-        Refusal(
-            lambda c: _flat("sample_from_anchor", None)(c) is _is_dflash(c),
-            "sample_from_anchor contradicts the layout of flat checkpoints: DSpark's blocks predict from the anchor's "
-            "slot, DFlash's do not",
+        "sample_from_anchor contradicts the layout of flat checkpoints: DSpark's blocks predict from the anchor's "
+        "slot, DFlash's do not": lambda c: _flat("sample_from_anchor", None)(c) is _is_dflash(c),
+        "is_causal is set for full-attention layers, whose slots see the whole block here": lambda c: (
+            _flat("is_causal", None)(c) is True
+            and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"}
         ),
-        Refusal(
-            lambda c: (
-                _flat("is_causal", None)(c) is True
-                and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"}
-            ),
-            "is_causal is set for full-attention layers, whose slots see the whole block here",
+    },
+    refusals={
+        **ONLY_QWEN3_LAYERS,
+        **NO_FILL_IN,
+        **NO_WINDOW_FROM_ANCHOR,
+        "its sliding layers are causal inside the block, this draft's are not": lambda c: (
+            slides(c) and not c.causal_sliding
         ),
-    ),
-    refusals=(
-        *ONLY_QWEN3_LAYERS,
-        NO_FILL_IN,
-        NO_WINDOW_FROM_ANCHOR,
-        Refusal(
-            lambda c: slides(c) and not c.causal_sliding,
-            "its sliding layers are causal inside the block, this draft's are not",
-        ),
-    ),
+    },
     engines=("sglang",),
 )
 
@@ -456,19 +425,16 @@ SGLANG = Format(
 
 TRANSFORMERS = Format(
     name="transformers",
-    model_type="dspark",
     recognise=lambda c: c.get("model_type") == "muse_glimmer_assistant",
     fields=(
         *geometry(without=("vocab_size", "attention_bias", "attention_output_bias")),
-        Field("mask_token_id"),
-        Field("target_layer_ids"),
+        *map(Field, ("mask_token_id", "target_layer_ids", "layer_types")),
         # The anchor's slot counts.
         Field("block_size", read=lambda c: integer(c, "block_size") - 1, write=lambda c, facts: c.block_size + 1),
-        Field("layer_types"),
         # Theirs is the largest distance, ours the number of tokens; for layers that do not slide, any number does.
         Field(
             "sliding_window",
-            read=lambda c: integer(c, "sliding_window") + 1 if has_sliding(c.get("layer_types")) else None,
+            read=lambda c: integer(c, "sliding_window") + 1 if slides_there(c) else None,
             write=lambda c, facts: c.sliding_window - 1 if slides(c) else 2048,
         ),
         Field("rope_parameters", read=rope()),
@@ -477,22 +443,18 @@ TRANSFORMERS = Format(
     | {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False, "draft_vocab_size": None}
     | {"attention_bias": False, "attention_output_bias": False},
     base=lambda facts: {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"},
-    unreadable=(
-        Refusal(
-            lambda c: (
-                has_sliding(c.get("layer_types")) and integer(c, "sliding_window") < integer(c, "block_size") - 1
-            ),
-            "sliding_window is shorter than the block: there, the last slots of a block are hidden from the first",
+    unreadable={
+        "sliding_window is shorter than the block: there, a block's last slots are hidden from its first": lambda c: (
+            slides_there(c) and integer(c, "sliding_window") < integer(c, "block_size") - 1
         ),
-    ),
-    refusals=(
-        *ONLY_QWEN3_LAYERS,
-        NO_WINDOW_FROM_ANCHOR,
-        Refusal(
-            lambda c: slides(c) and getattr(c, "causal_sliding", False),
-            "its sliding layers see the whole block, this draft's only its earlier slots",
+    },
+    refusals={
+        **ONLY_QWEN3_LAYERS,
+        **NO_WINDOW_FROM_ANCHOR,
+        "its sliding layers see the whole block, this draft's only its earlier slots": lambda c: (
+            slides(c) and getattr(c, "causal_sliding", False)
         ),
-    ),
+    },
     renamed={"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
     needs_target=True,
     keeps_target_depth=False,

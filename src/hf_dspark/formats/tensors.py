@@ -20,12 +20,7 @@ def compare_tensors(
 ) -> None:
     """Raise a `ValueError` that lists every tensor that is missing, unexpected, of another shape or of another type.
 
-    Args:
-        found (`Mapping[str, TensorInfo]`): What the files hold.
-        expected (`Mapping[str, torch.Tensor]`): What they must hold; may be on the meta device. Floating-point types
-            stand for each other.
-        name (`str`): Of the checkpoint.
-        ignored (`Collection[str]`): Names that may be there without being expected.
+    `expected` may be on the meta device; floating-point types stand for each other. `ignored` may be there, too.
     """
     common = sorted(expected.keys() & found.keys())
     shapes = {key: (found[key].shape, tuple(expected[key].shape)) for key in common}
@@ -63,18 +58,7 @@ def require_finite(tensors: Mapping[str, torch.Tensor], name: str) -> None:
 
 
 def kept_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return the target's token of each draft logit.
-
-    Args:
-        d2t (`torch.LongTensor` of shape `[V_d]`): As speculators keeps it: draft id i is the target's i + d2t[i].
-        vocab_size (`int`): V.
-
-    Returns:
-        `torch.LongTensor` of shape `[V_d]`.
-
-    Raises:
-        ValueError: If `d2t` names a token that the target does not have, or one twice.
-    """
+    """Return the target's token of each draft logit, `[V_d]`: speculators' draft id i is the target's i + d2t[i]."""
     token_ids = torch.arange(len(d2t), device=d2t.device) + d2t
     known = (token_ids >= 0) & (token_ids < vocab_size)
     if not bool(known.all()) or len(token_ids.unique()) < len(token_ids):

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .rows import OMIT, REASONS, Format, Refusal, TargetFacts, has_embedding_norm
+from .rows import OMIT, REASONS, Format, Rules, TargetFacts, has_embedding_norm
 from .tables import DEEPSPEC_GEMMA4, FORMAT_NAMES, FORMATS
 
 _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
@@ -23,11 +23,7 @@ def draft_model_type(config: Mapping[str, Any]) -> str | None:
 
 
 def find_format(name: str, config: PreTrainedConfig) -> Format:
-    """Return the entry of a foreign format for a draft.
-
-    Raises:
-        ValueError: If there is no such format, or it has no place for this kind of draft.
-    """
+    """Return the entry of a foreign format for a draft."""
     if name not in FORMAT_NAMES:
         raise ValueError(f"there is no checkpoint format {name!r}: pass one of {FORMAT_NAMES}")
     entries = [entry for entry in FORMATS if entry.name == name and entry.model_type == config.model_type]
@@ -37,27 +33,17 @@ def find_format(name: str, config: PreTrainedConfig) -> Format:
     return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[0]
 
 
-def reasons_of(rules: tuple[Refusal, ...], subject: Any) -> list[str]:
+def reasons_of(rules: Rules, subject: Any) -> list[str]:
     """Return the reasons of all rules that apply to a configuration, ours or theirs."""
-    return [rule.reason for rule in rules if rule.applies(subject)]
+    return [reason for reason, applies in rules.items() if applies(subject)]
 
 
 def config_from_format(
     source: Mapping[str, Any], entry: Format, facts: TargetFacts | None = None, sample_from_anchor: bool | None = None
 ) -> dict[str, Any]:
-    """Translate a foreign `config.json` to ours.
+    """Translate a foreign `config.json` to ours, with `model_type` and `architectures`.
 
-    Args:
-        source (`Mapping`): Theirs.
-        entry ([`Format`]): From [`recognise`].
-        facts ([`TargetFacts`], *optional*): Of the target, for formats that leave something out.
-        sample_from_anchor (`bool`, *optional*): The layout of the blocks, if the file does not say it.
-
-    Returns:
-        `dict`: Ours, with `model_type` and `architectures`.
-
-    Raises:
-        ValueError: If something is missing or not supported; with the reason.
+    `sample_from_anchor` is the layout of the blocks, if the file does not say it.
     """
     config = dict(source)
     if sample_from_anchor is not None:
@@ -95,16 +81,7 @@ def config_from_format(
 
 
 def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts | None = None) -> dict[str, Any]:
-    """Translate our configuration to a foreign `config.json`.
-
-    Args:
-        config (`PreTrainedConfig`): Ours.
-        entry ([`Format`]): From [`find_format`].
-        facts ([`TargetFacts`], *optional*): Of the target.
-
-    Raises:
-        ValueError: If the format cannot hold the draft; with all reasons.
-    """
+    """Translate our configuration to a foreign `config.json`; a `ValueError` gives all reasons why it cannot be."""
     reasons = [
         REASONS.get((name, value), f"it has no field for {name}, which is {value!r} there")
         for name, value in entry.constants.items()

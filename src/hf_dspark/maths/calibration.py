@@ -13,10 +13,7 @@ TEMPERATURE_GRID = tuple(torch.logspace(-1, 1, 41, dtype=torch.double).tolist())
 
 
 def calibrated_confidence(logits: torch.Tensor, temperatures: Sequence[float] | None) -> torch.Tensor:
-    """Return c_k = sigmoid(logit_k / T_k), `[..., γ]` in float32; `None` leaves the logits as they are.
-
-    DSpark Section 3.2.1.
-    """
+    """Return c_k = sigmoid(logit_k / T_k), `[..., γ]` in float32; without temperatures, T_k = 1. DSpark 3.2.1."""
     logits = logits.float()
     if temperatures is not None:
         logits = logits / torch.tensor(temperatures, device=logits.device)
@@ -25,24 +22,14 @@ def calibrated_confidence(logits: torch.Tensor, temperatures: Sequence[float] | 
 
 @dataclass(frozen=True)
 class CalibrationRounds:
-    """Rounds to calibrate on: what the head said and what verification found.
+    """Rounds to calibrate on: what the head said and what verification found."""
 
-    Args:
-        logits (`torch.FloatTensor` of shape `[n, γ]`): Raw confidence logits.
-        acceptance (`torch.FloatTensor` of shape `[n, γ]`): sum over the vocabulary of min(p_t, p_d) at each slot
-            (DSpark Eq. 8), the probability that verification accepts a fresh draw there. Only read where the slots
-            before were accepted.
-        num_accepted (`torch.LongTensor` of shape `[n]`): Draft tokens accepted.
-        proposed (`torch.LongTensor` of shape `[n]`): Draft tokens verified; slots after them say nothing.
-
-    Raises:
-        ValueError: If there is no round, shapes disagree, or a value is impossible.
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # raw confidence logits, [n, γ]
+    # [n, γ]: sum over the vocabulary of min(p_t, p_d), the probability that verification accepts a fresh draw in this
+    # slot (DSpark Eq. 8). Only read where the slots before were accepted.
     acceptance: torch.Tensor
-    num_accepted: torch.Tensor
-    proposed: torch.Tensor
+    num_accepted: torch.Tensor  # draft tokens, [n]
+    proposed: torch.Tensor  # draft tokens verified, [n]; slots after them say nothing
 
     def __post_init__(self) -> None:
         if self.logits.dim() != 2 or self.logits.numel() == 0:
@@ -88,11 +75,7 @@ class CalibrationRounds:
 
     @classmethod
     def concatenate(cls, parts: Sequence["CalibrationRounds"]) -> "CalibrationRounds":
-        """Join rounds of several prompts.
-
-        Raises:
-            ValueError: If there is nothing to join, or the block sizes differ.
-        """
+        """Join rounds of several prompts."""
         sizes = {part.block_size for part in parts}
         if len(sizes) != 1:
             raise ValueError(
@@ -128,28 +111,16 @@ def check_temperatures(temperatures: Any, block_size: int | None = None) -> None
         )
 
 
-def fit_temperatures(
-    rounds: CalibrationRounds, realised: bool = False, grid: Sequence[float] = TEMPERATURE_GRID
-) -> TemperatureScaling:
+def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> TemperatureScaling:
     """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it.
 
-    Args:
-        rounds ([`CalibrationRounds`]): From rounds that verified the full block.
-        realised (`bool`): Label with realised acceptance instead of the integrated one.
-        grid (`Sequence[float]`): Temperatures to try; of equals, the one nearest 1 wins.
-
-    Returns:
-        [`TemperatureScaling`]
-
-    Raises:
-        ValueError: If no round verified some position.
-
-    DSpark Section 3.2.1.
+    Of temperatures that are equally good, the one nearest 1 wins. `realised` labels with the realised acceptance
+    instead of the integrated one. DSpark Section 3.2.1.
     """
     labels = rounds.realised_labels() if realised else rounds.integrated_labels()
     before = torch.ones(len(labels), dtype=torch.double)
     raw_survival, temperatures, errors_before, errors_after = before, [], [], []
-    ordered = sorted(grid, key=lambda temperature: abs(math.log(temperature)))
+    ordered = sorted(TEMPERATURE_GRID, key=lambda temperature: abs(math.log(temperature)))
     for position in range(1, rounds.block_size + 1):
         seen = rounds.observed(position)
         if not bool(seen.any()):
@@ -183,11 +154,7 @@ class PositionCalibration:
 def measure_calibration(
     rounds: CalibrationRounds, temperatures: Sequence[float] | None = None
 ) -> list[PositionCalibration]:
-    """Measure the survival predicted with given temperatures; `None` measures the raw head.
-
-    Raises:
-        ValueError: If there are not γ temperatures.
-    """
+    """Measure the survival predicted with given temperatures; `None` measures the raw head."""
     if temperatures is not None:
         check_temperatures(temperatures, rounds.block_size)
     predicted = calibrated_confidence(rounds.logits, temperatures).double().cumprod(dim=-1)
@@ -216,48 +183,28 @@ def conditional_auc(rounds: CalibrationRounds) -> float | None:
     return roc_auc(rounds.logits[reached].double(), rounds.realised_labels()[reached])
 
 
-def reliability_bins(
-    predicted: torch.Tensor, labels: torch.Tensor, num_bins: int = NUM_BINS
-) -> list[tuple[float, float, int]]:
-    """Return mean prediction, mean label and count of the equal-width bins that are not empty.
-
-    Args:
-        predicted, labels (`torch.Tensor` of shape `[n]`): In [0, 1].
-        num_bins (`int`): Bins over [0, 1].
-    """
-    index = _bins(predicted, num_bins)
-    counts = index.bincount(minlength=num_bins)
-    sums = [values.new_zeros(num_bins).index_add(0, index, values) for values in (predicted, labels)]
+def reliability_bins(predicted: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, float, int]]:
+    """Return mean prediction, mean label and count of the equal-width bins over [0, 1] that are not empty."""
+    index = _bins(predicted)
     return [
-        (float(sums[0][i] / counts[i]), float(sums[1][i] / counts[i]), int(counts[i]))
-        for i in range(num_bins)
-        if counts[i] > 0
+        (float(predicted[index == i].mean()), float(labels[index == i].mean()), int((index == i).sum()))
+        for i in index.unique().tolist()
     ]
 
 
-def expected_calibration_error(predicted: torch.Tensor, labels: torch.Tensor, num_bins: int = NUM_BINS) -> float:
-    """Return the ECE: the mean gap between prediction and outcome over equal-width bins, weighted by their counts.
+def expected_calibration_error(predicted: torch.Tensor, labels: torch.Tensor) -> float:
+    """Return the ECE: the mean gap between prediction and label over equal-width bins, weighted by their counts.
 
-    Args:
-        predicted, labels (`torch.Tensor` of shape `[n]`): In [0, 1]; labels may be probabilities.
-        num_bins (`int`): Bins over [0, 1].
-
-    Naeini et al. 2015.
+    Labels may be probabilities. Naeini et al. 2015.
     """
     if len(predicted) == 0:
         return float("nan")
-    index = _bins(predicted, num_bins)
-    gaps = predicted.new_zeros(num_bins).index_add(0, index, predicted - labels)
+    gaps = predicted.new_zeros(NUM_BINS).index_add(0, _bins(predicted), predicted - labels)
     return float(gaps.abs().sum() / len(predicted))
 
 
 def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:
-    """Return the probability that a positive outscores a negative, ties half; `None` if one kind is missing.
-
-    Args:
-        scores (`torch.Tensor` of shape `[n]`): Higher means more likely positive.
-        labels (`torch.Tensor` of shape `[n]`): 0 or 1.
-    """
+    """Return the probability that a positive outscores a negative, ties half; `None` if one kind is missing."""
     positives, negatives = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
     if positives == 0 or negatives == 0:
         return None
@@ -267,6 +214,6 @@ def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
-def _bins(predicted: torch.Tensor, num_bins: int) -> torch.Tensor:
+def _bins(predicted: torch.Tensor) -> torch.Tensor:
     """Return the equal-width bin of each prediction in [0, 1]; 1 belongs to the last one."""
-    return (predicted * num_bins).long().clamp_max(num_bins - 1)
+    return (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)

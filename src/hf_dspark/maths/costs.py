@@ -21,17 +21,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Load:
-    """What is known before a round: the requests, and what else shares the target's forward pass.
+    """What is known before a round: the requests, and what else shares the target's forward pass."""
 
-    Args:
-        request_ids (`Sequence[int]`): One id per request, stable over its rounds.
-        context_tokens (`int`): Cached tokens of all these requests together.
-        other_tokens (`int`): Tokens that the rest of the engine adds to the forward pass. They count as kept: other
-            requests pay when this forward gets slower.
-    """
-
-    request_ids: Sequence[int] = (0,)
-    context_tokens: int = 0
+    request_ids: Sequence[int] = (0,)  # stable over the rounds of a request
+    context_tokens: int = 0  # cached tokens of all these requests together
+    # Tokens that the rest of the engine adds to the forward pass. They count as kept: other requests pay when this
+    # forward gets slower.
     other_tokens: int = 0
 
     @property
@@ -47,19 +42,11 @@ class Load:
 
 @dataclass(frozen=True)
 class TokenCurve:
-    """Seconds against verified tokens B: straight lines between knots.
+    """Seconds against verified tokens B: straight lines between knots; flat below the first one."""
 
-    Below the first knot the curve is flat, beyond the last one it rises by `slope`.
-
-    Args:
-        tokens (`Sequence[int]`): B of the knots, increasing.
-        seconds (`Sequence[float]`): At the knots.
-        slope (`float`): Seconds per token beyond the last knot.
-    """
-
-    tokens: Sequence[int]
-    seconds: Sequence[float]
-    slope: float
+    tokens: Sequence[int]  # B of the knots, increasing
+    seconds: Sequence[float]  # at the knots
+    slope: float  # seconds per token beyond the last knot
 
     def at(self, verify_tokens: np.ndarray) -> np.ndarray:
         """Return the seconds at B, `[n]`, for B of shape `[n]`."""
@@ -70,18 +57,13 @@ class TokenCurve:
 
 @dataclass(frozen=True)
 class CurveWindow:
-    """A curve between two B.
+    """A curve between two B."""
 
-    Args:
-        measured (`np.ndarray` of shape `[n]`): The curve, seconds.
-        hull (`np.ndarray` of shape `[n]`): Its lower convex hull from the first B onwards, as if the curve had no
-            end: the hull at a B does not depend on where the window ends.
-        vertices (`list[int]`): Offsets in the window at which the hull bends; the last one may lie after its end.
-    """
-
-    measured: np.ndarray
+    measured: np.ndarray  # seconds, [n]
+    # [n], the lower convex hull from the first B onwards, as if the curve had no end: the hull at a B does not depend
+    # on where the window ends.
     hull: np.ndarray
-    vertices: list[int]
+    vertices: list[int]  # offsets in the window at which the hull bends; the last one may lie after its end
 
     def next_vertex(self, offset: int) -> int:
         """Return the first vertex after an offset, or the window's last offset if that comes first."""
@@ -292,38 +274,24 @@ class ThroughputTable(StepCost):
 
 @dataclass(frozen=True)
 class ForwardCost:
-    """Seconds of one forward pass: alpha * context tokens + gamma * batch tokens + delta. AdaSpec Eq. 2.
+    """Seconds of one forward pass: alpha * context tokens + gamma * batch tokens + delta. AdaSpec Eq. 2."""
 
-    Args:
-        alpha (`float`): Seconds per cached token read.
-        gamma (`float`): Seconds per token in the batch.
-        delta (`float`): Seconds of the empty pass.
-    """
-
-    alpha: float
-    gamma: float
-    delta: float
+    alpha: float  # seconds per cached token read
+    gamma: float  # seconds per token in the batch
+    delta: float  # seconds of the empty pass
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(value) and value >= 0 for value in (self.alpha, self.gamma, self.delta)):
             raise ValueError(f"cost coefficients must be finite and not negative, got {self}")
 
     def seconds(self, context_tokens: int, batch_tokens: int) -> float:
-        """Return the predicted seconds of a pass."""
         return self.alpha * context_tokens + self.gamma * batch_tokens + self.delta
 
     @classmethod
     def fit(
         cls, context_tokens: Sequence[int], batch_tokens: Sequence[int], seconds: Sequence[float]
     ) -> tuple["ForwardCost", float]:
-        """Fit by least squares under non-negative coefficients.
-
-        Returns:
-            [`ForwardCost`], and the share of variance it explains (R squared).
-
-        Raises:
-            ValueError: If there are fewer than three measurements.
-        """
+        """Fit non-negative coefficients by least squares; return the share of variance explained, R squared, too."""
         if len(seconds) < 3:
             raise ValueError(f"three coefficients need at least three measurements, got {len(seconds)}")
         times = np.asarray(seconds, dtype=float)
@@ -342,17 +310,13 @@ class ForwardCost:
 
 @dataclass(frozen=True)
 class LinearCost(StepCost):
-    """AdaSpec's linear cost of draft and target. A multi-token verification reads the context once.
+    """AdaSpec's linear cost (Section 4.1), for a drafter that needs one pass for the whole block.
 
-    Args:
-        target ([`ForwardCost`]): Of a verification pass over B tokens.
-        draft ([`ForwardCost`]): Of a drafting pass; its batch tokens are requests, one block each.
-
-    AdaSpec Section 4.1, for a drafter that needs one pass for the whole block.
+    A verification of several tokens reads the context once.
     """
 
-    target: ForwardCost
-    draft: ForwardCost
+    target: ForwardCost  # of a verification pass over B tokens
+    draft: ForwardCost  # of a drafting pass; its batch tokens are requests, one block each
 
     @property
     def token_curve(self) -> TokenCurve:

@@ -30,9 +30,6 @@ class LossWeights:
         soft_cross_entropy_weight (`float`): Of the cross-entropy to the target's law, which Eagle3 is trained on.
         position_decay (`float`, *optional*): Slots after which a loss weighs 1/e; `None` weighs all slots alike. The
             paper writes γ, the reference implementation uses 4.0.
-
-    Raises:
-        ValueError: If a weight is negative, all are 0, or the decay is not positive.
     """
 
     cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy (Eq. 9)."})
@@ -57,12 +54,7 @@ class LossWeights:
 
 
 def position_weights(supervised: torch.Tensor, position_decay: float | None) -> torch.Tensor:
-    """Return w_k = exp(-(k-1)/decay), positive, on supervised slots and 0 elsewhere. DSpark Section 3.3.
-
-    Args:
-        supervised (`torch.BoolTensor` of shape `[..., γ]`): Slots that have a label.
-        position_decay (`float`, *optional*): See [`LossWeights`].
-    """
+    """Return w_k = exp(-(k-1)/decay), positive, on supervised slots `[..., γ]` and 0 elsewhere. DSpark Section 3.3."""
     slots = torch.arange(supervised.shape[-1], device=supervised.device, dtype=torch.float32)
     weights = torch.exp(-slots / (math.inf if position_decay is None else position_decay))
     return weights.clamp_min(torch.finfo(weights.dtype).tiny) * supervised
@@ -70,19 +62,12 @@ def position_weights(supervised: torch.Tensor, position_decay: float | None) -> 
 
 @dataclass(frozen=True)
 class SlotLogits:
-    """Logits of slots that are yet to be computed, a chunk at a time.
+    """Logits of slots that are yet to be computed, a chunk at a time."""
 
-    Args:
-        compute (`Callable`): From a chunk `[n, *]` of each of `inputs` to logits `[n, V]`.
-        inputs (`tuple` of `torch.Tensor` of shape `[..., γ, *]`): What the logits are made of.
-        vocab_size (`int`): V.
-        parameters (`tuple` of `torch.nn.Parameter`): What `compute` reads besides, and is to be trained.
-    """
-
-    compute: Callable[..., torch.Tensor]
-    inputs: tuple[torch.Tensor, ...]
+    compute: Callable[..., torch.Tensor]  # from a chunk [n, *] of each of `inputs` to logits [n, V]
+    inputs: tuple[torch.Tensor, ...]  # [..., γ, *]
     vocab_size: int
-    parameters: tuple[torch.Tensor, ...] = ()
+    parameters: tuple[torch.Tensor, ...] = ()  # what `compute` reads besides, and is to be trained
 
     def select(self, slots: torch.Tensor) -> "SlotLogits":
         """Return those of some slots `[..., γ]`, flat."""
@@ -90,26 +75,16 @@ class SlotLogits:
 
 
 class BlockLosses(NamedTuple):
-    """The objective of a batch of blocks, and its terms. All but `loss` is detached.
-
-    Attributes:
-        loss (`torch.Tensor`, scalar): The value to differentiate.
-        weight_sum (`torch.Tensor`, scalar): Sum of the slots' weights: the denominator of the terms' means.
-        cross_entropy, l1 (`torch.Tensor`, scalar): Weighted sums.
-        soft_cross_entropy, confidence (`torch.Tensor`, scalar, *optional*): Weighted sums; `None` without weight, or
-            without a confidence head.
-        acceptance (`torch.FloatTensor` of shape `[..., γ]`): c*_k = 1 - L1/2 of every slot. DSpark Eq. 8.
-        confidence_logits (`torch.FloatTensor` of shape `[..., γ]`, *optional*): Pre-sigmoid c_k.
-    """
+    """The objective of a batch of blocks, and its terms, as weighted sums. All but `loss` is detached."""
 
     loss: torch.Tensor
-    weight_sum: torch.Tensor
+    weight_sum: torch.Tensor  # of the slots: the denominator of the terms' means
     cross_entropy: torch.Tensor
     l1: torch.Tensor
-    soft_cross_entropy: torch.Tensor | None
-    confidence: torch.Tensor | None
-    acceptance: torch.Tensor
-    confidence_logits: torch.Tensor | None
+    soft_cross_entropy: torch.Tensor | None  # `None` without weight
+    confidence: torch.Tensor | None  # `None` without a confidence head
+    acceptance: torch.Tensor  # c*_k = 1 - L1/2 of every slot, [..., γ]. DSpark Eq. 8
+    confidence_logits: torch.Tensor | None  # pre-sigmoid c_k, [..., γ]
 
 
 def block_losses(
@@ -122,24 +97,12 @@ def block_losses(
     weight_sum: torch.Tensor | None = None,
     chunk_size: int | None = None,
 ) -> BlockLosses:
-    """Return the training objective of a batch of blocks.
+    """Return the training objective of a batch of blocks. DSpark Eq. 9-12.
 
-    Args:
-        draft ([`SlotLogits`]): The draft's, teacher-forced.
-        target ([`SlotLogits`]): The target's of the same slots.
-        labels (`torch.LongTensor` of shape `[..., γ]`): The data tokens x*_k.
-        slot_weights (`torch.FloatTensor` of shape `[..., γ]`): From [`position_weights`]. Slots of weight 0 cost
-            nothing.
-        weights ([`LossWeights`]): Of the losses.
-        confidence_logits (`torch.Tensor` of shape `[..., γ]`, *optional*): Pre-sigmoid c_k.
-        weight_sum (`torch.Tensor`, *optional*): Denominator of all means; that of these blocks unless given. With the
-            sum over accumulation steps and processes, the losses of the parts add up to the mean over all of them.
-        chunk_size (`int`, *optional*): Slots whose logits exist at a time.
-
-    Returns:
-        [`BlockLosses`]
-
-    DSpark Eq. 9-12.
+    Labels are the data tokens x*_k, `[..., γ]`; slot weights come from [`position_weights`], and slots of weight 0
+    cost nothing. `weight_sum` is the denominator of all means, that of these blocks unless given: with the sum over
+    accumulation steps and processes, the losses of the parts add up to the mean over all of them. Logits of
+    `chunk_size` slots exist at a time.
     """
     counted = slot_weights > 0
     own_sum, slot_weights = slot_weights.sum(), slot_weights[counted]
@@ -175,7 +138,7 @@ def block_losses(
 
 
 class _WithGradients(torch.autograd.Function):
-    """A scalar whose gradients are known before anybody asks: backward passes them on."""
+    """A scalar whose gradients are known in advance: backward passes them on."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -18,30 +18,19 @@ LARGEST, LARGEST_SINGLE = 1 - 2**-50, 1 - 2**-22
 
 @dataclass(frozen=True)
 class BlockNoise:
-    """Independent uniform numbers in [0, 1) for one block of each request.
+    """Independent uniform numbers in [0, 1) for one block of each request, in float64 where there is any."""
 
-    Attributes:
-        draft (`torch.DoubleTensor` of shape `[B, γ]`): For drawing the drafts.
-        coins (`torch.DoubleTensor` of shape `[B, γ]`): For accepting them.
-        following (`torch.DoubleTensor` of shape `[B]`): For the token after the accepted ones.
-    """
-
-    draft: torch.Tensor
-    coins: torch.Tensor
-    following: torch.Tensor
+    draft: torch.Tensor  # for drawing the drafts, [B, γ]
+    coins: torch.Tensor  # for accepting them, [B, γ]
+    following: torch.Tensor  # for the token after the accepted ones, [B]
 
 
 def block_noise(
     seed: int, request_ids: Sequence[int], blocks: Sequence[int], block_size: int, device: torch.device
 ) -> BlockNoise:
-    """Return the noise of one block of each request.
+    """Return the noise of one block of each request; `blocks` says how many each has drawn before.
 
-    Args:
-        seed (`int`): Of the whole call, in [0, 2**63).
-        request_ids (`Sequence[int]`): Who draws; distinct.
-        blocks (`Sequence[int]`): Which block of each request: how many were drawn before.
-        block_size (`int`): γ.
-        device (`torch.device`): Where the numbers go.
+    The seed, in [0, 2**63), is that of the whole call; request ids are distinct.
     """
     numbers = np.stack(
         [

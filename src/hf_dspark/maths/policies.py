@@ -23,29 +23,16 @@ from .sampling import DraftBlock
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round turned out to be; rows as in the round's [`Load`].
-
-    Args:
-        request_ids (`Sequence[int]`): The requests.
-        confidence (`torch.FloatTensor` of shape `[R, γ]`, *optional*): Calibrated c_k; `None` when nothing was
-            drafted or the draft has no confidence head.
-        lengths (`torch.LongTensor` of shape `[R]`): Draft tokens verified.
-        num_accepted (`torch.LongTensor` of shape `[R]`): Draft tokens accepted, without the bonus token.
-        seconds (`float`): Duration of the round.
-        drafted (`bool`): Whether anything was drafted.
-        block ([`DraftBlock`], *optional*): What was drafted.
-        target_logits (`torch.Tensor` of shape `[R, 1+l, V]`, *optional*): The target's processed scores after the
-            anchor and after each verified token.
-    """
+    """What a round turned out to be; rows as in the round's [`Load`]."""
 
     request_ids: Sequence[int]
-    confidence: torch.Tensor | None
-    lengths: torch.Tensor
-    num_accepted: torch.Tensor
-    seconds: float
+    confidence: torch.Tensor | None  # calibrated c_k, [R, γ]; `None` if nothing was drafted or no head predicts it
+    lengths: torch.Tensor  # draft tokens verified, [R]
+    num_accepted: torch.Tensor  # draft tokens accepted, without the bonus token, [R]
+    seconds: float  # duration of the round
     drafted: bool = True
-    block: DraftBlock | None = None
-    target_logits: torch.Tensor | None = None
+    block: DraftBlock | None = None  # what was drafted
+    target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]
 
 
 class Policy:
@@ -223,25 +210,16 @@ RECENT_ROUNDS = 10  # older rounds fade
 
 @dataclass
 class Patience:
-    """Counts rounds in a row that taught nothing, being skipped or cut short. After some it is time to look again.
-
-    Attributes:
-        rounds (`int`): How many.
-        looking (`bool`): Whether the present round is drafted, and not cut short, only to look again.
-    """
+    """Counts rounds in a row that taught nothing, being skipped or cut short. After some it is time to look again."""
 
     rounds: int = 0
-    looking: bool = False
+    looking: bool = False  # whether the present round is drafted, and not cut short, only to look again
 
     def look_again(self) -> bool:
         """Count a round, and tell whether it is time."""
         self.looking = self.rounds >= LOOK_AGAIN_AFTER
         self.rounds = 0 if self.looking else self.rounds + 1
         return self.looking
-
-    def reset(self) -> None:
-        """Note a round that taught something."""
-        self.rounds = 0
 
 
 @dataclass
@@ -371,7 +349,7 @@ class SLOLimit(PolicyOverPolicy):
         all_tokens = int(max_lengths.sum())
         capacity = self._capacity(all_tokens, load)
         if capacity >= all_tokens:
-            self._patience.reset()
+            self._patience.rounds = 0
             return lengths
         # The policy's choice among the tokens that the cap leaves is as causal as the policy. Asking how much it chose
         # in all, to give its tokens more of the cap, would not be.
@@ -391,16 +369,11 @@ class SLOLimit(PolicyOverPolicy):
 
 @dataclass(frozen=True)
 class Prospect:
-    """How far the blocks of one request survive, by its rounds so far.
+    """How far the blocks of one request survive, by its rounds so far."""
 
-    Attributes:
-        survival (`np.ndarray` of shape `[γ]`): Mean of a_k. A mean of products, as good slots come together: the
-            product of means would promise too little.
-        rounds (`int`): How many rounds it rests on, beside the prior.
-    """
-
+    # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
     survival: np.ndarray
-    rounds: int = 0
+    rounds: int = 0  # how many it rests on, beside the prior
 
     def after(self, survival: np.ndarray) -> "Prospect":
         """Return what is expected after one more round; older rounds fade."""
@@ -446,7 +419,7 @@ class AdaptiveDrafting(PolicyOverPolicy):
         _forget(self._latest, load)
         expected = [prospect.survival for prospect in self._prospects.values()]
         if not expected or self._pays(load, expected) or self._pays(load, list(self._latest.values())):
-            self._patience.reset()
+            self._patience.rounds = 0
             return self.policy.plan_draft(load)
         return self._patience.look_again() and self.policy.plan_draft(load)
 
@@ -481,25 +454,15 @@ class Ranking:
     """All draft tokens of a round in the order of admission.
 
     Descending survival, ties by position, then by request: a tie rule that looked at later slots would not be causal.
-
-    Args:
-        survivals (`np.ndarray` of shape `[n]`): a_{r,j}, descending; only positive ones.
-        slots (`np.ndarray` of shape `[n]`): Where each lies: (j - 1) * R + r.
-        num_requests (`int`): R.
     """
 
-    survivals: np.ndarray
-    slots: np.ndarray
-    num_requests: int
+    survivals: np.ndarray  # a_{r,j}, descending, only positive ones, [n]
+    slots: np.ndarray  # where each lies: (j - 1) * R + r, [n]
+    num_requests: int  # R
 
     @classmethod
     def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
-        """Rank the tokens of some rows.
-
-        Args:
-            confidence (`torch.FloatTensor` of shape `[R, γ]`): c_k.
-            max_lengths (`torch.LongTensor` of shape `[R]`): Tokens that may be sent in each row.
-        """
+        """Rank the tokens of rows of c_k, `[R, γ]`, of which `max_lengths` `[R]` may be sent."""
         alive = survival(_checked(confidence).float()).cpu().numpy()
         alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
         if len(alive) == 1:
@@ -540,11 +503,9 @@ class Ranking:
 
 
 def survival(confidence: torch.Tensor) -> torch.Tensor:
-    """Return a_k, the probability that the first k draft tokens are all accepted, `[R, γ]`.
+    """Return a_k, the probability that the first k draft tokens are all accepted, `[R, γ]`. DSpark Algorithm 1.
 
     Never rises with k, also where a product is computed in parallel and rounds differently at each length.
-
-    DSpark Algorithm 1, line 2.
     """
     return confidence.cumprod(dim=-1).cummin(dim=-1).values
 

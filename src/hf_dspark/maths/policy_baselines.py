@@ -13,11 +13,6 @@ class EarlyStopScheduler(Policy):
     """DSpark's Algorithm 1 as printed: admit tokens in descending survival while the predicted throughput rises.
 
     Optimal when step time is convex in the tokens; on jagged curves it is trapped before the first cliff.
-
-    Args:
-        cost ([`StepCost`]): What a round costs on this machine.
-
-    DSpark Algorithm 1.
     """
 
     requires_confidence = True
@@ -33,17 +28,12 @@ class GlobalScheduler(Policy):
     """The lengths of greatest predicted throughput, by unconstrained search over this round's confidences.
 
     Lossless only when the confidence head reads h_k alone: then all c_k are known before any token is drawn.
-
-    Args:
-        cost ([`StepCost`]): What a round costs on this machine.
-        accept_bias (`bool`): Let it run on sampled drafts although it biases the output; for experiments.
-
     DSpark Section 5.2 and Appendix A.
     """
 
     requires_confidence = True
     cost: StepCost
-    accept_bias: bool = False
+    accept_bias: bool = False  # let it run on sampled drafts although it biases the output, for experiments
 
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
         return not confidence_reads_tokens
@@ -60,9 +50,7 @@ class GlobalScheduler(Policy):
 class EliminationScheduler(GlobalScheduler):
     """AdaSpec's confidence prior verifier: drop the least likely token of the full set while throughput rises.
 
-    Whether x_k stays depends on confidences after it: lossless only when the head reads h_k alone.
-
-    AdaSpec Algorithm 2.
+    AdaSpec Algorithm 2. Whether x_k depends on later confidences: lossless only when the head reads h_k alone.
     """
 
     def _count(self, ranking: Ranking, load: Load) -> int:

@@ -16,16 +16,10 @@ GROUP_SIZE = 64
 
 @dataclass(frozen=True)
 class TokenLaw:
-    """Laws over the vocabulary, one per row, dense or on a few candidates.
+    """Laws over the vocabulary, one per row, dense or on a few candidates."""
 
-    Attributes:
-        probs (`torch.FloatTensor` of shape `[..., n]`): Probabilities.
-        candidate_ids (`torch.LongTensor` of shape `[..., n]`, *optional*): Distinct token ids they belong to; all
-            other tokens are impossible. `None` means n = V.
-    """
-
-    probs: torch.Tensor
-    candidate_ids: torch.Tensor | None = None
+    probs: torch.Tensor  # [..., n]
+    candidate_ids: torch.Tensor | None = None  # [..., n], distinct; other tokens are impossible. `None`: n = V
 
     @classmethod
     def stack(cls, laws: "list[TokenLaw]") -> "TokenLaw":
@@ -54,34 +48,21 @@ class TokenLaw:
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """One drafted block per request, before any of it is verified.
+    """One drafted block per request, before any of it is verified."""
 
-    Attributes:
-        token_ids (`torch.LongTensor` of shape `[B, γ]`): The drafted tokens x_1..x_γ.
-        law ([`TokenLaw`] of shape `[B, γ]`, *optional*): The law each token was drawn from, that is, after
-            temperature, truncation and all processors. `None` when the tokens are arg-max: then the law is one-hot,
-            and any cut-off is lossless.
-        confidence_logits (`torch.FloatTensor` of shape `[B, γ]`, *optional*): Raw logits of c_k, the predicted
-            conditional acceptance of slot k, known before x_k was drawn. `None` without a confidence head.
-    """
-
-    token_ids: torch.Tensor
+    token_ids: torch.Tensor  # x_1..x_γ, [B, γ]
+    # [B, γ], what each token was drawn from: after temperature, truncation and all processors. `None` when the tokens
+    # are arg-max: then the law is one-hot, and any cut-off is lossless.
     law: TokenLaw | None
-    confidence_logits: torch.Tensor | None
+    confidence_logits: torch.Tensor | None  # of c_k, [B, γ], known before x_k was drawn; `None` without such a head
 
 
 @dataclass(frozen=True)
 class VerifiedBlock:
-    """What the target made of a block.
+    """What the target made of a block."""
 
-    Attributes:
-        num_accepted (`torch.LongTensor` of shape `[B]`): Accepted draft tokens, without the bonus token.
-        next_token_ids (`torch.LongTensor` of shape `[B]`): The token after them, drawn by the target: the residual
-            draw after a rejection, the bonus token when all scheduled tokens were accepted.
-    """
-
-    num_accepted: torch.Tensor
-    next_token_ids: torch.Tensor
+    num_accepted: torch.Tensor  # draft tokens, without the bonus token, [B]
+    next_token_ids: torch.Tensor  # [B]: the residual draw after a rejection, else the bonus token
 
 
 class Sampler(Protocol):
@@ -90,15 +71,9 @@ class Sampler(Protocol):
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
     ) -> tuple[torch.Tensor, TokenLaw | None]:
-        """Draw from `softmax(logits)`, processed.
+        """Draw token ids `[B]` from `softmax(logits)`, `[B, n]`, processed; return them with their law.
 
-        Args:
-            logits (`torch.FloatTensor` of shape `[B, n]`): Scores of the candidates.
-            candidate_ids (`torch.LongTensor` of shape `[B, n]`, *optional*): Their token ids; `None` means n = V.
-            drafted_ids (`torch.LongTensor` of shape `[B, k-1]`): The block's tokens so far, anchor excluded.
-
-        Returns:
-            Token ids `[B]`, and the law they were drawn from, or `None` for an arg-max draw.
+        `drafted_ids` `[B, k-1]` is the block so far, without the anchor. The law of an arg-max draw is `None`.
         """
 
 
@@ -108,10 +83,6 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     On a CPU `topk` looks at every entry of a large vocabulary with its index beside it. The best of each group of
     tokens are found in a fraction of that time; a token can be among the `count` largest only in one of the `count`
     best groups, so that what is left to search is small. Which of several equal scores are named may differ.
-
-    Args:
-        scores (`torch.Tensor` of shape `[..., V]`): In any float type.
-        count (`int`): 1 <= count <= V.
     """
     size = scores.shape[-1]
     if scores.device.type != "cpu" or size < LARGE_VOCABULARY or size // GROUP_SIZE < 4 * count:
@@ -122,13 +93,7 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def arg_max(scores: torch.Tensor) -> torch.Tensor:
-    """Return the id `[...]` of the largest score of each row, of equal ones the first: `argmax` for vocabularies.
-
-    Searched by groups as in [`largest`], in a quarter of the time.
-
-    Args:
-        scores (`torch.Tensor` of shape `[..., V]`): In any float type.
-    """
+    """Return the id of the largest of scores `[..., V]`, of equal ones the first, by groups as in [`largest`]."""
     if scores.device.type != "cpu" or scores.shape[-1] < LARGE_VOCABULARY:
         return scores.argmax(dim=-1)
     members = _members(_group_maxima(scores).argmax(dim=-1, keepdim=True), scores.shape[-1])
@@ -136,12 +101,7 @@ def arg_max(scores: torch.Tensor) -> torch.Tensor:
 
 
 def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the token of the largest score of each row, `[n]`.
-
-    Args:
-        scores (`torch.Tensor` of shape `[n, V]` or `[n, candidates]`): In any float type.
-        candidate_ids (`torch.LongTensor` of shape `[n, candidates]`, *optional*): The tokens; `None` means all.
-    """
+    """Return the token of the largest score of each row, `[n]`; the scores are those of the candidates, if given."""
     index = arg_max(scores)
     return index if candidate_ids is None else candidate_ids.gather(-1, index[:, None])[:, 0]
 
@@ -160,13 +120,7 @@ def _members(groups: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return `[..., V]` scores that are minus infinity outside the candidates.
-
-    Args:
-        scores (`torch.Tensor` of shape `[..., n]`): Scores of the candidates.
-        candidate_ids (`torch.LongTensor` of shape `[..., n]`): Distinct token ids.
-        vocab_size (`int`): V.
-    """
+    """Return `[..., V]` scores that are minus infinity outside the candidates."""
     full = scores.new_full((*scores.shape[:-1], vocab_size), -torch.inf)
     return full.scatter(-1, candidate_ids, scores)
 
@@ -179,16 +133,7 @@ def greedy_sampler(
 
 
 def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row by inverting the cumulative law.
-
-    Args:
-        law ([`TokenLaw`] of shape `[B]`): Where to draw from.
-        uniform (`torch.DoubleTensor` of shape `[B]`): Noise in [0, 1); one number per draw, so that what a row draws
-            depends on its own noise alone.
-
-    Returns:
-        Token ids `[B]`.
-    """
+    """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise."""
     index = invert(law.probs, uniform[:, None])
     return (index if law.candidate_ids is None else law.candidate_ids.gather(-1, index))[:, 0]
 
@@ -196,11 +141,8 @@ def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
 def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the first index whose cumulative probability exceeds the noise, `[B, 1]`.
 
-    Args:
-        probs (`torch.Tensor` of shape `[B, n]`): Non-negative, not all zero; need not sum to one.
-        uniform (`torch.Tensor` of shape `[B, 1]`): Noise in [0, 1), in double precision where there is any. Must stay
-            so far below 1 that its product with the total rounds below the total: else a last, impossible token could
-            be drawn.
+    `probs` `[B, n]` need not sum to one. The noise `[B, 1]` must stay so far below 1 that its product with their sum
+    rounds below the sum: else a last, impossible token could be drawn.
     """
     # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
     cumulative = probs.cumsum(dim=-1, dtype=uniform.dtype)
@@ -208,29 +150,16 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """Return min(1, p_t(x) / p_d(x)) of drafted tokens x.
-
-    Args:
-        target_probs, draft_probs (`torch.Tensor` of shape `[...]`): What the two laws give to the drafted tokens.
-
-    DSpark Section 2.1.
-    """
+    """Return min(1, p_t(x) / p_d(x)) of drafted tokens x. DSpark Section 2.1."""
     # A drawn token has p_d > 0; the floor only keeps 0/0 out of slots that no token was drawn from.
     return (target_probs / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)).clamp_max(1.0)
 
 
 def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """Return max(p_t - p_d, 0), normalised: the law of the token that replaces a rejected one.
+    """Return max(p_t - p_d, 0), normalised: the law of the token that replaces a rejected one, `[..., n]`.
 
-    Where both laws agree to rounding, rejection has probability zero and the residual is 0/0: the target's law
-    stands in.
-
-    Args:
-        target_probs, draft_probs (`torch.Tensor` of shape `[..., n]`): The two laws, on every token that the target's
-            makes possible.
-
-    Returns:
-        `torch.Tensor` of shape `[..., n]`.
+    Both laws must stand on every token that the target's makes possible. Where they agree to rounding, rejection has
+    probability zero and the residual is 0/0: the target's law stands in.
     """
     residual = (target_probs - draft_probs).clamp_min(0.0)
     mass = residual.sum(dim=-1, keepdim=True)
@@ -240,17 +169,10 @@ def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor)
 def verify_greedily(
     block: DraftBlock, lengths: torch.Tensor, target_ids: torch.Tensor, first_rows: torch.Tensor
 ) -> VerifiedBlock:
-    """Accept drafts as long as they are the target's arg-max; the token after them is the target's.
+    """Accept arg-max drafts as long as they are the target's arg-max; the token after them is the target's.
 
-    Args:
-        block ([`DraftBlock`]): Arg-max drafts.
-        lengths (`torch.LongTensor` of shape `[B]`): Scheduled draft tokens l, 0 <= l <= γ.
-        target_ids (`torch.LongTensor` of shape `[n]`): The target's arg-max after the anchor and after each scheduled
-            draft token, request by request: n = sum of 1 + l.
-        first_rows (`torch.LongTensor` of shape `[B]`): Where each request starts in `target_ids`.
-
-    Returns:
-        [`VerifiedBlock`]
+    `lengths` `[B]` are the scheduled draft tokens l. `target_ids` `[sum of 1 + l]` holds the target's arg-max after
+    the anchor and after each of them, request by request, starting at `first_rows` `[B]`.
     """
     slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
     after_prefix = target_ids[(first_rows[:, None] + slots).clamp_max(len(target_ids) - 1)]
@@ -269,17 +191,8 @@ def verify_block(
 ) -> VerifiedBlock:
     """Accept a prefix of each scheduled draft by the ratio test, and draw the token after it.
 
-    Args:
-        block ([`DraftBlock`]): The drafts. Without a law they are arg-max and their law is one-hot.
-        lengths (`torch.LongTensor` of shape `[B]`): Scheduled draft tokens l, 0 <= l <= γ.
-        target_law ([`TokenLaw`] of shape `[n]`): The target's law after the anchor and after each scheduled draft
-            token, processed like the drafts, request by request: n = sum of 1 + l.
-        first_rows (`torch.LongTensor` of shape `[B]`): Where each request starts in `target_law`.
-        coins (`torch.Tensor` of shape `[B, γ]`): Acceptance coins in [0, 1), independent of the draft noise.
-        uniform (`torch.Tensor` of shape `[B]`): Noise in [0, 1) for the token after the accepted prefix.
-
-    Returns:
-        [`VerifiedBlock`]
+    `target_law` stands where [`verify_greedily`] has ids, processed like the drafts. The acceptance `coins` `[B, γ]`
+    and the noise `uniform` `[B]` of the last token, all in [0, 1), are independent of the draft noise.
 
     DSpark Section 2.1; Leviathan et al. 2023, Algorithm 1.
     """

@@ -1,6 +1,7 @@
 """Attention with fewer key than query heads: folded into the query rows for fused kernels, or by explicit scores.
 
-Shared by the training masks of drafts, by their decoding passes, and by targets that attend to a slot cache.
+Shared by the training masks of drafts, by their decoding passes, and by targets that attend to a slot cache. Queries
+are `[R, heads, width, size]`, keys and values `[R, key_heads, slots, size]`, outputs `[R, heads, width, value_size]`.
 """
 
 from functools import partial
@@ -20,18 +21,9 @@ def grouped_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention with fewer key than query heads, the group folded into the query rows instead of repeating keys.
+    """Attend with the group of a key head folded into the query rows instead of repeating keys.
 
-    Args:
-        query (`torch.Tensor` of shape `[R, heads, width, size]`): Queries.
-        key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): What they attend to.
-        mask (`torch.Tensor` of shape `[R, 1, group * width or width, slots]`, *optional*): From [`fold_mask`].
-        scaling (`float`, *optional*): Of the scores.
-        is_causal (`bool`): Instead of a mask: query i sees slots 0..i.
-        dropout (`float`): Of the attention weights, in training.
-
-    Returns:
-        `torch.Tensor` of shape `[R, heads, width, value_size]`.
+    The mask is [`fold_mask`]'s, `[R, 1, group * width or width, slots]`. With `is_causal`, query i sees slots 0..i.
     """
     group, width = query.shape[1] // key.shape[1], query.shape[2]
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
@@ -46,13 +38,7 @@ def grouped_attention(
 
 
 def fold_mask(mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a mask for [`grouped_attention`]: repeated for the group, and added to the scores.
-
-    Args:
-        mask (`torch.BoolTensor` of shape `[R, 1, width, slots]`, *optional*): True where a query may attend.
-        group (`int`): Query heads per key head.
-        dtype (`torch.dtype`): Of the queries.
-    """
+    """Turn a boolean mask `[R, 1, width, slots]` into one that is repeated for the group and added to the scores."""
     if mask is None or mask.shape[2] > FOLDED_WIDTH:
         return mask  # a prompt's mask is large, and used once
     # The kernels take additive masks, and would convert a boolean one in every layer.
@@ -70,20 +56,9 @@ def attend_with_extras(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attend with fewer key than query heads, by explicit scores.
+    """Attend by explicit scores, squashed into ±`softcap` (Gemma 2).
 
-    Args:
-        query (`torch.Tensor` of shape `[R, heads, width, size]`): Queries.
-        key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): What they attend to.
-        mask (`torch.BoolTensor` of shape `[R or 1, 1, width, slots]`, *optional*): True where a query may attend.
-        scaling (`float`, *optional*): Of the scores; size^-0.5 unless given.
-        softcap (`float`, *optional*): Scores are squashed into ±softcap (Gemma 2).
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): The score of one more key, whose value is zero: it takes
-            weight and gives nothing (GPT-OSS).
-        dropout (`float`): Of the attention weights, in training.
-
-    Returns:
-        `torch.Tensor` of shape `[R, heads, width, size]`.
+    The mask is boolean. `sinks` are scores `[heads]` of one more key that takes weight and gives nothing (GPT-OSS).
     """
     num_rows, _, width, size = query.shape
     grouped = query.unflatten(1, (key.shape[1], -1))  # [R, key_heads, group, width, size]

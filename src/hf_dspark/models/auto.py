@@ -9,21 +9,12 @@ from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
 
-DRAFTS: dict[str, type[DraftModel]] = {
-    model.config_class.model_type: model for model in (DSparkDraftModel, Eagle3DraftModel)
-}
+KINDS = (DSparkDraftModel, Eagle3DraftModel)
+DRAFTS: dict[str, type[DraftModel]] = {kind.config_class.model_type: kind for kind in KINDS}
 
 
 def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
-    """Load a draft of whatever kind, of any format that `from_pretrained` reads.
-
-    Args:
-        name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
-        kwargs: For [`DraftModel.from_pretrained`].
-
-    Raises:
-        ValueError: If there is another kind of model, or as there.
-    """
+    """Load a draft of any kind and format, as [`DraftModel.from_pretrained`]; a `ValueError` if it is no draft."""
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     kind = draft_model_type(read_config(name_or_path, **hub))
     if kind not in DRAFTS:
@@ -47,11 +38,7 @@ def is_draft(model: Any) -> bool:
 
 
 def require_pair(target: Any, draft: Any) -> None:
-    """Refuse what are not a target and a draft, in this order.
-
-    Raises:
-        TypeError: It says which is not, and what it is.
-    """
+    """Raise a `TypeError` unless these are a target and a draft."""
     if is_draft(target):
         raise TypeError(f"the target comes first and its draft second, got the draft {type(target).__name__} first")
     if not callable(getattr(target, "generate", None)):  # PEFT's wrappers are no PreTrainedModel, and can
@@ -60,18 +47,13 @@ def require_pair(target: Any, draft: Any) -> None:
 
 
 def require_draft(draft: Any) -> None:
-    """Refuse what is no draft.
-
-    Raises:
-        TypeError: It says what it is.
-    """
+    """Raise a `TypeError` unless this is a draft."""
     if not is_draft(draft):
         raise _not_loaded(" or ".join(f"a {kind.__name__}" for kind in DRAFTS.values()), draft, "DSparkDraftModel")
 
 
 def _not_loaded(wanted: str, given: Any, loader: str) -> TypeError:
+    got = type(given).__name__
     if isinstance(given, (str, os.PathLike)):
-        return TypeError(
-            f"{wanted} is needed, got the name {os.fspath(given)!r}: load it, {loader}.from_pretrained(...)"
-        )
-    return TypeError(f"{wanted} is needed, got {type(given).__name__}")
+        got = f"the name {os.fspath(given)!r}: load it, {loader}.from_pretrained(...)"
+    return TypeError(f"{wanted} is needed, got {got}")

@@ -6,7 +6,7 @@ documents one after the other; positions that start again at 0 tell them apart.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,17 +16,13 @@ from .attention import attend_with_extras, grouped_attention
 # Rows attended to at a time, which share the stretch of keys that any of them sees. A larger chunk wastes more work on
 # keys that are hidden from most of its rows, a smaller one makes more calls.
 CHUNK_ROWS = 128
+KeysValues = tuple[torch.Tensor, ...]
 
 
 def key_stretches(starts: torch.Tensor, ends: torch.Tensor, size: int) -> list[tuple[slice, slice]]:
-    """Cut a sequence of rows or blocks into groups of neighbours.
+    """Cut rows or blocks, which see the keys `starts` to `ends`, `[B, R]` each, into groups of `size` neighbours.
 
-    Args:
-        starts, ends (`torch.LongTensor` of shape `[B, R]`): The first key that each sees, and the one after the last.
-        size (`int`): Members of a group.
-
-    Returns:
-        The members and the keys that any of them sees, of each group.
+    Returns the members of each group, and the keys that any of them sees.
     """
     bounds = torch.stack([starts.amin(dim=0), ends.amax(dim=0)]).tolist()  # one synchronisation on an accelerator
     groups = []
@@ -39,18 +35,13 @@ def key_stretches(starts: torch.Tensor, ends: torch.Tensor, size: int) -> list[t
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """What the slots of a block see in a sliding layer. Works on numbers and tensors of them.
+    """What the slots of a block see in a sliding layer. Works on numbers and tensors of them."""
 
-    Args:
-        size (`int`): Tokens.
-        from_anchor (`bool`): All slots see the same context, the last `size` tokens before the anchor, and the window
-            does not reach into the block (speculators). Else each slot counts from itself: 0 <= query - key < size.
-        causal (`bool`): Whether a slot sees no later slot of its block.
-    """
-
-    size: int
+    size: int  # tokens
+    # All slots see the same context, the last `size` tokens before the anchor, and the window does not reach into the
+    # block (speculators). Else each slot counts from itself: 0 <= query - key < size.
     from_anchor: bool = False
-    causal: bool = False
+    causal: bool = False  # a slot sees no later slot of its block
 
     def sees_context(self, slot: Any, distance: Any) -> Any:
         """Tell whether a slot sees a context token, the anchor's position less the token's being `distance`."""
@@ -61,33 +52,20 @@ class SlidingWindow:
         near = (slot - other < self.size) | self.from_anchor
         return near & (other <= slot) if self.causal else near
 
-    def first_seen(self, anchor: int) -> int:
-        """Return the position of the first token that the block of an anchor sees."""
-        return max(0, anchor - self.size + (not self.from_anchor))
-
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where the N blocks of each row stand.
+    """Where the N blocks of each row stand."""
 
-    Args:
-        anchor_positions (`torch.LongTensor` of shape `[B, N]`): Index of each anchor in its row, ascending among the
-            real ones.
-        anchor_mask (`torch.BoolTensor` of shape `[B, N]`): False for dummies, which fill rows with too few anchors.
-        position_ids (`torch.LongTensor` of shape `[B, S]`): Position of each token in its document.
-        block_size (`int`): γ.
-        sample_from_anchor (`bool`): Whether the anchor's slot predicts; if not, a block has γ+1 slots.
-    """
-
-    anchor_positions: torch.Tensor
-    anchor_mask: torch.Tensor
-    position_ids: torch.Tensor
-    block_size: int
-    sample_from_anchor: bool = True
+    anchor_positions: torch.Tensor  # [B, N], index of each anchor in its row, ascending among the real ones
+    anchor_mask: torch.Tensor  # [B, N], False for dummies, which fill rows with too few anchors
+    position_ids: torch.Tensor  # [B, S], of each token in its document
+    block_size: int  # γ
+    sample_from_anchor: bool = True  # the anchor's slot predicts; if not, a block has γ+1 slots
+    masks: dict[Any, Any] = field(default_factory=dict)  # made once, and used by all layers
 
     @property
     def num_slots(self) -> int:
-        """Rows of a block."""
         return self.block_size + (not self.sample_from_anchor)
 
     @functools.cached_property
@@ -103,57 +81,24 @@ class BlockLayout:
         return (anchors[:, :, None] + slots).flatten(1)
 
     @functools.cached_property
-    def flex_masks(self) -> dict[SlidingWindow | None, Any]:
-        """Block masks of flex attention by window: made once, and used by all layers."""
-        return {}
-
-    @functools.cached_property
-    def chunks(self) -> list["Chunk"]:
-        """The blocks in groups of neighbours, each with the stretch of context that any of them sees."""
+    def chunks(self) -> list[tuple[slice, slice]]:
+        """Rows of neighbouring blocks, and the stretch of context that any of them sees."""
         starts = torch.where(self.anchor_mask, self.starts, self.position_ids.shape[1])
         ends = torch.where(self.anchor_mask, self.anchor_positions, 0)
-        stretches = key_stretches(starts, ends, max(1, CHUNK_ROWS // self.num_slots))
-        return [Chunk(self, blocks, context) for blocks, context in stretches]
+        size, num_blocks = self.num_slots, starts.shape[1]
+        stretches = key_stretches(starts, ends, max(1, CHUNK_ROWS // size))
+        return [(slice(own.start * size, min(own.stop, num_blocks) * size), context) for own, context in stretches]
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some neighbouring blocks, and the stretch of context they may see.
-
-    Args:
-        layout ([`BlockLayout`]): Of all blocks.
-        blocks (`slice`): Which ones.
-        context (`slice`): Context tokens outside of it are seen by none of them.
-    """
-
-    layout: BlockLayout
-    blocks: slice
-    context: slice
-
-    @property
-    def rows(self) -> slice:
-        """The block rows."""
-        size = self.layout.num_slots
-        return slice(self.blocks.start * size, self.blocks.stop * size)
-
-    @functools.cached_property
-    def _masks(self) -> dict[tuple[SlidingWindow | None, int], torch.Tensor]:
-        return {}
-
-    def mask(self, window: SlidingWindow | None, group: int) -> torch.Tensor:
-        """Return which keys each row sees, `[B, 1, group*c*slots, context + c*slots]`: made once for all layers."""
-        if (window, group) not in self._masks:
-            self._masks[window, group] = self._visible(window).repeat(1, 1, group, 1)
-        return self._masks[window, group]
-
-    def _visible(self, window: SlidingWindow | None) -> torch.Tensor:
-        layout, device = self.layout, self.layout.anchor_positions.device
-        batch, length = layout.position_ids.shape
-        stop = min(self.rows.stop, layout.anchor_positions.shape[1] * layout.num_slots)
-        rows = torch.arange(self.rows.start, stop, device=device)
-        keys = torch.cat([torch.arange(self.context.start, self.context.stop, device=device), length + rows])
-        batches = torch.arange(batch, device=device)[:, None, None]
-        return visible_to_blocks(layout, window)(batches, 0, rows[:, None], keys)[:, None]
+    def mask(self, rows: slice, context: slice, window: SlidingWindow | None, group: int) -> torch.Tensor:
+        """Return which keys the rows of a chunk see, `[B, 1, group*rows, context + rows]`."""
+        if (rows.start, window, group) not in self.masks:
+            device, (batch, length) = self.anchor_positions.device, self.position_ids.shape
+            queries = torch.arange(rows.start, rows.stop, device=device)
+            keys = torch.cat([torch.arange(context.start, context.stop, device=device), length + queries])
+            batches = torch.arange(batch, device=device)[:, None, None]
+            visible = visible_to_blocks(self, window)(batches, 0, queries[:, None], keys)[:, None]
+            self.masks[rows.start, window, group] = visible.repeat(1, 1, group, 1)
+        return self.masks[rows.start, window, group]
 
 
 def attend_blocks(
@@ -166,44 +111,28 @@ def attend_blocks(
     dropout: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from block rows to context and own block, chunk by chunk.
+    """Attend from block rows `[B, heads, N*slots, size]` to context and own block, chunk by chunk.
 
-    Args:
-        query (`torch.Tensor` of shape `[B, heads, N*slots, size]`): Of the block rows.
-        key, value (`torch.Tensor` of shape `[B, kv_heads, S + N*slots, size]`): Of the context rows, then of the block
-            rows.
-        layout ([`BlockLayout`]): Where the blocks stand.
-        window ([`SlidingWindow`], *optional*): Of a sliding layer.
-        scaling (`float`): Factor on the scores.
-        dropout (`float`): Of the attention weights.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): Attention sinks.
-
-    Returns:
-        `torch.Tensor` of shape `[B, heads, N*slots, size]`.
-
+    Keys and values `[B, kv_heads, S + N*slots, size]` are those of the context rows, then of the block rows.
     DSpark Eq. 3, Section 5.1.
     """
     length = layout.position_ids.shape[1]
     group = query.shape[1] // key.shape[1]
     outputs = []
-    for chunk in layout.chunks:
-        rows = slice(length + chunk.rows.start, length + chunk.rows.stop)
-        keys, values = (torch.cat([part[:, :, chunk.context], part[:, :, rows]], dim=2) for part in (key, value))
-        queries = query[:, :, chunk.rows]
+    for rows, context in layout.chunks:
+        own = slice(length + rows.start, length + rows.stop)
+        keys, values = (torch.cat([part[:, :, context], part[:, :, own]], dim=2) for part in (key, value))
+        queries, mask = query[:, :, rows], layout.mask(rows, context, window, group if sinks is None else 1)
         if sinks is None:
-            mask = chunk.mask(window, group)
             outputs.append(grouped_attention(queries, keys, values, mask, scaling, dropout=dropout))
         else:
-            mask = chunk.mask(window, 1)
             outputs.append(attend_with_extras(queries, keys, values, mask, scaling, sinks=sinks, dropout=dropout))
     return torch.cat(outputs, dim=2)
 
 
 def visible_to_blocks(layout: BlockLayout, window: SlidingWindow | None) -> Callable[..., torch.Tensor]:
-    """Return the rule by which block rows see keys, as flex attention wants it: `(b, h, query row, key row) -> bool`.
-
-    A dummy sees its own block as well: rows that see nothing would be NaN.
-    """
+    """Return who sees what, as flex attention wants it: `(b, h, query row, key row) -> bool`."""
+    # A dummy sees its own block as well: rows that see nothing would be NaN.
     anchors, starts, real = layout.anchor_positions, layout.starts, layout.anchor_mask
     length, size = layout.position_ids.shape[1], layout.num_slots
 
@@ -220,6 +149,9 @@ def visible_to_blocks(layout: BlockLayout, window: SlidingWindow | None) -> Call
     return visible
 
 
+_compiled = functools.cache(functools.partial(torch.compile, dynamic=True))  # lengths change from batch to batch
+
+
 def flex_attend_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -232,31 +164,20 @@ def flex_attend_blocks(
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     on_gpu = query.device.type == "cuda"
-    run = _compiled_flex_attention() if on_gpu else flex_attention
-    if window not in layout.flex_masks:
+    run = _compiled(flex_attention) if on_gpu else flex_attention
+    if window not in layout.masks:
         rule, sizes = visible_to_blocks(layout, window), (query.shape[2], key.shape[2])
-        layout.flex_masks[window] = create_block_mask(rule, len(query), None, *sizes, query.device, _compile=on_gpu)
+        layout.masks[window] = create_block_mask(rule, len(query), None, *sizes, query.device, _compile=on_gpu)
     grouped = query.shape[1] != key.shape[1]
-    return run(query, key, value, block_mask=layout.flex_masks[window], scale=scaling, enable_gqa=grouped)
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., torch.Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)  # lengths change from batch to batch
+    return run(query, key, value, block_mask=layout.masks[window], scale=scaling, enable_gqa=grouped)
 
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Which keys each of R rows sees; rows may have a few keys of their own besides.
+    """Which keys each of R rows sees; rows may have a few keys of their own besides."""
 
-    Args:
-        starts, ends (`torch.LongTensor` of shape `[B, R]`): First key, and the one after the last; never empty.
-    """
-
-    starts: torch.Tensor
-    ends: torch.Tensor
+    starts: torch.Tensor  # [B, R], the first key
+    ends: torch.Tensor  # [B, R], the one after the last; no range is empty
 
     @functools.cached_property
     def _chunks(self) -> list[tuple[slice, slice, torch.Tensor]]:
@@ -269,27 +190,12 @@ class KeyRanges:
         return chunks
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: tuple[torch.Tensor, ...],
-        scaling: float,
-        dropout: float = 0.0,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: KeysValues, dropout: float
     ) -> torch.Tensor:
-        """Attend from each row to its range and its own keys, chunk by chunk.
+        """Attend from each row of `[B, heads, R, size]` to its range and its own keys, chunk by chunk.
 
-        Args:
-            query (`torch.Tensor` of shape `[B, heads, R, size]`): Of the rows.
-            key, value (`torch.Tensor` of shape `[B, kv_heads, S, size]`): Of the sequence; of the rows if there is a
-                `context`, `[B, kv_heads, R, size]`.
-            context (`tuple`): Keys and values of the sequence, then those that rows have of their own already, as
-                [`append_own`] makes them.
-            scaling (`float`): Factor on the scores.
-            dropout (`float`): Of the attention weights.
-
-        Returns:
-            `torch.Tensor` of shape `[B, heads, R, size]`.
+        Keys and values are those of the sequence, `[B, kv_heads, S, size]`. With a `context`, they are those of the
+        rows, `[B, kv_heads, R, size]`; the context has those of the sequence, then those that [`append_own`] gathered.
         """
         group = query.shape[1] // key.shape[1]
         own = append_own(context[2:], key, value) if context else ()
@@ -305,16 +211,11 @@ class KeyRanges:
                 mine = torch.eye(count, dtype=torch.bool, device=visible.device).repeat_interleave(num_own, dim=1)
                 visible = torch.cat([visible, mine.expand(len(visible), 1, -1, -1)], dim=-1)
             mask = visible.repeat(1, 1, group, 1)
-            outputs.append(grouped_attention(query[:, :, rows], keys, values, mask, scaling, dropout=dropout))
+            outputs.append(grouped_attention(query[:, :, rows], keys, values, mask, None, dropout=dropout))
         return torch.cat(outputs, dim=2)
 
 
-def append_own(own: tuple[torch.Tensor, ...], key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the keys and values `[B, kv_heads, R, s+1, size]` that rows have of their own after one more step.
-
-    Args:
-        own (`tuple`): Those before it, `[B, kv_heads, R, s, size]` each; empty before the first.
-        key, value (`torch.Tensor` of shape `[B, kv_heads, R, size]`): Of the step.
-    """
+def append_own(own: KeysValues, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
+    """Add a step's keys and values `[B, kv_heads, R, size]` to the rows' own, `[B, kv_heads, R, s, size]`."""
     new = (key[:, :, :, None], value[:, :, :, None])
     return tuple(torch.cat(pair, dim=3) for pair in zip(own, new, strict=True)) if own else new

@@ -4,6 +4,7 @@ A `config.json` may come from a stranger: every value is checked before anything
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -48,25 +49,20 @@ IGNORED_KEYS = (
 class DraftConfig(PreTrainedConfig):
     """Base of the configurations of all drafts.
 
-    A draft has no embedding and no LM head of its own: `vocab_size`, `hidden_size`, `embedding_scale`, `logit_scale`
-    and `final_logit_softcapping` describe the target's, which it borrows.
+    `vocab_size`, `hidden_size`, `embedding_scale`, `logit_scale` and `final_logit_softcapping` describe the target's
+    embedding and LM head, which a draft borrows.
 
     Args:
-        vocab_size (`int`): V of the target.
-        hidden_size (`int`): d, of draft and target alike.
-        intermediate_size (`int`): Width of the draft's MLPs.
-        num_hidden_layers (`int`): Layers of the draft.
+        vocab_size, hidden_size (`int`): V and d of the target; the draft's d is the same.
+        intermediate_size, num_hidden_layers (`int`): Width of the draft's MLPs, and its layers.
         num_attention_heads, num_key_value_heads, head_dim (`int`): Attention geometry; heads * head_dim may differ
             from d.
-        hidden_act (`str`): Activation of the gated MLPs.
+        hidden_act (`str`), initializer_range, rms_norm_eps (`float`): As in transformers.
         max_position_embeddings (`int`): Longest context, in tokens.
-        initializer_range (`float`): Standard deviation of initial weights.
-        rms_norm_eps (`float`): Epsilon of all norms.
         rope_parameters (`dict`): Rotary parameters as in transformers, one set for all layers.
         attention_bias, attention_output_bias, mlp_bias (`bool`): Biases of q/k/v, o and MLP projections.
         attention_dropout (`float`): Dropout of attention weights in training.
-        embedding_scale (`float`): Factor on the embedding rows (Gemma: sqrt(d)).
-        logit_scale (`float`): Factor on the LM head's output (Cohere; 1 / logits_scaling of Granite).
+        embedding_scale, logit_scale (`float`): Factors on the embedding rows and on the LM head's output.
         final_logit_softcapping (`float`, *optional*): cap * tanh(logits / cap) on the LM head's output.
         block_size (`int`): γ, the number of draft tokens.
         num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
@@ -138,7 +134,14 @@ class DraftConfig(PreTrainedConfig):
             smallest = 0 if name == "markov_rank" else 1
             if getattr(self, name) is not None or name != "num_target_layers":
                 self._require(smallest <= getattr(self, name) <= largest, name, f"lie in [{smallest}, {largest}]")
-        self._check_numbers()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is float:
+                self._require(abs(value) <= LARGEST, field.name, "be finite in float32")  # NaN compares false
+        for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
+            self._require(getattr(self, name) is None or getattr(self, name) > 0, name, "be positive")
+        self._require(self.initializer_range >= 0, "initializer_range", "not be negative")
+        self._require(0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)")
         heads, ids = self.num_attention_heads, self.target_layer_ids
         last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
         the_last = f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final norm"
@@ -153,44 +156,28 @@ class DraftConfig(PreTrainedConfig):
         self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}")
         self._check_rope()
 
-    def _check_numbers(self) -> None:
-        """Require that what enters the computation is finite in float32, and of a sign that makes sense."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is float:
-                self._require(abs(value) <= LARGEST, field.name, "be finite in float32")  # NaN compares false
-        for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
-            self._require(getattr(self, name) is None or getattr(self, name) > 0, name, "be positive")
-        self._require(self.initializer_range >= 0, "initializer_range", "not be negative")
-        self._require(0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)")
-
     def _check_rope(self) -> None:
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             raise ValueError(
                 f"{type(self).__name__}.rope_parameters: rope_type must be one of {ROPE_TYPES}, got "
-                f"{shortened(rope_type)}. Types whose frequencies change with the length would invalidate the draft's "
-                "cached keys."
+                f"{shortened(rope_type)}. Types whose frequencies change with the length would spoil cached keys."
             )
-        values = self.rope_parameters.values()
-        numbers = {name: value for name, value in self.rope_parameters.items() if _is_number(value)}
+        require, values = partial(self._require, name="rope_parameters"), self.rope_parameters.values()
+        numbers = {name: value for name, value in self.rope_parameters.items() if type(value) in (int, float)}
         for name in ("rope_theta", *ROPE_NUMBERS.get(rope_type, ())):
-            self._require(name in numbers, "rope_parameters", f"have a number {name} for the type {rope_type}")
+            require(name in numbers, need=f"have a number {name} for the type {rope_type}")
+        known = all(isinstance(value, (str, bool, int, float)) for value in values)
+        require(known, need="have numbers, names and flags for values")
+        in_range = all(0 < value <= LARGEST for value in numbers.values())
+        require(in_range, need="have positive numbers, finite in float32")
+        require(numbers["rope_theta"] > 1, need="have a rope_theta above 1")
         turned = self.head_dim * numbers.get("partial_rotary_factor", 1.0)
-        for condition, need in (
-            (all(0 < value <= LARGEST for value in numbers.values()), "have positive numbers, finite in float32"),
-            (
-                len(numbers) == sum(not isinstance(value, (str, bool)) for value in values),
-                "have numbers, names and flags for values",
-            ),
-            (numbers["rope_theta"] > 1, "have a rope_theta above 1"),
-            (2 <= turned <= self.head_dim, f"turn between 2 and all of the {self.head_dim} entries of a head"),
-        ):
-            self._require(condition, "rope_parameters", need)
+        require(2 <= turned <= self.head_dim, need=f"turn between 2 and all of the {self.head_dim} entries of a head")
 
     @property
     def num_slots(self) -> int:
-        """Slots of a block, γ unless one of them predicts nothing."""
+        """Slots of a block: γ, and one more where the anchor's predicts nothing."""
         return self.block_size
 
     def temperatures_for(self, domain: str | None, do_sample: bool) -> list[float] | None:
@@ -201,10 +188,8 @@ class DraftConfig(PreTrainedConfig):
         Raises:
             ValueError: If a domain is asked for that has no temperatures, or they are not γ positive numbers.
         """
-        known = self.sts_temperatures or {}
-        regime = "sampled" if do_sample else "greedy"
-        wanted = [regime, "default"] if domain is None else [f"{domain}/{regime}", domain]
-        for name in wanted:
+        known, regime = self.sts_temperatures or {}, "sampled" if do_sample else "greedy"
+        for name in (regime, "default") if domain is None else (f"{domain}/{regime}", domain):
             if name in known:
                 check_temperatures(known[name], self.block_size)
                 return known[name]
@@ -219,28 +204,28 @@ class DraftConfig(PreTrainedConfig):
     def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DraftConfig":
         """Return the configuration of an untrained draft for a target.
 
+        It has five evenly spaced tapped layers without the last, and attention geometry, rotary parameters, embedding
+        scale and logit transforms of the target.
+
         Args:
             target_config (`PreTrainedConfig`): The target's configuration; its text part is used.
             overrides: Any field of the configuration.
-
-        Returns:
-            [`DraftConfig`]: Of this class, with five evenly spaced tapped layers without the last, attention geometry,
-            rotary parameters, embedding scale and logit transforms of the target.
 
         Raises:
             ValueError: If the target is an encoder-decoder.
         """
         require_decoder_only(target_config)
         text = target_config.get_text_config(decoder=True)
-        num_heads = text.num_attention_heads
+        num_heads, width = text.num_attention_heads, getattr(text, "intermediate_size", None)
+        activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
         facts = {
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
-            "intermediate_size": _first_int(getattr(text, "intermediate_size", None)) or 4 * text.hidden_size,
+            "intermediate_size": (width[0] if isinstance(width, (list, tuple)) else width) or 4 * text.hidden_size,
             "num_attention_heads": num_heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or num_heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
-            "hidden_act": _gated_activation(text),
+            "hidden_act": activation or "silu",
             "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
             "initializer_range": getattr(text, "initializer_range", 0.02),
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
@@ -277,14 +262,7 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build a configuration from what a `config.json` holds; unlike the constructor, distrusts it.
-
-        Args:
-            config_dict, kwargs: As in transformers.
-
-        Raises:
-            ValueError: If a key would reach beyond the model's own facts, or a value is unsound.
-        """
+        """Build a configuration from a `config.json`; refuses keys that are no facts of a draft by a `ValueError`."""
         known = {key: value for key, value in config_dict.items() if key not in IGNORED_KEYS and key[:1] != "_"}
         fields = {field.name for field in dataclasses.fields(cls)}
         for key, value in known.items():
@@ -313,20 +291,15 @@ class DraftConfig(PreTrainedConfig):
         if kind != cls.model_type:
             raise ValueError(
                 f"{pretrained_model_name_or_path} holds a {config_dict.get('model_type')!r} model (architectures "
-                f"{config_dict.get('architectures')}), which is no {cls._kind()} draft: pass a checkpoint whose "
-                f"model_type is {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge wrote"
+                f"{config_dict.get('architectures')}), which is no {cls.__name__.removesuffix('Config')} draft: pass "
+                f"a checkpoint of model_type {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge wrote"
             )
         if foreign is not None:
             layout = kwargs.get("sample_from_anchor")
             config_dict = config_from_format(config_dict, foreign, sample_from_anchor=layout)
-            temperatures = read_temperatures(pretrained_model_name_or_path, **hub)
-            if temperatures is not None:
+            if (temperatures := read_temperatures(pretrained_model_name_or_path, **hub)) is not None:
                 config_dict["sts_temperatures"] = temperatures
         return config_dict, kwargs
-
-    @classmethod
-    def _kind(cls) -> str:
-        return cls.__name__.removesuffix("Config")
 
 
 # What code that expects sound values raises on others.
@@ -346,10 +319,6 @@ def _reason(error: Exception) -> str:
     return shortened(" ".join(str(error).split()), quote=False, size=400)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def require_decoder_only(target_config: PreTrainedConfig) -> None:
     """Raise a `ValueError` if the target is an encoder-decoder."""
     if getattr(target_config, "is_encoder_decoder", False):
@@ -360,27 +329,12 @@ def require_decoder_only(target_config: PreTrainedConfig) -> None:
 
 
 def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:
-    """Return evenly spaced tapped layers: from the second to the third-last one, in shallow targets all but the last.
-
-    Args:
-        num_target_layers (`int`): Layers of the target.
-        count (`int`): Layers to tap at most.
-    """
+    """Return evenly spaced layers from the second to the third-last one, in shallow targets all but the last."""
     if num_target_layers == 1:
         return [-1]  # the only layer is the last one
     first, last = (1, num_target_layers - 3) if num_target_layers >= 8 else (0, num_target_layers - 2)
     count = min(count, last - first + 1)
-    if count == 1:
-        return [first]
-    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
-
-
-def _first_int(value: int | list[int] | None) -> int | None:
-    return value[0] if isinstance(value, (list, tuple)) else value
-
-
-def _gated_activation(text: PreTrainedConfig) -> str:
-    return getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu"
+    return [round(first + i * (last - first) / max(1, count - 1)) for i in range(count)]
 
 
 def embedding_scale(text: PreTrainedConfig) -> float:

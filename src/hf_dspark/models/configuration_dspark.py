@@ -38,21 +38,17 @@ class DSparkConfig(DraftConfig):
         sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
             other one the token in its own place. Always written, because serving engines guess when it is missing.
-        sliding_from_anchor (`bool`): The window of sliding layers ends at the anchor: all slots see the same last
-            `sliding_window` tokens of the context, and their block (speculators).
+        sliding_from_anchor (`bool`): In sliding layers, all slots see the same last `sliding_window` tokens of the
+            context, and their block (speculators).
         causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
         draft_vocab_size (`int`, *optional*): V_d of a draft with a pruned vocabulary, which has an LM head of its own
             and never proposes any other token; `None` for the target's whole vocabulary.
-        attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing, in all layers
-            (MiMo).
+        attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
         kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
             three quarters are those with the best base logits, one quarter those that the Markov head favours most
             after the previous token.
-
-    Raises:
-        ValueError: For each inconsistent value, naming it.
 
     DSpark Section 3.1.
     """
@@ -94,14 +90,12 @@ class DSparkConfig(DraftConfig):
         each_layer = f"name one of {LAYER_TYPES} for each of the {layers} layers"
         whole_block = f"be at least the {self.num_slots} slots of a block when a layer is sliding"
         no_markov = "be False when markov_rank is 0: there is no Markov embedding to read"
-        self._require(
-            len(self.layer_types) == layers and set(self.layer_types) <= set(LAYER_TYPES), "layer_types", each_layer
-        )
+        known = len(self.layer_types) == layers and set(self.layer_types) <= set(LAYER_TYPES)
+        self._require(known, "layer_types", each_layer)
         if "sliding_attention" in self.layer_types:
             least = 1 if self.sliding_from_anchor else self.num_slots
             self._require(window is not None and window >= least, "sliding_window", whole_block)
         self._require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
-        self._require(self.markov_rank >= 0, "markov_rank", "be 0 (no Markov head) or positive")
         self._require(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}")
         if self.markov_rank == 0 and self.enable_confidence_head:
             self._require(not self.confidence_head_with_markov, "confidence_head_with_markov", no_markov)

@@ -14,9 +14,6 @@ class Eagle3Config(DraftConfig):
     Args:
         block_size (`int`): γ, the number of draft tokens, one pass each; DeepSpec calls it `ttt_length`.
         kwargs: As for [`DraftConfig`]. Queries and keys have an RMS norm per head, as in Qwen3.
-
-    Raises:
-        ValueError: For each inconsistent value, naming it.
     """
 
     model_type = "dspark_eagle3"

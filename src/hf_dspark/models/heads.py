@@ -7,29 +7,19 @@ from torch import nn
 from ..maths.sampling import largest
 from .configuration_dspark import DSparkConfig
 
+State = torch.Tensor | None
+
 
 class VanillaMarkovHead(nn.Module):
-    """B(x_{k-1}, ·) = W_1[x_{k-1}] W_2. DSpark Eq. 5.
-
-    All heads share one interface: `transition` turns the previous token and h_k into an r-vector and the next state,
-    `bias` projects r-vectors on the vocabulary, or on some candidates of it.
-    """
+    """B(x_{k-1}, ·) = W_1[x_{k-1}] W_2. DSpark Eq. 5."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
-    def transition(
-        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the r-vector of slot k, and the state for slot k+1.
-
-        Args:
-            embedding (`torch.Tensor` of shape `[..., r]`): W_1[x_{k-1}].
-            hidden (`torch.Tensor` of shape `[..., d]`): h_k.
-            state (`torch.Tensor` of shape `[..., r]`, *optional*): s_{k-1}; `None` for the first slot.
-        """
+    def transition(self, embedding: torch.Tensor, hidden: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        """Turn W_1[x_{k-1}], h_k and s_{k-1} (`None` for the first slot) into the r-vector of slot k, and s_k."""
         return embedding, None
 
     def bias(self, transitions: torch.Tensor, candidate_ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,9 +44,7 @@ class GatedMarkovHead(VanillaMarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def transition(
-        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def transition(self, embedding: torch.Tensor, hidden: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedding], dim=-1))) * embedding, None
 
 
@@ -67,9 +55,7 @@ class RNNHead(VanillaMarkovHead):
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
-    def transition(
-        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def transition(self, embedding: torch.Tensor, hidden: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         state = torch.zeros_like(embedding) if state is None else state
         joint = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
@@ -81,15 +67,10 @@ MARKOV_HEADS = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": R
 
 
 class Successors:
-    """The tokens with the largest Markov bias after each token: for each row of W_1 W_2, where it is largest.
+    """The `count` tokens with the largest Markov bias after each token, which `draft_top_k` looks up here.
 
-    `draft_top_k` computes the bias of its candidates only, so it looks up here which tokens the bias would lift. A row
-    is computed when its token is first met, at the cost of one slot over the whole vocabulary.
-
-    Args:
-        head ([`VanillaMarkovHead`]): Of any kind. Heads that also read h_k or a state get zeros in their place.
-        hidden_size (`int`): d.
-        count (`int`): Tokens per row.
+    A row of W_1 W_2 is computed when its token is first met, at the cost of one slot over the whole vocabulary. Heads
+    that also read h_k or a state get zeros in their place.
     """
 
     ROWS_AT_A_TIME = 256  # of W_1 W_2, while the whole table is filled
@@ -133,12 +114,7 @@ def _versions(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def with_successors(best_ids: torch.Tensor, successor_ids: torch.Tensor) -> torch.Tensor:
-    """Return distinct candidates `[B, k]`: the successors, and the first of the best that are not among them.
-
-    Args:
-        best_ids (`torch.LongTensor` of shape `[B, k]`): Distinct, the best first.
-        successor_ids (`torch.LongTensor` of shape `[B, n]`): Distinct, n <= k.
-    """
+    """Return distinct candidates `[B, k]`: successors `[B, n]`, and the first of the best `[B, k]` not among them."""
     repeated = (best_ids[:, :, None] == successor_ids[:, None]).any(dim=-1)
     num_others = best_ids.shape[1] - successor_ids.shape[1]
     others = repeated.to(torch.uint8).argsort(dim=-1, stable=True)[:, :num_others]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +33,18 @@ from .slot_cache import SlotCache
 
 @dataclass(frozen=True)
 class AnchoredBlocks:
-    """N training blocks per row.
-
-    Attributes:
-        layout ([`BlockLayout`]): Where they stand.
-        labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ, the tokens after each anchor.
-        weights (`torch.FloatTensor` of shape `[B, N, γ]`): What each slot weighs in the losses; positive on the
-            contiguous prefix of supervised labels, 0 elsewhere.
-    """
+    """N training blocks per row."""
 
     layout: BlockLayout
-    labels: torch.Tensor
-    weights: torch.Tensor
+    labels: torch.Tensor  # [B, N, γ], x*_1..x*_γ: the tokens after each anchor
+    weights: torch.Tensor  # [B, N, γ], in the losses; positive on the contiguous supervised prefix, 0 elsewhere
 
     @property
     def supervised(self) -> torch.Tensor:
-        """Slots that count, `[B, N, γ]`."""
         return self.weights > 0
 
 
-@dataclass(frozen=True)
-class _Borrowed:
-    """The target's embedding and head, outside the module tree."""
-
+class _Borrowed(NamedTuple):
     embedding: nn.Module
     lm_head: nn.Module
     dtype: torch.dtype
@@ -78,7 +67,7 @@ class DraftModel(PreTrainedModel):
         self.decoding = DecodingOptions()
         self.last_stats = None
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
-        self._borrowed: tuple[_Borrowed, ...] = ()
+        self._borrowed: _Borrowed | None = None
         self.gradient_checkpointing = False
 
     @classmethod
@@ -134,19 +123,9 @@ class DraftModel(PreTrainedModel):
         name: str,
         renamed: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
-        """Read a checkpoint's tensors, once names, shapes and types are those of its config.
+        """Read a checkpoint's tensors once names, shapes and types are those of its config, or raise a `ValueError`.
 
-        Args:
-            config ([`DraftConfig`]): Of the checkpoint.
-            infos (`Mapping[str, TensorInfo]`): What the headers of its files say.
-            name (`str`): Of the checkpoint, for messages.
-            renamed (`Mapping[str, str]`): Our names of tensors to those in the files, where they differ.
-
-        Returns:
-            `dict[str, torch.Tensor]`: By our names, in the types they are stored in.
-
-        Raises:
-            ValueError: If the tensors are others than the config says, or are damaged.
+        `infos` are the headers of its files; `renamed` maps our names to those in the files, where they differ.
         """
         layers = {match[1] for match in map(_LAYER.match, infos) if match}
         if len(layers) < config.num_hidden_layers:  # before so many are built
@@ -172,8 +151,7 @@ class DraftModel(PreTrainedModel):
         Args:
             repo_id (`str`): The repository, `user/name`; made if it does not exist.
             results (`Iterable`): Result files, or folders of them, that the card is made of.
-            kwargs: For [`~hub.push_draft`]: `private`, `token`, `revision`, `commit_message`, `max_shard_size`,
-                `license`, ...
+            kwargs: `private`, `token`, `revision`, `commit_message`, `max_shard_size`, `license`, ...
 
         Returns:
             `str`: URL of the commit.
@@ -186,21 +164,17 @@ class DraftModel(PreTrainedModel):
         return import_module("hf_dspark.sharing.hub").push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a draft proposes what its target decodes.
-
-        Raises:
-            TypeError: Always; it says what to call.
-        """
+        """Raise a `TypeError` that says what to call: a draft only proposes what its target decodes."""
         raise TypeError(
             "a draft does not generate by itself, nor with an assistant: call "
             "target.generate(..., assistant_model=draft), or hf_dspark.generate_many(target, draft, prompts)"
         )
 
     def get_input_embeddings(self) -> nn.Module | None:
-        return self._borrowed[0].embedding if self._borrowed else None
+        return self._borrowed and self._borrowed.embedding
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self._borrowed[0].lm_head if self._borrowed else None
+        return self._borrowed and self._borrowed.lm_head
 
     def bind(self, target: PreTrainedModel) -> "DraftModel":
         """Borrow the target's embedding and LM head, which costs no memory, and return the draft itself.
@@ -213,16 +187,16 @@ class DraftModel(PreTrainedModel):
 
     def bind_parts(self, embedding: nn.Module, lm_head: nn.Module, dtype: torch.dtype) -> "DraftModel":
         """Borrow the embedding and the LM head of a target that is not loaded; the head computes in `dtype`."""
-        self._borrowed = (_Borrowed(embedding, lm_head, dtype),)
+        self._borrowed = _Borrowed(embedding, lm_head, dtype)
         return self
 
     def _require_target(self) -> _Borrowed:
-        if not self._borrowed:
+        if self._borrowed is None:
             raise ValueError(
                 "the draft has no embedding and no LM head of its own: call draft.bind(target) first "
                 "(target.generate(..., assistant_model=draft) does it for you)"
             )
-        return self._borrowed[0]
+        return self._borrowed
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
@@ -273,14 +247,11 @@ class DraftModel(PreTrainedModel):
             features (`torch.Tensor` of shape `[B, C, m*d]`, or `[T, m*d]` with `num_features`): Tapped target layers
                 of the committed tokens not yet in `cache`, the anchor excluded; packed, request by request.
             cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
-            sampler ([`Sampler`]): Draws each token; supplied by the caller.
+            sampler ([`Sampler`]): Draws each token.
             num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
             committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token after each token of
                 `features`, the anchor after the last one; autoregressive drafts need it.
             num_tokens (`int`, *optional*): Draw only the first tokens of each block, 1 <= n <= γ; all γ unless given.
-
-        Returns:
-            [`DraftBlock`]
         """
         raise NotImplementedError
 
@@ -298,28 +269,16 @@ class DraftModel(PreTrainedModel):
     def block_layout(
         self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
     ) -> BlockLayout:
-        """Return where this draft's training blocks stand.
-
-        Args:
-            anchor_positions, anchor_mask, position_ids: As in [`BlockLayout`].
-        """
+        """Return where this draft's training blocks stand."""
         gamma, num_slots = self.config.block_size, self.config.num_slots
         return BlockLayout(anchor_positions, anchor_mask, position_ids, gamma, sample_from_anchor=num_slots == gamma)
 
     def teacher_forced(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, torch.Tensor | None]:
-        """Run the draft over N anchored blocks per row, each slot after its label's predecessors.
+        """Run the draft over N anchored blocks per row of `[B, S]` tokens, each slot after its label's predecessors.
 
-        Args:
-            input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
-            features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
-            layout ([`BlockLayout`]): Where the blocks stand.
-            labels (`torch.LongTensor` of shape `[B, N, γ]`): x*_1..x*_γ of each block.
-
-        Returns:
-            [`SlotLogits`] of the γ slots of each block, and their pre-sigmoid c_k `[B, N, γ]`; `None` without a
-            confidence head.
+        Returns the logits of the γ slots of each block, and their pre-sigmoid c_k `[B, N, γ]`, if there is a head.
         """
         raise NotImplementedError
 
@@ -332,23 +291,10 @@ class DraftModel(PreTrainedModel):
         weights: LossWeights | None = None,
         weight_sum: torch.Tensor | None = None,
     ) -> BlockLosses:
-        """Return the losses of N anchored blocks per row; the training pass.
+        """Return the losses of N anchored blocks per row. Logits exist for supervised slots alone, a chunk at a time.
 
-        Logits exist for supervised slots alone, a chunk at a time.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `[B, S]`): The target's sequences.
-            features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped target layers of all positions.
-            label_hidden (`torch.Tensor` of shape `[B, N, γ, d]`): The target's last hidden states that predict the
-                labels.
-            blocks ([`AnchoredBlocks`]): What is predicted.
-            weights ([`LossWeights`], *optional*): Of the losses.
-            weight_sum (`torch.Tensor`, *optional*): Denominator of the means; that of these blocks unless given.
-
-        Returns:
-            [`BlockLosses`]
-
-        DSpark Section 3.3.
+        It reads tokens `[B, S]`, their features `[B, S, m*d]`, and the target's last hidden states before the labels,
+        `[B, N, γ, d]`. Means are over `weight_sum`, that of these blocks unless given. DSpark Section 3.3.
         """
         draft, confidence_logits = self.teacher_forced(input_ids, features, blocks.layout, blocks.labels)
         target = SlotLogits(self.target_logits, (label_hidden,), self.config.vocab_size)
@@ -390,25 +336,18 @@ def input_device(module: nn.Module) -> torch.device:
 
 
 def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedConfig) -> None:
-    """Raise a `ValueError` that names every way in which draft and target do not fit.
-
-    Args:
-        config ([`DraftConfig`]): Of the draft.
-        target (`PreTrainedModel` or `PreTrainedConfig`): The target, or its configuration if it is not loaded.
-    """
+    """Raise a `ValueError` that names every way in which a draft's config and a target, or its config, do not fit."""
     target_config = target if isinstance(target, PreTrainedConfig) else target.config
     require_decoder_only(target_config)
     text = target_config.get_text_config(decoder=True)
-    facts = {
-        "vocab_size": (config.vocab_size, text.vocab_size),
-        "hidden_size": (config.hidden_size, text.hidden_size),
-        # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
-        "num_target_layers": (
-            config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2),
-            text.num_hidden_layers,
-        ),
-    }
-    wrong = [f"{name}: draft {ours}, target {theirs}" for name, (ours, theirs) in facts.items() if ours != theirs]
+    # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
+    depth = config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2)
+    facts = (
+        ("vocab_size", config.vocab_size, text.vocab_size),
+        ("hidden_size", config.hidden_size, text.hidden_size),
+        ("num_target_layers", depth, text.num_hidden_layers),
+    )
+    wrong = [f"{name}: draft {ours}, target {theirs}" for name, ours, theirs in facts if ours != theirs]
     if wrong:
         raise ValueError(
             f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits only the model it was "

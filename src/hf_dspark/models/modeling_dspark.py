@@ -5,8 +5,9 @@ DFlash is the special case `markov_rank=0`. One backbone serves every target fam
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,25 +25,21 @@ from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
 
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
 
 
 @dataclass(frozen=True)
 class DraftPass:
-    """One cached pass of the draft: context tokens that are not in the cache yet, then a block, of each request.
+    """One cached pass of the draft: context tokens that are not in the cache yet, then a block, of each request."""
 
-    Args:
-        cache ([`SlotCache`]): The requests' context. Blocks are written after it and never counted.
-        num_features (`Sequence[int]`): New context tokens of each request.
-        num_slots (`int`): Rows of a block.
-        device (`torch.device`): The draft's.
-    """
-
-    cache: SlotCache
-    num_features: Sequence[int]
-    num_slots: int
+    cache: SlotCache  # the requests' context; blocks are written after it and never counted
+    num_features: Sequence[int]  # new context tokens of each request
+    num_slots: int  # rows of a block
     device: torch.device
+    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)
 
     @functools.cached_property
     def layout(self) -> SlotLayout:
@@ -52,7 +49,6 @@ class DraftPass:
 
     @functools.cached_property
     def blocks(self) -> SlotLayout:
-        """The blocks alone."""
         starts = tuple(start + new for start, new in zip(self.layout.starts, self.num_features, strict=True))
         return SlotLayout(starts, (self.num_slots,) * len(starts))
 
@@ -76,7 +72,7 @@ class DraftPass:
 
     def keys_from(self, window: SlidingWindow | None) -> int:
         """Return the first slot that some block row sees."""
-        return 0 if window is None else window.first_seen(min(self.blocks.starts))
+        return 0 if window is None else max(0, min(self.blocks.starts) - window.size + (not window.from_anchor))
 
     def visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
         """Return which slots from `keys_from(window)` on each block row sees, `[R, 1, slots, keys]`; `None`: all."""
@@ -89,15 +85,14 @@ class DraftPass:
             visible = near if visible is None else near & visible
         return None if visible is None else visible.expand(-1, -1, self.num_slots, -1)
 
-    @functools.cached_property
-    def _masks(self) -> dict[SlidingWindow | None, torch.Tensor | None]:
-        return {}
-
     def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return what is visible, folded as [`grouped_attention`] wants it: made once for all layers."""
-        if window not in self._masks:
-            self._masks[window] = fold_mask(self.visible(window), group, dtype)
-        return self._masks[window]
+        if window not in self.masks:
+            self.masks[window] = fold_mask(self.visible(window), group, dtype)
+        return self.masks[window]
+
+
+Attending = BlockLayout | DraftPass  # who sees what: in training, in a cached pass
 
 
 class DSparkRMSNorm(nn.Module):
@@ -109,18 +104,13 @@ class DSparkRMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.weight is None:
-            return normed.to(hidden.dtype)
-        return self.weight * normed.to(hidden.dtype)
+        return normed.to(hidden.dtype) if self.weight is None else self.weight * normed.to(hidden.dtype)
 
 
 class DSparkRotaryEmbedding:
-    """Rotary cosines and sines from float32 frequencies.
+    """Rotary cosines and sines from float32 frequencies."""
 
-    Not a module: a buffer would be rounded by `model.to(torch.bfloat16)`, and positions beyond a few hundred tokens
-    with it.
-    """
-
+    # Not a module: `model.to(torch.bfloat16)` would round a buffer, and positions beyond a few hundred tokens with it.
     def __init__(self, config: DSparkConfig) -> None:
         self._config = config
         self._inv_freq: dict[torch.device, torch.Tensor] = {}
@@ -138,7 +128,7 @@ class DSparkRotaryEmbedding:
             self._inv_freq[device] = inv_freq.float()
         return self._inv_freq[device]
 
-    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Rotary:
         """Return cosines and sines `[B, 1, rows, rotary_dim]` for positions `[B, rows]`."""
         angles = position_ids[:, None, :, None].float() * self._frequencies(position_ids.device)
         angles = torch.cat([angles, angles], dim=-1)
@@ -156,8 +146,6 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 class DSparkAttention(nn.Module):
     """Bidirectional attention of block rows over target features and the block itself. DSpark Eq. 3."""
-
-    is_causal = False
 
     def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
         super().__init__()
@@ -179,27 +167,19 @@ class DSparkAttention(nn.Module):
         self.q_norm, self.k_norm = norm(), norm()
         scale_free = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
         self.v_norm = scale_free if config.value_norm else nn.Identity()
-        self.attention_sink_bias = (
-            nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
-        )
+        sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        self.attention_sink_bias = sinks
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        context: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attending: BlockLayout | DraftPass,
+        self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
     ) -> torch.Tensor:
         """Attend from block rows `[B, Q, d]` to themselves, the new context rows `[B, C, d]` and the cached ones."""
-        num_queries = hidden.shape[1]
-        cos, sin = rotary
         key_input = torch.cat([context, hidden], dim=1)
-        query = rotate(
-            self.q_norm(self._heads(self.q_proj(hidden))), cos[:, :, -num_queries:], sin[:, :, -num_queries:]
-        )
+        of_block = (part[:, :, -hidden.shape[1] :] for part in rotary)
+        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), *of_block)
         raw_key = self._heads(self.k_proj(key_input))
         raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(key_input))
-        key, value = rotate(self.k_norm(raw_key), cos, sin), self.v_norm(raw_value)
+        key, value = rotate(self.k_norm(raw_key), *rotary), self.v_norm(raw_value)
         attend = self._attend_to_slots if isinstance(attending, DraftPass) else self._attend_in_training
         return self.o_proj(attend(query, key, value, attending).reshape(*hidden.shape[:2], -1))
 
@@ -265,11 +245,7 @@ class DSparkLayer(GradientCheckpointingLayer):
         self.layer_scalar = nn.Parameter(torch.ones(1)) if config.layer_scalar else None
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        context: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attending: BlockLayout | DraftPass,
+        self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
     ) -> torch.Tensor:
         # The context rows enter keys and values as they are: only block rows pass the input norm.
         attended = self.self_attn(self.input_layernorm(hidden), context, rotary, attending)
@@ -284,6 +260,31 @@ class DSparkLayer(GradientCheckpointingLayer):
 
 class DSparkDraftModel(DraftModel):
     """A DSpark draft: one parallel pass over the block, then a light head that samples it left to right.
+
+    Load one with `from_pretrained(name_or_path)`: a folder or a Hub repository that this package, DeepSpec,
+    speculators or SpecForge wrote (DFlash is `markov_rank=0`). Or make an untrained one, `DSparkDraftModel(config)`
+    with `config = DSparkConfig.from_target(target.config)`, and train it with [`DSparkTrainer`]. A draft has no
+    embedding and no LM head of its own: it borrows those of its target, and fits no other model.
+
+    Attributes:
+        decoding ([`DecodingOptions`]): How `generate()` decodes with it, such as
+            `DecodingOptions(policy=FullBlock())`. Replace it at any time; `decode_with` and `generate_many` take other
+            options for one call.
+        last_stats ([`RoundStatistics`], *optional*): What the last call drafted and accepted.
+
+    Example:
+
+    ```python
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from hf_dspark import DSparkDraftModel
+
+    tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-4B")
+    target = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-4B")
+    draft = DSparkDraftModel.from_pretrained("user/Qwen3-4B-DSpark")
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
+    print(draft.last_stats.tau)  # tokens per round
+    ```
 
     DSpark Section 3.1.
     """
@@ -310,39 +311,27 @@ class DSparkDraftModel(DraftModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
         self._successor_tables: dict[int, Successors] = {}
+        self._kept_ids: tuple[Any, torch.Tensor] | None = None
         self.post_init()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, DSparkRMSNorm) and module.weight is not None:
-            nn.init.ones_(module.weight)
-        elif isinstance(module, DSparkLayer) and module.layer_scalar is not None:
+        if isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
         elif self.markov_head is not None and module is self.markov_head.markov_w2:
             nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
-    @functools.cached_property
-    def _pruned_ids(self) -> dict[tuple[torch.device, int], torch.Tensor]:
-        return {}
-
     def draft_token_ids(self) -> torch.Tensor | None:
-        """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one.
-
-        Raises:
-            ValueError: If `d2t` names tokens that the target has not, or one twice.
-        """
         if self.config.draft_vocab_size is None:
             return None
         state = self.d2t.device, self.d2t._version
-        if state not in self._pruned_ids:
-            self._pruned_ids.clear()
+        if self._kept_ids is None or self._kept_ids[0] != state:
             with torch.inference_mode(False):  # what is kept may be trained with
-                self._pruned_ids[state] = kept_token_ids(self.d2t, self.config.vocab_size)
-        return self._pruned_ids[state]
+                self._kept_ids = state, kept_token_ids(self.d2t, self.config.vocab_size)
+        return self._kept_ids[1]
 
     def _successors(self) -> Successors | None:
-        """Return the tokens most likely to follow each token under the Markov bias, for `draft_top_k`."""
         candidates = self.config.draft_top_k
         count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1)  # a single one is the best one
         if self.markov_head is None or count == 0:
@@ -353,32 +342,17 @@ class DSparkDraftModel(DraftModel):
         return table
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
-        """Return U_k `[..., V]`, or `[..., V_d]` from the draft's own pruned head."""
         if self.config.draft_vocab_size is None:
             return super().base_logits(block_hidden)
         return self.scaled_logits(self.lm_head(block_hidden))
 
     def backbone(
-        self,
-        block_embeds: torch.Tensor,
-        features: torch.Tensor,
-        position_ids: torch.Tensor,
-        attending: BlockLayout | DraftPass,
+        self, block_embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attending: Attending
     ) -> torch.Tensor:
-        """Run the parallel stage.
+        """Run the parallel stage from embedded anchor and mask tokens `[B, Q, d]` to h, after the final norm.
 
-        Args:
-            block_embeds (`torch.Tensor` of shape `[B, Q, d]`): Embedded anchor and mask tokens of one or more blocks.
-            features (`torch.Tensor` of shape `[B, C, m*d]`): Tapped target layers of the context rows, of those alone
-                that are not yet cached in a [`DraftPass`].
-            position_ids (`torch.LongTensor` of shape `[B, C+Q]`): Positions of those rows, then of the block rows.
-            attending ([`BlockLayout`] or [`DraftPass`]): Who sees what: in training, or in a cached pass, where B = 1
-                and the rows of all requests are packed.
-
-        Returns:
-            `torch.Tensor` of shape `[B, Q, d]`: h, after the final norm.
-
-        DSpark Eq. 2-3.
+        Features `[B, C, m*d]` are of the context rows that are not cached yet, positions `[B, C+Q]` of those, then of
+        the block rows. In a [`DraftPass`], B = 1, and the rows of all requests are packed. DSpark Eq. 2-3.
         """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight)))  # Eq. 2
         rotary = self.rotary(position_ids, block_embeds.dtype)
@@ -418,42 +392,33 @@ class DSparkDraftModel(DraftModel):
         block_ids = torch.full((requests, num_slots), self.config.mask_token_id, device=anchor_ids.device)
         block_ids[:, 0] = anchor_ids
         block_embeds = self.embed(block_ids).flatten(0, 1)[None]
+        features = features.reshape(1, -1, features.shape[-1])
         with cache.writing(drafting.layout):
-            hidden = self.backbone(
-                block_embeds, features.reshape(1, -1, features.shape[-1]), drafting.position_ids, drafting
-            ).view(requests, num_slots, -1)
+            hidden = self.backbone(block_embeds, features, drafting.position_ids, drafting)
         for row, count in enumerate(num_features):
             cache.commit(row, count)
-        return hidden
+        return hidden.view(requests, num_slots, -1)
 
     def sample_block(
-        self,
-        hidden: torch.Tensor,
-        base_logits: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        sampler: Sampler,
+        self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler
     ) -> DraftBlock:
-        """Run the sequential stage: draw x_k from softmax(U_k + B_k), left to right.
+        """Run the sequential stage: draw x_k from softmax(U_k + B_k), left to right. DSpark Eq. 4.
 
-        Args:
-            hidden (`torch.Tensor` of shape `[B, slots, d]`): h.
-            base_logits (`torch.Tensor` of shape `[B, n, V]`, or `[B, n, V_d]`): U_1..U_n, n <= γ; as many tokens are
-                drawn.
-            anchor_ids (`torch.LongTensor` of shape `[B]`): x_0.
-            sampler ([`Sampler`]): Draws each token.
-
-        DSpark Eq. 4.
+        It reads h `[B, slots, d]`, U_1..U_n `[B, n, V or V_d]`, n <= γ, and x_0 `[B]`, and draws n tokens.
         """
-        candidates_of = self._candidates(base_logits)
-        previous, state = anchor_ids, None
+        previous, state, top_k = anchor_ids, None, self.config.draft_top_k
+        best = None if top_k is None else largest(base_logits, top_k)[1]
+        successors = None if top_k is None else self._successors()
         if self.markov_head is not None and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
         hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
         laws, embeddings = [], []
-        for slot in range(tokens.shape[1]):
-            candidates = candidates_of(slot, previous)
-            scores = base_logits[:, slot] if candidates is None else base_logits[:, slot].gather(-1, candidates)
+        for slot, scores in enumerate(base_logits.unbind(dim=1)):
+            candidates = None if best is None else best[:, slot]
+            if successors is not None:
+                candidates = with_successors(candidates, successors(previous))
+            scores = scores if candidates is None else scores.gather(-1, candidates)
             if self.markov_head is not None:
                 embeddings.append(self.markov_head.markov_w1(previous))
                 transition, state = self.markov_head.transition(embeddings[-1], hidden[:, slot], state)
@@ -462,24 +427,14 @@ class DSparkDraftModel(DraftModel):
             tokens[:, slot] = previous
             laws.append(law)
         law = None if laws[0] is None else TokenLaw.stack(laws)
-        confidence_logits = None
-        if self.confidence_head is not None:
-            stacked = torch.stack(embeddings, dim=1) if embeddings else None
-            confidence_logits = self.confidence_head(hidden, stacked).float()  # Eq. 7
-        return DraftBlock(tokens, law, confidence_logits)
+        if self.confidence_head is None:
+            return DraftBlock(tokens, law, None)
+        stacked = torch.stack(embeddings, dim=1) if embeddings else None
+        return DraftBlock(tokens, law, self.confidence_head(hidden, stacked).float())  # Eq. 7
 
     def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
         return per_slot[..., -self.config.block_size :, :]
-
-    def _candidates(self, base_logits: torch.Tensor) -> Callable[[int, torch.Tensor], torch.Tensor | None]:
-        """Return the function that names the candidates `[B, k]` of a slot after the previous tokens; `None`: all."""
-        if self.config.draft_top_k is None:
-            return lambda slot, previous: None
-        best, successors = largest(base_logits, self.config.draft_top_k)[1], self._successors()
-        if successors is None:
-            return lambda slot, previous: best[:, slot]
-        return lambda slot, previous: with_successors(best[:, slot], successors(previous))
 
     def _target_ids(self, candidates: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
         """Bring candidates from a pruned vocabulary to the target's; `None` where all of one vocabulary are meant."""
@@ -491,16 +446,7 @@ class DSparkDraftModel(DraftModel):
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Run the parallel stage for N anchored blocks per row: it reads the anchors and masks the rest.
-
-        Args:
-            input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
-
-        Returns:
-            `torch.Tensor` of shape `[B, N, slots, d]`: h, after the final norm.
-
-        DSpark Eq. 3, Section 3.3.
-        """
+        """Return h `[B, N, slots, d]` of N anchored blocks per row, which read their anchors alone. DSpark Eq. 3."""
         anchor_ids = input_ids.gather(1, layout.anchor_positions)
         block_ids = labels.new_full((*anchor_ids.shape, self.config.num_slots), self.config.mask_token_id)
         block_ids[:, :, 0] = torch.where(layout.anchor_mask, anchor_ids, block_ids[:, :, 0])
@@ -511,13 +457,6 @@ class DSparkDraftModel(DraftModel):
     def teacher_forced(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> tuple[SlotLogits, torch.Tensor | None]:
-        """Run both stages over N anchored blocks per row; the sequential one reads the labels.
-
-        Args:
-            input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
-
-        DSpark Eq. 3-7.
-        """
         hidden = self.block_hidden(input_ids, features, layout, labels)
         inputs, parameters, embedding = [self.predicting(hidden)], [], None
         if self.markov_head is not None:

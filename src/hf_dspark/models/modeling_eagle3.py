@@ -6,7 +6,7 @@ the target's features; in a block, it is the draft's own output of the slot befo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -15,54 +15,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..maths.losses import SlotLogits
 from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
 from .attention import fold_mask, grouped_attention
-from .block_attention import BlockLayout, KeyRanges, append_own
+from .block_attention import BlockLayout, KeyRanges, KeysValues, append_own
 from .configuration_eagle3 import Eagle3Config
 from .modeling_draft import DraftModel
-from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, rotate
+from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, rotate
 from .slot_cache import SlotCache, SlotLayout
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
 Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class SlotPass:
-    """One cached causal pass over new slots of each request, packed.
-
-    Args:
-        cache ([`SlotCache`]): Gets their keys and values.
-        layout ([`SlotLayout`]): The new slots of each request.
-        queries ([`SlotLayout`]): Those of them that attend.
-        device (`torch.device`): The draft's.
-    """
+    """One cached causal pass over new slots of each request, packed."""
 
     cache: SlotCache
-    layout: SlotLayout
-    queries: SlotLayout
-    device: torch.device
+    layout: SlotLayout  # the new slots of each request
+    queries: SlotLayout  # those of them that attend
+    layer_idx: int
 
     def attend(
-        self,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        context: tuple[torch.Tensor, ...],
-        scaling: float,
-        dropout: float,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: KeysValues, dropout: float
     ) -> torch.Tensor:
         """Write keys and values `[1, kv_heads, T, size]` of a layer, and attend from `[1, heads, Q, size]`."""
-        key, value = self.cache.update(key, value, layer_idx)
-        mask = self._mask(query.shape[1] // key.shape[1], query.dtype)
-        attended = grouped_attention(self.queries.to_rows(query), key, value, mask, scaling)
+        key, value = self.cache.update(key, value, self.layer_idx)
+        mask = self._mask(query.shape[1] // key.shape[1], query.dtype, query.device)
+        attended = grouped_attention(self.queries.to_rows(query), key, value, mask, None)
         return self.queries.to_packed(attended).transpose(1, 2)
 
-    def _mask(self, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def _mask(self, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         if all(start == self.layout.end - 1 for start in self.queries.starts):
             return None  # the last slot sees all
-        slots = torch.arange(self.layout.end, device=self.device)
-        visible = slots <= self.queries.row_positions(self.device)[:, None, :, None]
-        return fold_mask(visible, group, dtype)
+        slots = torch.arange(self.layout.end, device=device)
+        return fold_mask(slots <= self.queries.row_positions(device)[:, None, :, None], group, dtype)
 
 
 class Eagle3Attention(nn.Module):
@@ -71,7 +55,6 @@ class Eagle3Attention(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        self.scaling = config.head_dim**-0.5
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=config.attention_bias)
@@ -90,7 +73,7 @@ class Eagle3Attention(nn.Module):
         states, rotary = take_rows(states, rows), tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
         query = rotate(self.q_norm(self._heads(self.q_proj(states))), *rotary)
         dropout = self.config.attention_dropout if self.training else 0.0
-        attended = attend(query, key, value, context, self.scaling, dropout)
+        attended = attend(query, key, value, context, dropout)
         return self.o_proj(attended.transpose(1, 2).flatten(2)), key, value
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:
@@ -117,18 +100,10 @@ class Eagle3Layer(GradientCheckpointingLayer):
         rows: torch.Tensor | None = None,
         *context: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run slots through the layer.
+        """Run slots through the layer: what is known of each position, and the embedded next token, `[B, T, d]` each.
 
-        Args:
-            hidden, embeds (`torch.Tensor` of shape `[B, T, d]`): What is known of each position, and the embedded
-                next token.
-            rotary (`tuple`): Cosines and sines of the slots' positions.
-            attend (`Callable`): Attends from queries to whatever they see.
-            rows (`torch.LongTensor` of shape `[B, Q]`, *optional*): The slots whose output is needed.
-            context (`torch.Tensor`): Keys and values of earlier passes, for `attend`.
-
-        Returns:
-            The output of those slots `[B, Q, d]`, and the keys and values of all, `[B, kv_heads, T, size]`.
+        Returns the output `[B, Q, d]` of the slots `rows`, and keys and values of all slots, `[B, kv_heads, T, size]`.
+        `context` are keys and values of earlier passes, for `attend`.
         """
         states = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
         attended, key, value = self.self_attn(states, rotary, attend, rows, *context)
@@ -163,12 +138,6 @@ class Eagle3DraftModel(DraftModel):
         self.post_init()
 
     @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, DSparkRMSNorm):
-            nn.init.ones_(module.weight)
-
-    @torch.no_grad()
     def draft_block(
         self,
         anchor_ids: torch.Tensor,
@@ -179,23 +148,23 @@ class Eagle3DraftModel(DraftModel):
         committed_ids: torch.Tensor | None = None,
         num_tokens: int | None = None,
     ) -> DraftBlock:
-        hidden, ends = self._read_context(anchor_ids, features, cache, num_features, committed_ids)
-        num_tokens = num_tokens or self.config.block_size
+        hidden = self.read_block(anchor_ids, features, cache, num_features, committed_ids)
+        counts = num_features or (features.shape[1],) * len(anchor_ids)
+        num_tokens, top_k = num_tokens or self.config.block_size, self.config.draft_top_k
         tokens = anchor_ids.new_empty(len(anchor_ids), num_tokens, device=self.device)
+        # Where the block begins; a slot that was read without features is not counted.
+        starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
         laws = []
         for slot in range(num_tokens):
             if slot > 0:
-                layout = SlotLayout(tuple(end + slot - 1 for end in ends), (1,) * len(ends))
+                layout = SlotLayout(tuple(start + slot - 1 for start in starts), (1,) * len(starts))
                 hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
-            scores, candidate_ids = self._scores(self.norm(hidden))
+            scores, candidate_ids = self.base_logits(self.norm(hidden)), None
+            if top_k is not None:
+                scores, candidate_ids = largest(scores, top_k)
             tokens[:, slot], law = sampler(scores.float(), candidate_ids, tokens[:, :slot])
             laws.append(law)
         return DraftBlock(tokens, None if laws[0] is None else TokenLaw.stack(laws), None)
-
-    def _scores(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits of all tokens and `None`, or those of candidates, `[B, n]`, and their ids."""
-        logits, count = self.base_logits(hidden), self.config.draft_top_k
-        return (logits, None) if count is None else largest(logits, count)
 
     @torch.no_grad()
     def read_block(
@@ -206,17 +175,7 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._read_context(anchor_ids, features, cache, num_features, committed_ids)[0]
-
-    def _read_context(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        num_features: Sequence[int] | None,
-        committed_ids: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Return the output of each request's last slot before the final norm, `[B, d]`, and the slots after them."""
+        """Read the new context, and return the output of each request's last slot before the final norm, `[B, d]`."""
         if committed_ids is None:
             raise ValueError(
                 "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
@@ -226,18 +185,16 @@ class Eagle3DraftModel(DraftModel):
             num_features = (features.shape[1],) * len(anchor_ids)
         features = features.reshape(-1, features.shape[-1])
         if 0 in num_features:  # its last round failed: it reads a slot without features, which is not kept
-            parts = zip(
-                anchor_ids.split(1), features.split(list(num_features)), committed_ids.split(list(num_features)),
-                strict=True,
-            )  # fmt: skip
-            filled = [(f, ids) if len(f) else (f.new_zeros(1, f.shape[1]), anchor) for anchor, f, ids in parts]
-            features, committed_ids = (torch.cat(column) for column in zip(*filled, strict=True))
+            split, blank = list(num_features), features.new_zeros(1, features.shape[1])
+            features = torch.cat([own if len(own) else blank for own in features.split(split)])
+            ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
+            committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
         counts = tuple(max(1, count) for count in num_features)
         layout = SlotLayout(cache.lengths[: len(counts)], counts)
         hidden = self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
         for row, count in enumerate(num_features):
             cache.commit(row, count)
-        return hidden, [start + count for start, count in zip(layout.starts, counts, strict=True)]
+        return hidden
 
     def _read_slots(
         self, hidden: torch.Tensor, token_ids: torch.Tensor, cache: SlotCache, layout: SlotLayout
@@ -245,31 +202,23 @@ class Eagle3DraftModel(DraftModel):
         """Run packed slots `[1, T, d]` with their next tokens `[T]`; return each request's last one, `[B, d]`."""
         embeds = self.embed(token_ids)[None]
         rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
-        ends = [first + count for first, count in zip(layout.first_tokens, layout.counts, strict=True)]
-        last = torch.tensor(ends, device=self.device)[None] - 1
+        last = torch.tensor([list(accumulate(layout.counts))], device=self.device) - 1
         last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
-        inner = SlotPass(cache, layout, layout, self.device)
-        outer = SlotPass(cache, layout, SlotLayout(last_slots, (1,) * layout.num_rows), self.device)
+        outer = SlotPass(cache, layout, SlotLayout(last_slots, (1,) * layout.num_rows), len(self.layers) - 1)
         with cache.writing(layout):
             for index, layer in enumerate(self.layers[:-1]):
-                hidden, _, _ = layer(hidden, embeds, rotary, partial(inner.attend, index))
-            hidden, _, _ = self.layers[-1](hidden, embeds, rotary, partial(outer.attend, len(self.layers) - 1), last)
+                hidden, _, _ = layer(hidden, embeds, rotary, SlotPass(cache, layout, layout, index).attend)
+            hidden, _, _ = self.layers[-1](hidden, embeds, rotary, outer.attend, last)
         return hidden[0]
 
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
     ) -> torch.Tensor:
-        """As in [`DraftModel.block_hidden`], from γ steps at the slot before each anchor.
+        """Return h `[B, N, γ, d]` of γ steps at the slot before each anchor.
 
         The first step runs over all positions. Each later one runs at those slots only, and sees the first step's keys
-        up to there and its own slot's keys of the steps between.
-
-        Args:
-            input_ids, features, layout, labels: As in [`DraftModel.teacher_forced`].
-
-        Returns:
-            `torch.Tensor` of shape `[B, N, γ, d]`: Finite, but without meaning, for dummies and for anchors that begin
-            their document.
+        up to there and its own slot's keys of the steps between. The outputs of dummies, and of anchors that begin
+        their document, are finite but mean nothing.
         """
         served = layout.anchor_mask & (layout.anchor_positions > layout.starts)
         slots = (layout.anchor_positions - 1).clamp_min(0)
@@ -280,7 +229,7 @@ class Eagle3DraftModel(DraftModel):
         hidden = self.fc(features.to(self.fc.weight))
         embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
         rotary = self.rotary(layout.position_ids, embeds.dtype)
-        contexts: list[tuple[torch.Tensor, ...]] = []
+        contexts: list[KeysValues] = []
         for layer in self.layers[:-1]:
             hidden, *context = layer(hidden, embeds, rotary, whole.attend)
             contexts.append(tuple(context))

@@ -24,25 +24,18 @@ class SlotLayout:
 
     Packed means that the tokens of all rows stand in one sequence `[1, T, ...]` without padding, so that the layers
     pay for no token that is not there. Only attention needs rows, `[R, ...]`, padded on the right.
-
-    Args:
-        starts (`tuple[int, ...]`): First slot of each row.
-        counts (`tuple[int, ...]`): Tokens of each row in this pass; none where a row has come to its end.
-        first_row (`int`): Cache row of the first row; the others follow it.
     """
 
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
-    first_row: int = 0
+    starts: tuple[int, ...]  # first slot of each row
+    counts: tuple[int, ...]  # tokens of each row in this pass; 0 where a row has come to its end
+    first_row: int = 0  # cache row of the first row; the others follow it
 
     @property
     def num_rows(self) -> int:
-        """R."""
         return len(self.counts)
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """T, tokens of all rows."""
         return sum(self.counts)
 
     @functools.cached_property
@@ -116,30 +109,21 @@ class CacheMemoryError(MemoryError):
 
 
 class SlotCache(Cache):
-    """Keys and values of several rows, written at per-row slots.
+    """Keys and values of at most `num_rows` rows, written at per-row slots.
 
     A forward pass that uses it runs within `writing(layout)`. Memory is rows x capacity, the capacity growing
-    geometrically with the longest row up to `limit`.
-
-    Args:
-        num_rows (`int`): Rows at most.
-        limit (`int`, *optional*): Slots that no row will exceed; keeps growth from overshooting.
-        num_layers (`int`, *optional*): Layers that will write to it; for estimates.
-
-    Attributes:
-        conversation (*optional*): What a decoding loop keeps with a cache that it returns; the cache never reads it.
+    geometrically with the longest row up to `limit`, the slots that no row will exceed.
     """
 
     def __init__(self, num_rows: int = 1, limit: int | None = None, num_layers: int | None = None) -> None:
         super().__init__(layers=[])
         self.num_rows = num_rows
         self.limit = limit
-        self.num_layers = num_layers
-        self.conversation: Any = None
+        self.num_layers = num_layers  # that will write to it; for estimates
+        self.conversation: Any = None  # what a decoding loop keeps with a cache that it returns
         self._lengths = [0] * num_rows
         self._layout: SlotLayout | None = None
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
+        self._stores: dict[tuple[int, str], torch.Tensor] = {}  # by layer, and "keys" or "values"
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -177,21 +161,14 @@ class SlotCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write packed keys and values of a layer, and return those of the rows of this pass.
+        """Write packed keys and values `[1, heads, T, size]` of a layer, and return those of the rows of this pass.
 
-        Args:
-            key_states, value_states (`torch.Tensor` of shape `[1, heads, T, size]`): By the layout.
-            layer_idx (`int`): The layer.
-
-        Returns:
-            Keys and values `[R, heads, end, size]`: views, valid until the next write.
+        They are views `[R, heads, end, size]`, valid until the next write.
         """
-        return self._write(self._keys, layer_idx, key_states), self._write(self._values, layer_idx, value_states)
+        return self._write((layer_idx, "keys"), key_states), self._write((layer_idx, "values"), value_states)
 
-    def _write(self, stores: dict[int, torch.Tensor], layer_idx: int, states: torch.Tensor) -> torch.Tensor:
-        layout, store = self.layout, stores.get(layer_idx)
-        if store is None or store.shape[2] < layout.end:
-            store = stores[layer_idx] = self._grown(store, states, layout.end)
+    def _write(self, name: tuple[int, str], states: torch.Tensor) -> torch.Tensor:
+        layout, store = self.layout, self._store(name, states, self.layout.end)
         first = layout.first_row
         if layout.num_rows == 1:
             start = layout.starts[0]
@@ -201,7 +178,11 @@ class SlotCache(Cache):
             store[first + rows, :, slots] = states[0].transpose(0, 1)
         return store[first : first + layout.num_rows, :, : layout.end]
 
-    def _grown(self, store: torch.Tensor | None, states: torch.Tensor, needed: int) -> torch.Tensor:
+    def _store(self, name: tuple[int, str], states: torch.Tensor, needed: int) -> torch.Tensor:
+        """Return a layer's keys or values, with room for so many slots."""
+        store = self._stores.get(name)
+        if store is not None and store.shape[2] >= needed:
+            return store
         capacity = needed if store is None else max(needed, int(store.shape[2] * GROWTH))
         capacity = -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
         if self.limit is not None:
@@ -216,11 +197,13 @@ class SlotCache(Cache):
             raise CacheMemoryError(self._memory_message(states, needed)) from error
         if store is not None:
             grown[:, :, : store.shape[2]] = store
+        self._stores[name] = grown
         return grown
 
     def _memory_message(self, states: torch.Tensor, needed: int) -> str:
-        held = sum(store.nbytes for store in (*self._keys.values(), *self._values.values()))
-        row_bytes = 2 * (self.num_layers or len(self._keys)) * states[0, :, 0].nbytes * needed
+        held = sum(store.nbytes for store in self._stores.values())
+        num_layers = self.num_layers or max(1, len({layer_idx for layer_idx, _ in self._stores}))
+        row_bytes = 2 * num_layers * states[0, :, 0].nbytes * needed
         what = f"no memory for keys and values of {needed} tokens, {row_bytes / 2**30:.2f} GiB a sequence"
         if self.num_rows == 1:
             return f"{what}: shorten the prompt or lower max_new_tokens"
@@ -230,16 +213,15 @@ class SlotCache(Cache):
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
         length = self._lengths[source]
-        for store in (*self._keys.values(), *self._values.values()):
+        for store in self._stores.values():
             store[destination, :, :length] = store[source, :, :length]
         self._lengths[destination], self._lengths[source] = length, 0
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchange two rows."""
         if first == second:
             return
         length = max(self._lengths[first], self._lengths[second])
-        for store in (*self._keys.values(), *self._values.values()):
+        for store in self._stores.values():
             kept = store[first, :, :length].clone()
             store[first, :, :length] = store[second, :, :length]
             store[second, :, :length] = kept
@@ -247,50 +229,38 @@ class SlotCache(Cache):
 
     def shrink(self, num_rows: int) -> None:
         """Keep the first rows alone."""
-        for stores in (self._keys, self._values):
-            for layer_idx in stores:
-                stores[layer_idx] = stores[layer_idx][:num_rows].clone()
+        for name, store in self._stores.items():
+            self._stores[name] = store[:num_rows].clone()
         self.num_rows, self._lengths = num_rows, self._lengths[:num_rows]
 
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
-        """Copy a row of one of transformers' caches into the same row here, which is empty.
-
-        A sliding layer has forgotten its older columns: their slots stay empty, no window reaches them.
-
-        Args:
-            other (`Cache`): A dynamic cache.
-            row (`int`): The row.
-            columns (`torch.LongTensor` of shape `[n]`): Columns of the whole sequence that hold the row's tokens.
-        """
+        """Copy a row of one of transformers' caches, whose tokens are in `columns`, into the same row, empty here."""
+        # A sliding layer has forgotten its older columns: their slots stay empty, no window reaches them.
         for layer_idx, layer in enumerate(other.layers):
             if not layer.is_initialized:
                 continue
             forgotten = layer.get_seq_length() - layer.keys.shape[2]
             kept = columns[columns >= forgotten] - forgotten
             first = len(columns) - len(kept)
-            for stores, states in ((self._keys, layer.keys), (self._values, layer.values)):
-                store = stores.get(layer_idx)
-                if store is None or store.shape[2] < len(columns):
-                    store = stores[layer_idx] = self._grown(store, states, len(columns))
+            for name, states in (("keys", layer.keys), ("values", layer.values)):
+                store = self._store((layer_idx, name), states, len(columns))
                 store[row, :, first : len(columns)] = states[row][:, kept.to(states.device)]
         self.commit(row, len(columns))
 
     def to_dynamic_cache(self, columns: Sequence[torch.Tensor] | None = None) -> DynamicCache:
-        """Return a copy as transformers' `DynamicCache`.
+        """Return a copy as transformers' `DynamicCache`, each row's tokens at its `columns`.
 
-        Args:
-            columns (`Sequence[torch.LongTensor]`, *optional*): Where each row's tokens go, `[length]` each; without
-                it, rows end together, as in a left-padded batch.
+        Without them, rows end together, as in a left-padded batch.
         """
         if columns is None:
             longest = max(self._lengths)
             columns = [torch.arange(longest - length, longest, device="cpu") for length in self._lengths]
         width = 1 + max(int(own.max()) for own in columns if len(own))
         cache = DynamicCache()
-        for layer_idx in sorted(self._keys):
+        for layer_idx in sorted({layer_idx for layer_idx, _ in self._stores}):
             copies = []
-            for stores in (self._keys, self._values):
-                store = stores[layer_idx]
+            for name in ("keys", "values"):
+                store = self._stores[layer_idx, name]
                 copied = store.new_zeros(store.shape[0], store.shape[1], width, store.shape[3])
                 for row, own in enumerate(columns):
                     copied[row, :, own.to(store.device)] = store[row, :, : self._lengths[row]]
@@ -299,7 +269,6 @@ class SlotCache(Cache):
         return cache
 
     def reset(self) -> None:
-        """Forget everything."""
         self._lengths, self.conversation = [0] * self.num_rows, None
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -24,6 +24,7 @@ from ..formats.rows import Format, TargetFacts
 from ..formats.tables import FORMAT_NAMES, OURS
 from ..formats.tensors import compare_tensors, kept_tokens_mask
 from ..formats.translate import config_from_format, config_to_format, find_format, reasons_of, recognise
+from ..messages import listed
 from ..models.auto import DRAFTS, is_draft
 from ..models.configuration_draft import DraftConfig, embedding_scale
 from ..models.modeling_draft import DraftModel, check_fits
@@ -34,37 +35,22 @@ Target = str | os.PathLike | PreTrainedConfig | PreTrainedModel
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft that was read, of whatever format.
-
-    Attributes:
-        config ([`DraftConfig`]): Ours.
-        tensors (`dict[str, torch.Tensor]`): By our names, in the types they are stored in.
-        format (`str`): One of [`FORMAT_NAMES`].
-    """
+    """A draft that was read, of whatever format."""
 
     config: DraftConfig
-    tensors: dict[str, torch.Tensor]
-    format: str
+    tensors: dict[str, torch.Tensor]  # by our names, in the types they are stored in
+    format: str  # one of FORMAT_NAMES
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What [`convert_checkpoint`] has written.
-
-    Attributes:
-        folder (`Path`): Where.
-        format (`str`): In which format.
-        files (`tuple[str, ...]`): Their names.
-        engines (`tuple[str, ...]`): Programs that can run the draft from it; the table of each was checked.
-        notes (`tuple[str, ...]`): What a user should know: which engines cannot run it and why, and what was written
-            beside the checkpoint because the format has no field for it.
-    """
+    """What [`convert_checkpoint`] has written."""
 
     folder: Path
     format: str
-    files: tuple[str, ...]
-    engines: tuple[str, ...]
-    notes: tuple[str, ...]
+    files: tuple[str, ...]  # their names
+    engines: tuple[str, ...]  # programs that can run the draft from it; the table of each was checked
+    notes: tuple[str, ...]  # which engines cannot run it and why, and what lies beside it for want of a field
 
 
 def convert_checkpoint(
@@ -134,16 +120,7 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read a draft of any format, from safetensors alone, checked against its own configuration before it is loaded.
 
-    Args:
-        source (`str` or `PathLike`): A folder, or a repository on the Hub.
-        target, sample_from_anchor, hub_kwargs: As in [`convert_checkpoint`].
-
-    Returns:
-        [`Checkpoint`]
-
-    Raises:
-        ValueError: If it is no draft known here, has features that are not supported, or its tensors are not what its
-            configuration says.
+    The arguments are those of [`convert_checkpoint`].
     """
     files = open_checkpoint(source, **hub_kwargs)
     name = detect_format(files.config)
@@ -164,11 +141,7 @@ def read_checkpoint(
 
 
 def detect_format(config: Mapping[str, Any]) -> str:
-    """Return the name of the format that a draft's `config.json` is in.
-
-    Raises:
-        ValueError: If it is no draft that is known here.
-    """
+    """Return the name of the format that a draft's `config.json` is in; a `ValueError` if it is no known draft."""
     entry = recognise(config)
     if entry is not None:
         return entry.name
@@ -192,11 +165,8 @@ def target_facts(target: Target) -> TargetFacts:
 
 def _weights_of(draft: DraftModel) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in draft.state_dict().items()}
-    away = sorted(name for name, tensor in tensors.items() if tensor.is_meta)
-    if away:
-        raise ValueError(
-            f"the draft's weights are offloaded ({', '.join(away[:3])}, ...): load it on one device first"
-        )
+    if away := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ValueError(f"the draft's weights are offloaded ({listed(away, 3)}): load it on one device first")
     return tensors
 
 
@@ -245,7 +215,12 @@ def _write_foreign(
             f"the format has no field for the temperatures of the confidence head: they are in {STS_FILE}, as SGLang "
             "reads them (--speculative-dspark-confidence-sts-path)",
         )
-    _check_written(open_checkpoint(folder), config, entry, engines)
+    files = open_checkpoint(folder)
+    compare_tensors(files.tensors, theirs, files.name)
+    for engine in ENGINES:
+        lacking = missing_keys(files.config, entry, engine) if engine.name in engines else ()
+        if lacking:
+            raise ValueError(f"{engine.name} needs {', '.join(lacking)} in config.json, which was not written")
     return engines, notes
 
 
@@ -254,28 +229,24 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -> TargetFacts | None:
-    """Return the facts of the target that a format needs, and check that it is the draft's."""
-    if target is None:
-        if entry.copies or entry.names_target:
-            what = "holds copies of its embedding and LM head" if entry.copies else "says where it is"
-            raise ValueError(f"the format {entry.name!r} needs the target, for it {what}: pass target=...")
-        return None
-    facts = target_facts(target)
-    if entry.names_target and not facts.name_or_path:
+    if entry.copies and (target is None or isinstance(target, PreTrainedConfig)):
         raise ValueError(
-            f"the format {entry.name!r} says where the target is, which this one in memory does not know: pass its "
-            "folder or its name on the Hub, or set target.config.name_or_path"
+            f"the format {entry.name!r} holds copies of the target's embedding and LM head: pass target=..., the "
+            "model or where it is"
         )
-    check_fits(config, facts.config)
+    facts = None if target is None else target_facts(target)
+    if entry.names_target and (facts is None or not facts.name_or_path):
+        raise ValueError(
+            f"the format {entry.name!r} says where the target is: pass target=..., its folder or its name on the Hub, "
+            "or set target.config.name_or_path"
+        )
+    if facts is not None:
+        check_fits(config, facts.config)
     return facts
 
 
 def _engines(config: DraftConfig, entry: Format, wanted: str | None) -> Written:
-    """Return the engines that read a format and can run the draft, and notes about those that cannot.
-
-    Raises:
-        ValueError: If there is none, or the one that is wanted cannot.
-    """
+    """Return the engines that read a format and can run the draft, and notes about those that cannot."""
     readers = {engine.name: engine for engine in ENGINES if engine.name in entry.engines}
     reasons = {name: reasons_of(reader.refusals, config) for name, reader in readers.items()}
     if wanted is not None and wanted not in readers:
@@ -289,13 +260,8 @@ def _engines(config: DraftConfig, entry: Format, wanted: str | None) -> Written:
     return able if wanted is None else (wanted,), notes
 
 
-def _target_copies(target: Target | None, entry: Format) -> dict[str, torch.Tensor]:
+def _target_copies(target: Target, entry: Format) -> dict[str, torch.Tensor]:
     """Return the target's tensors that a format holds copies of, in the type that the target has them in."""
-    if isinstance(target, PreTrainedConfig):
-        raise ValueError(
-            f"the format {entry.name!r} holds copies of the target's embedding and LM head, which its configuration "
-            "does not have: pass the target itself, or where it is"
-        )
     if isinstance(target, PreTrainedModel):
         borrowed = BorrowedModules.copy_of(target)
         found = {"embed_tokens.weight": borrowed.embedding.weight, "lm_head.weight": borrowed.lm_head.weight}
@@ -306,33 +272,12 @@ def _target_copies(target: Target | None, entry: Format) -> dict[str, torch.Tens
 
 
 def _stored_copies(files: CheckpointFiles) -> dict[str, torch.Tensor]:
-    names = {
-        wanted: [name for name in files.tensors if name == wanted or name.endswith(f".{wanted}")]
-        for wanted in ("embed_tokens.weight", "lm_head.weight")
-    }
-    # A tied head is not stored.
-    names["lm_head.weight"] = names["lm_head.weight"] or names["embed_tokens.weight"]
-    if any(len(found) != 1 for found in names.values()):
+    wanted = ("embed_tokens.weight", "lm_head.weight")
+    names = [[name for name in files.tensors if f".{name}".endswith(f".{ending}")] for ending in wanted]
+    names[1] = names[1] or names[0]  # a tied head is not stored
+    if any(len(found) != 1 for found in names):
         raise ValueError(
             f"the embedding and the LM head of {files.name} cannot be told by their names: pass the loaded model"
         )
-    stored = load_tensors(files.tensors, {found[0] for found in names.values()})
-    return {wanted: stored[found[0]] for wanted, found in names.items()}
-
-
-def _check_written(files: CheckpointFiles, config: DraftConfig, entry: Format, engines: tuple[str, ...]) -> None:
-    """Raise a `ValueError` that names what a written checkpoint lacks for its format or an engine."""
-    own = DRAFTS[config.model_type].expected_tensors(config)
-    expected = {entry.renamed.get(name, name): tensor for name, tensor in own.items()}
-    expected |= {name: torch.empty(config.vocab_size, config.hidden_size, device="meta") for name in entry.copies}
-    if "d2t" in own:
-        expected["t2d"] = torch.empty(config.vocab_size, dtype=torch.bool, device="meta")
-    compare_tensors(files.tensors, expected, files.name)
-    faults = [
-        f"{engine.name} needs {key} in config.json"
-        for engine in ENGINES
-        if engine.name in engines
-        for key in missing_keys(files.config, entry, engine)
-    ]
-    if faults:
-        raise ValueError(f"{files.name} is no sound {entry.name} checkpoint: {'; '.join(faults)}")
+    stored = load_tensors(files.tensors, {found[0] for found in names})
+    return {ending: stored[found[0]] for ending, found in zip(wanted, names, strict=True)}

@@ -6,7 +6,6 @@ belongs to the target.
 """
 
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -18,6 +17,7 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from ..files import replace_text
+from ..formats.files import CONFIG_FILE, read_json
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
@@ -27,50 +27,26 @@ CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
 RESULTS_FOLDER = "results"
 CARD_FILE = "README.md"
+WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
 # All that is published; a training's folder has more in it, pickled arguments among others.
-REPOSITORY_FILES = (
-    CARD_FILE,
-    "config.json",
-    "model.safetensors",
-    "model-?????-of-?????.safetensors",
-    "model.safetensors.index.json",
-    f"{CODE_FOLDER}/{DECODER.name}",
-    f"{CODE_FOLDER}/LICENSE",
-    f"{RESULTS_FOLDER}/*.json",
-)
+REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, f"{RESULTS_FOLDER}/*.json")
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
 UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
 
 
 def push_draft(
-    draft: DraftModel | str | Path,
-    repo_id: str,
-    results: Iterable[str | Path] = (),
-    *,
-    max_shard_size: int | str = "5GB",
-    **options: Any,
+    draft: DraftModel | str | Path, repo_id: str, results: Iterable[str | Path] = (), **options: Any
 ) -> str:
-    """Publish a draft on the Hub; what its repository held before is replaced in one commit.
+    """Publish a draft, or what a folder or repository holds, with its result files; returns the URL of the commit.
 
-    Args:
-        draft ([`DraftModel`], `str` or `Path`): The draft, or the folder or repository to load it from.
-        repo_id (`str`): The repository, `user/name`; made if it does not exist.
-        results (`Iterable`): Result files, or folders of them, that the model card is made of; published, too.
-        max_shard_size (`int` or `str`): Bytes of a weight file at most, such as `"500MB"`.
-        options: Those of [`upload_repository`]; all others are for [`~model_card.model_card`].
-
-    Returns:
-        `str`: URL of the commit.
-
-    Raises:
-        ValueError: If a result file is not sound, or belongs to another draft or target; nothing was uploaded.
-        OSError: If the upload failed.
+    One commit replaces what the repository held before. `options` are those of [`upload_repository`]; all others are
+    for [`~model_card.model_card`].
     """
-    draft = _loaded(draft)
     upload = {name: options.pop(name) for name in UPLOAD_OPTIONS if name in options}
     with tempfile.TemporaryDirectory() as folder:
-        save_repository(draft, folder, results, max_shard_size=max_shard_size, **{"repo_id": repo_id} | options)
+        save_repository(draft, folder, results, **{"repo_id": repo_id} | options)
         return upload_repository(folder, repo_id, **upload)
 
 
@@ -82,20 +58,8 @@ def save_repository(
     max_shard_size: int | str = "5GB",
     **card: Any,
 ) -> Path:
-    """Write everything that [`push_draft`] publishes into a folder.
-
-    Args:
-        draft, results, max_shard_size: As for [`push_draft`].
-        folder (`str` or `Path`): Where to write; other files in it stay.
-        card: For [`~model_card.model_card`].
-
-    Returns:
-        `Path`: The folder.
-
-    Raises:
-        ValueError: As for [`push_draft`]; nothing was written.
-    """
-    draft, folder, files = _loaded(draft), Path(folder), result_files(results)
+    """Write everything that [`push_draft`] publishes into a folder; other files in it stay. Returns the folder."""
+    draft, folder, files = _loaded(draft), Path(folder), _result_files(results)
     readme = model_card(draft, files, **card | {"repo_id": card.get("repo_id") or folder.name})
     for fact in missing_facts(readme):
         warnings.warn(f"the model card does not name {fact}", stacklevel=2)
@@ -107,60 +71,37 @@ def save_repository(
 
 
 def write_card(
-    draft: DraftModel | str | Path, results: Iterable[str | Path] = (), output: str | Path | None = None, **card: Any
+    draft: DraftModel | str | Path, folder: str | Path, results: Iterable[str | Path] = (), **card: Any
 ) -> Path:
-    """Write the model card of a draft.
-
-    Args:
-        draft ([`DraftModel`], `str` or `Path`): The draft, or the folder it is in.
-        results (`Iterable`): Result files, or folders of them; without any, the card says that nothing was measured.
-        output (`str` or `Path`, *optional*): The file to write; `README.md` in the draft's folder unless given.
-        card: For [`~model_card.model_card`].
-
-    Returns:
-        `Path`: The file.
-
-    Raises:
-        ValueError: If there is nowhere to write to, or a result file is not sound or belongs to another draft or
-            target; nothing was written.
-    """
-    if output is None:
-        if isinstance(draft, DraftModel) or not Path(draft).is_dir():
-            raise ValueError("a draft that is in no folder here needs a file for its card: pass output")
-        output = Path(draft) / CARD_FILE
-    folder = Path(output).resolve().parent
-    if not card.get("repo_id") and (folder / "config.json").exists():  # the draft that the card lies beside
-        card["repo_id"] = folder.name
-    text = str(model_card(_loaded(draft), result_files(results), **card))
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    replace_text(Path(output), text)
-    return Path(output)
+    """Write the model card of a draft into its folder, under the folder's name; returns the path of the file."""
+    path = Path(folder).resolve() / CARD_FILE
+    text = str(model_card(_loaded(draft), results, **card | {"repo_id": card.get("repo_id") or path.parent.name}))
+    replace_text(path, text)
+    return path
 
 
 def write_remote_code(folder: str | Path) -> Path:
-    """Add the one-file decoder to a draft's folder, for decoding where this package is not installed.
+    """Copy the one-file decoder into a draft's folder, for decoding where this package is not installed.
 
-    Args:
-        folder (`str` or `Path`): A folder that `draft.save_pretrained` has written. Its `config.json` then names the
-            file's classes, so that `AutoModel` finds them with `trust_remote_code=True`; the file has none for Eagle3.
-
-    Returns:
-        `Path`: The file, the same bytes for the same version of this package.
-
-    Raises:
-        ValueError: If there is no draft in the folder.
+    `config.json` then names the file's classes, so that `AutoModel` finds them with `trust_remote_code=True`. The file
+    has none for Eagle3. Returns the path of the copy.
     """
     folder = Path(folder)
-    config, code = _read_config(folder), folder / CODE_FOLDER
+    config, code = read_json(folder / CONFIG_FILE), folder / CODE_FOLDER
+    model = DRAFTS.get(config.get("model_type"))
+    if model is None:
+        raise ValueError(
+            f"{folder} holds a {config.get('model_type')!r} model, a draft is one of {sorted(DRAFTS)}: convert it "
+            "with hf_dspark.convert_checkpoint"
+        )
     code.mkdir(exist_ok=True)
     for stale in code.glob("*.py"):
         stale.unlink()
     (code / "LICENSE").write_text(_license(), encoding="utf-8")
-    model = DRAFTS[config["model_type"]]
     if model is DSparkDraftModel:
         classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
         config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
-        replace_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+        replace_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return Path(shutil.copyfile(DECODER, code / DECODER.name))
 
 
@@ -171,72 +112,29 @@ def _license() -> str:
         return (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return what the config of one of our drafts says."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        model_type = config["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder} holds no draft ({error!r}): pass a folder that draft.save_pretrained wrote"
-        ) from error
-    if model_type not in DRAFTS:
-        raise ValueError(
-            f"{folder} holds a {model_type!r} model, a draft is one of {sorted(DRAFTS)}: convert it with "
-            "hf_dspark.convert_checkpoint"
-        )
-    return config
-
-
 def upload_repository(
-    folder: str | Path,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
+    folder: str | Path, repo_id: str, *, private: bool | None = None, token: str | bool | None = None, **commit: Any
 ) -> str:
-    """Upload what [`save_repository`] wrote, in one commit that also removes what it replaces.
+    """Upload what [`save_repository`] wrote, in one commit that also removes what it replaces; returns its URL.
 
-    Args:
-        folder (`str` or `Path`): The folder; files that do not belong to a draft's repository stay here.
-        repo_id (`str`): The repository, `user/name`; made if it does not exist.
-        private (`bool`, *optional*): Of a repository that is made now.
-        token (`str` or `bool`, *optional*): Of the user; the one that `hf auth login` has saved unless given.
-        revision (`str`, *optional*): Branch to commit to.
-        create_pr (`bool`): Open a pull request instead.
-        commit_message, commit_description (`str`, *optional*): Of the commit.
-
-    Returns:
-        `str`: URL of the commit.
-
-    Raises:
-        OSError: If the upload failed; the repository is as it was, or new and empty.
+    The repository is made if it does not exist, `private` or not. A failed upload leaves it as it was, or new and
+    empty, and raises an `OSError`. `commit` holds `revision`, `create_pr`, `commit_message`, `commit_description`.
     """
-    api = HfApi(token=token)
+    api, branch = HfApi(token=token), None if commit.get("create_pr") else commit.get("revision")
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=os.fspath(folder),
-            revision=revision,
-            create_pr=create_pr,
-            allow_patterns=list(REPOSITORY_FILES),
-            delete_patterns=list(STALE_FILES),
-            commit_message=commit_message or "Upload draft",
-            commit_description=commit_description,
-        )
+        if branch is not None:
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, allow_patterns=list(REPOSITORY_FILES),
+            delete_patterns=list(STALE_FILES), **{"commit_message": "Upload draft"} | commit,
+        )  # fmt: skip
     except Exception as error:  # of the server, the network or the disk; their classes have no common base
         raise OSError(
             f"the draft could not be uploaded to {repo_id}, whose files are as they were: {error}. Check the name, "
             "the network, and that the token may write (`hf auth login`), and push again."
         ) from error
-    return commit.pr_url or commit.commit_url
+    return done.pr_url or done.commit_url
 
 
 def _loaded(draft: DraftModel | str | Path) -> DraftModel:
@@ -244,14 +142,14 @@ def _loaded(draft: DraftModel | str | Path) -> DraftModel:
     return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
 
 
-def result_files(results: Iterable[str | Path]) -> list[Path]:
-    """Return the files that paths of files and folders name."""
-    paths = [Path(path) for path in results]
-    return [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+def _result_files(results: Iterable[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in map(Path, results):
+        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return files
 
 
 def _copy_results(files: list[Path], folder: Path) -> None:
-    """Copy result files under names of their own."""
     contents = {file: file.read_bytes() for file in files}
     for file, content in contents.items():
         folder.mkdir(exist_ok=True)

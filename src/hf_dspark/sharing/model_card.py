@@ -13,9 +13,9 @@ from transformers import PreTrainedConfig
 
 from ..evaluation.results import describe_draft, read_results, regime_of, short_policy
 from ..evaluation.tables import markdown_table, number
+from ..files import differences
 from ..models.modeling_draft import DraftModel
 
-KINDS = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3"}
 NAMES = ("name", "revision")  # of describe_draft: how a draft is called; the rest is what it is
 # Of a training's arguments, those that a reader looks for; all of them are in its result file.
 SHOWN_ARGUMENTS = (
@@ -32,38 +32,25 @@ def model_card(
     *,
     repo_id: str | None = None,
     target: str | None = None,
-    tags: Sequence[str] = (),
     **metadata: Any,
 ) -> ModelCard:
-    """Return the model card of a draft.
+    """Return the model card of a draft; `results` are result files, or folders of them, of this draft and its target.
 
-    Args:
-        draft ([`DraftModel`]): The draft.
-        results (`Iterable`): Result files, or folders of them, of this draft and its target.
-        repo_id (`str`, *optional*): Where the draft is or will be: `user/name`, or a folder; by default where it was
-            loaded from.
-        target (`str`, *optional*): The target's name on the Hub; by default the one that the results agree on.
-        tags (`Sequence[str]`): More tags than those of every draft.
-        metadata: Fields of `huggingface_hub.ModelCardData`, such as `license="mit"` or `datasets=["openai/gsm8k"]`.
-
-    Returns:
-        `huggingface_hub.ModelCard`
-
-    Raises:
-        ValueError: If a file is no result file, or belongs to another draft or target, naming the differences.
+    `repo_id` is where the draft is or will be, by default where it was loaded from. `target` is the target's name on
+    the Hub, by default the one that the results agree on. `metadata` are fields of `huggingface_hub.ModelCardData`,
+    such as `license="mit"`. Results of another draft or target are refused with the differences.
     """
     found, facts, config = read_results(results), describe_draft(draft), draft.config
     _require_this_draft(found, facts)
     target_name, revision = _agreed_target(found, target)
     title = repo_id or facts["name"] or "draft"
     decoded, training = _decoded(found), _of_kind(found, "training")
-    kind = draft_kind(config)
-    earlier = next((name for result in training if (name := result["draft"].get("name"))), None)
+    earlier = next((result["draft"]["name"] for result in training if result["draft"].get("name")), None)
     return ModelCard.from_template(
-        _metadata(title, config, target_name, decoded, tags, metadata),
+        _metadata(title, config, target_name, decoded, metadata),
         template_path=str(Path(__file__).with_suffix(".md")),
         name=_text(_last(title)),
-        kind=KINDS[kind],
+        kind=draft_kind(config),
         draft=json.dumps(title),
         target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
         target_link=_link(target_name) if target_name else None,
@@ -93,10 +80,7 @@ def missing_facts(card: ModelCard) -> list[str]:
 
 
 def draft_kind(config: PreTrainedConfig) -> str:
-    """Return which kind of draft a config describes: `dspark`, `dflash` or `eagle3`."""
-    if config.is_autoregressive:
-        return "eagle3"
-    return "dspark" if config.markov_rank else "dflash"
+    return "Eagle3" if config.is_autoregressive else "DSpark" if config.markov_rank else "DFlash"
 
 
 # ---- whose results they are
@@ -104,33 +88,28 @@ def draft_kind(config: PreTrainedConfig) -> str:
 
 def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
     """Refuse results of other weights or another geometry. A name is no identity: drafts are renamed when trained."""
+    needed = {name: value for name, value in facts.items() if name not in NAMES}
     for result in results:
         theirs = result["draft"]
-        wrong = [
-            f"{name}: {theirs.get(name, 'not said')!r} there, {value!r} here"
-            for name, value in facts.items()
-            if name not in NAMES and theirs.get(name, "not said") != value
-        ]
+        wrong = differences({name: theirs.get(name, "not said") for name in needed}, needed)
         if wrong:
             raise ValueError(
                 f"a result of the kind {result['kind']!r} belongs to another draft, "
-                f"{theirs.get('name') or 'without a name'} ({'; '.join(wrong)}): measure this draft"
+                f"{theirs.get('name') or 'without a name'}, which differs in {wrong}: measure this draft"
             )
 
 
 def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, str | None]:
-    """Return the name and revision of the target that all results are about."""
     described = [result["target"] for result in results]
     names = ([name] if name else []) + [facts["name"] for facts in described if facts.get("name")]
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
     if len({_last(each) for each in names}) > 1 or len(revisions) > 1:
-        shown = ", ".join(sorted(set(names))) + (f"; revisions {', '.join(revisions)}" if len(revisions) > 1 else "")
         raise ValueError(
-            f"these results belong to different targets ({shown}): a card describes a draft with one target, measured "
-            "under one name"
+            f"these results belong to different targets ({', '.join(sorted(set(names)))}; revisions "
+            f"{', '.join(revisions)}): a card describes a draft with one target, measured under one name"
         )
-    on_hub = [each for each in names if _is_on_hub(each)]
-    return (on_hub or names or [None])[0], revisions[0] if revisions else None
+    names.sort(key=_is_on_hub, reverse=True)  # stable: the first on the Hub, else the first
+    return names[0] if names else None, revisions[0] if revisions else None
 
 
 def _of_kind(results: list[dict], kind: str) -> list[dict]:
@@ -138,7 +117,6 @@ def _of_kind(results: list[dict], kind: str) -> list[dict]:
 
 
 def _decoded(results: list[dict]) -> list[Decoded]:
-    """Return each task that was decoded: its result file, its name, and what it came to."""
     parts = [(result, result.get("tasks") or result.get("domains") or {}) for result in results]
     return [(result, name, part) for result, tasks in parts for name, part in tasks.items() if name != "all"]
 
@@ -151,11 +129,12 @@ def _headline(decoded: list[Decoded], training: list[dict]) -> str:
     if ratios:
         return f"it makes `generate()` **{_span(ratios)} times as fast**."
     taus = [part["tau"] for _, _, part in decoded if part.get("tau") is not None]
-    estimates = [result["metrics"].get("eval_tau") for result in training]
-    estimates = [value for value in estimates if value is not None]
-    tokens = f"**{_span(taus or estimates)} tokens** per pass of the target" if taus or estimates else ""
-    tokens += ", as estimated on held-out rows of its training. Its" if estimates and not taus else ". Its"
-    return f"{tokens if taus or estimates else 'its'} speed was not measured for this card."
+    estimates = [tau for result in training if (tau := result["metrics"].get("eval_tau")) is not None]
+    if not taus and not estimates:
+        return "its speed was not measured for this card."
+    how = "" if taus else ", as estimated on held-out rows of its training"
+    tokens = f"**{_span(taus or estimates)} tokens** per pass of the target{how}"
+    return f"{tokens}. Its speed was not measured for this card."
 
 
 def _span(values: Sequence[float]) -> str:
@@ -164,14 +143,17 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str | None:
-    """Return rows by the names of their columns as a table, `None` if there are none."""
     return markdown_table([*rows[0]], (row.values() for row in rows)) if rows else None
 
 
 def _speed_row(result: dict, task: str, part: dict) -> dict[str, Any]:
+    speedup = None
+    if found := part.get("speedup"):
+        quartiles = f"{number(found['lower_quartile'])} to {number(found['upper_quartile'])}"
+        speedup = f"**{number(found['ratio_of_medians'])}** ({quartiles})"
     return _task(result, task) | {
         "batch": result.get("batch_size"),
-        "speed-up": _speedup(part.get("speedup")),
+        "speed-up": speedup,
         "tau": number(part.get("tau")),
         "tokens/s": number(part.get("tokens_per_second"), 1),
     }
@@ -185,13 +167,6 @@ def _acceptance_row(result: dict, task: str, part: dict) -> dict[str, Any]:
 
 def _task(result: dict, task: str) -> dict[str, Any]:
     return {"task": _text(task), "sampling": regime_of(result["sampling"])}
-
-
-def _speedup(found: Mapping[str, Any] | None) -> str | None:
-    if found is None:
-        return None
-    quartiles = f"{number(found['lower_quartile'])} to {number(found['upper_quartile'])}"
-    return f"**{number(found['ratio_of_medians'])}** ({quartiles})"
 
 
 def _calibration_row(result: dict) -> dict[str, Any]:
@@ -237,34 +212,29 @@ def _device(result: dict) -> str:
 
 
 def _metadata(
-    title: str,
-    config: PreTrainedConfig,
-    target: str | None,
-    decoded: list[Decoded],
-    tags: Sequence[str],
-    fields: Mapping[str, Any],
+    title: str, config: PreTrainedConfig, target: str | None, decoded: list[Decoded], fields: Mapping[str, Any]
 ) -> ModelCardData:
-    own = ("speculative-decoding", draft_kind(config), "draft-model", "custom_generate")
-    known: dict[str, Any] = {"library_name": "hf_dspark", "tags": [*dict.fromkeys([*own, *tags])]}
+    own = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
+    tags = [*dict.fromkeys([*own, *fields.get("tags", ())])]
+    known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
         # The closest of the relations that the Hub knows: only this target can use it, and it is no fine-tune.
         known |= {"base_model": target, "base_model_relation": "adapter"}
+    fixed = {"task_type": "text-generation", "task_name": "Speculative decoding", "metric_type": "tau"}
     measured = [
         EvalResult(
-            task_type="text-generation",
-            task_name="Speculative decoding",
             dataset_type=task,
             dataset_name=task,
-            metric_type="tau",
             metric_name=f"tau, tokens per pass ({regime_of(result['sampling'])}; {short_policy(result['policy'])})",
             metric_value=part["tau"],
+            **fixed,
         )
         for result, task, part in decoded
         if part.get("tau") is not None
     ]
     if measured:
         known |= {"model_name": _last(title), "eval_results": measured}
-    return ModelCardData(**(known | dict(fields)))
+    return ModelCardData(**known | fields | {"tags": tags})
 
 
 # ---- words

@@ -14,7 +14,7 @@ from transformers.utils import PushInProgress
 
 from ..evaluation.results import describe_draft, describe_target, read_results, write_result
 from ..training.trainer import DraftTrainer
-from .hub import CARD_FILE, RESULTS_FOLDER, upload_repository, write_card, write_remote_code
+from .hub import RESULTS_FOLDER, upload_repository, write_card, write_remote_code
 
 # What a result file says about a run; no paths, no tokens.
 REPORTED_ARGUMENTS = (
@@ -31,10 +31,9 @@ class DSparkTrainer(DraftTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset: str | list[str] | None = None, **card: Any
     ) -> None:
-        """Write what belongs to a draft's repository besides weights into `args.output_dir`.
+        """Write the result file of this run, the model card and the one-file decoder beside the saved draft.
 
-        These are the result file of this run (`results/training.json`), the model card made of all result files in
-        `results`, and the code for `trust_remote_code`. The draft must have been saved there.
+        The card is made of all result files in `args.output_dir/results`, where this run's is `training.json`.
 
         Args:
             model_name (`str`, *optional*): Title of the card; the repository's name unless given.
@@ -48,27 +47,24 @@ class DSparkTrainer(DraftTrainer):
         folder = Path(self.args.output_dir)
         results = folder / RESULTS_FOLDER
         target = {} if self.target is None else describe_target(self.target)
-        written = write_result(
-            results / "training.json", "training", target, describe_draft(draft), **self._run_report()
-        )
-        _set_aside_outdated(results, written["draft"]["weights"])
+        facts = describe_draft(draft)
+        write_result(results / "training.json", "training", target, facts, **self._run_report())
+        _set_aside_outdated(results, facts["weights"])
         write_remote_code(folder)
         named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
-        write_card(draft, [results], folder / CARD_FILE, repo_id=self.hub_model_id or model_name, **named, **card)
+        write_card(draft, folder, [results], repo_id=self.hub_model_id or model_name, **named, **card)
 
     def _run_report(self) -> dict[str, Any]:
         """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last."""
-        arguments, history = self.args.to_dict(), self.state.log_history
-        metrics: dict[str, float | None] = {}
+        arguments, metrics = self.args.to_dict(), {}
         for name in ("loss", f"{self._metrics_prefix}loss"):
-            last = next((entry for entry in reversed(history) if name in entry), {})
-            # A norm of gradients may be anything.
-            metrics |= {key: value if math.isfinite(value) else None for key, value in last.items()}
+            metrics |= next((entry for entry in reversed(self.state.log_history) if name in entry), {})
         return {
             "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": self.args.world_size},
             "num_rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
             "steps": self.state.global_step,
-            "metrics": metrics,
+            # A norm of gradients may be anything.
+            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
         }
 
     def push_to_hub(
@@ -85,14 +81,14 @@ class DSparkTrainer(DraftTrainer):
         Args:
             commit_message (`str`, *optional*): Of the commit.
             blocking (`bool`): Whether to wait for the upload.
-            token, revision, private (*optional*): As in `args`, which they come before.
+            token, revision, private (*optional*): In place of those in `args`.
             card: For [`~DSparkTrainer.create_model_card`].
 
         Returns:
             `str`: URL of the commit, or a future of it; `None` but in the main process.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        token = self.args.hub_token if token is None else token
+        token = token or self.args.hub_token
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
@@ -103,7 +99,7 @@ class DSparkTrainer(DraftTrainer):
         upload = partial(
             upload_repository, self.args.output_dir, self.hub_model_id, token=token,
             private=self.args.hub_private_repo if private is None else private,
-            revision=self.args.hub_revision if revision is None else revision, commit_message=commit_message,
+            revision=revision or self.args.hub_revision, commit_message=commit_message,
         )  # fmt: skip
         return upload() if blocking else HfApi().run_as_future(upload)
 
@@ -112,24 +108,21 @@ class DSparkTrainer(DraftTrainer):
 
         In place of Trainer's, which uploads all of `args.output_dir`: caches, and pickled arguments with the token.
         """
+        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
+        pending = [job for job in jobs if not job.done()]
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
-        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
-        if busy and not self.args.hub_always_push:
+        if pending and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         # Code, results and card of an earlier draft are replaced: nothing was measured with these weights.
         write_remote_code(checkpoint_folder)
-        write_card(checkpoint_folder)
+        write_card(checkpoint_folder, checkpoint_folder)
         upload = partial(
             upload_repository, checkpoint_folder, self.hub_model_id, token=self.args.hub_token,
             revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",
         )  # fmt: skip
-        job = HfApi().run_as_future(upload)
-        if self.push_in_progress is None or not busy:
-            self.push_in_progress = PushInProgress([job])
-        else:
-            self.push_in_progress.jobs.append(job)
+        self.push_in_progress = PushInProgress([*pending, HfApi().run_as_future(upload)])
 
 
 def _set_aside_outdated(results: Path, weights: str) -> None:
@@ -139,8 +132,7 @@ def _set_aside_outdated(results: Path, weights: str) -> None:
         if result["draft"].get("weights") != weights:
             endings = itertools.chain([""], itertools.count(2))
             names = (path.with_suffix(f".json.outdated{ending}") for ending in endings)
-            outdated = next(name for name in names if not name.exists())
-            path.replace(outdated)
+            outdated = path.replace(next(name for name in names if not name.exists()))
             warnings.warn(
                 f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
                 stacklevel=3,

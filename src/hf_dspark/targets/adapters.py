@@ -1,10 +1,6 @@
-"""What PEFT adapters mean for a target: what they add to its identity, and which ones cannot be decoded with a draft.
-
-Reads the attributes that adapters leave on a model, without importing PEFT. Knows nothing of drafts.
-"""
+"""What PEFT adapters add to a target's identity, and which of them rule out a draft. Does not import PEFT."""
 
 import functools
-from typing import Any
 
 from torch import nn
 
@@ -16,20 +12,12 @@ def adapter_facts(module: nn.Module) -> str | None:
     """Return which adapters of a layer are at work, and how strongly; `None` if it is no adapter layer."""
     if not all(hasattr(module, name) for name in _FACTS[:3]):
         return None
-    return repr([_sorted(getattr(module, name, None)) for name in _FACTS])
-
-
-def _sorted(fact: Any) -> Any:
-    return sorted(fact.items()) if isinstance(fact, dict) else fact
+    facts = [getattr(module, name, None) for name in _FACTS]
+    return repr([sorted(fact.items()) if isinstance(fact, dict) else fact for fact in facts])
 
 
 def adapter_obstacle(target: nn.Module, num_rows: int) -> str | None:
-    """Return why the adapters of a target keep it from being decoded with a draft; `None` if they do not.
-
-    Args:
-        target (`nn.Module`): The model itself, inside of a PEFT wrapper if there is one.
-        num_rows (`int`): Sequences of the call.
-    """
+    """Return why the adapters of a target keep it from being decoded with a draft; `None` if they do not."""
     owner = getattr(getattr(target, "prepare_inputs_for_generation", None), "__self__", target)
     if owner is not target and getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         return (
@@ -38,13 +26,13 @@ def adapter_obstacle(target: nn.Module, num_rows: int) -> str | None:
             "the layers, such as LoRA"
         )
     configs = getattr(target, "peft_config", None) or {}
-    offsets = [name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)]
-    if offsets:
+    activated = [name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)]
+    if activated:
         return (
-            f"the adapters {offsets} switch themselves on inside of the sequence (activated LoRA), at a place counted "
+            f"the adapters {activated} switch themselves on inside the sequence (activated LoRA), at a place counted "
             "from the end of plain decoding's passes. Drop assistant_model"
         )
-    if num_rows > 1 and configs and _has_adapters_by_row(target):
+    if num_rows > 1 and configs and any(_hooks_by_row(module) for module in target.modules()):
         return (
             f"adapter_names gives {num_rows} rows adapters of their own, and all rows run through the layers as one "
             "packed sequence. Call generate() once per adapter, or drop assistant_model"
@@ -52,12 +40,8 @@ def adapter_obstacle(target: nn.Module, num_rows: int) -> str | None:
     return None
 
 
-def _has_adapters_by_row(target: nn.Module) -> bool:
-    return any(_hooks_by_row(module) for module in target.modules())
-
-
 def forget_adapters_by_row(target: nn.Module) -> None:
-    """Remove the hooks of `adapter_names`: PEFT does it behind calls that end well only."""
+    """Remove the hooks of `adapter_names`: PEFT does it only after calls that end well."""
     for module in target.modules():
         for hook_id in _hooks_by_row(module):
             del module._forward_pre_hooks[hook_id]

@@ -1,7 +1,5 @@
 """A target's embedding and LM head on their own, in memory and in a file: what training needs of an absent target."""
 
-import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
+
+from ..models.modeling_draft import input_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,28 +25,19 @@ class ScaledEmbedding(nn.Embedding):
 
 @dataclass(frozen=True)
 class BorrowedModules:
-    """A target's embedding and LM head on their own.
+    """A target's embedding and LM head on their own."""
 
-    Attributes:
-        embedding (`nn.Embedding`): Gives the rows that the target's gives; it scales them if the target's does.
-        lm_head (`nn.Linear`): The target's LM head, with its bias if it has one; a tied one shares its weight.
-        dtype (`torch.dtype`): The target's.
-    """
-
-    embedding: nn.Embedding
-    lm_head: nn.Linear
+    embedding: nn.Embedding  # scales its rows if the target's does
+    lm_head: nn.Linear  # a tied one shares its weight
     dtype: torch.dtype
 
     @classmethod
     @torch.no_grad()
     def copy_of(cls, target: PreTrainedModel) -> "BorrowedModules":
-        """Copy both to the CPU, wherever the target keeps them.
+        """Copy both to the CPU, wherever the target keeps them; a `ValueError` if the copies answer differently.
 
         Weights that are not plain, such as quantised ones, are found by asking the modules: for every token's row, and
         for the logits of every unit vector.
-
-        Raises:
-            ValueError: If the copies answer differently from the target's.
         """
         from accelerate.utils import align_module_device  # slow to import
 
@@ -65,15 +56,15 @@ class BorrowedModules:
             weight, bias = _plain_weight(head), getattr(head, "bias", None)
             bias = None if bias is None else bias.detach().to("cpu", copy=True)
         if weight is None:
-            units = torch.eye(text.hidden_size, dtype=target.dtype).split(256)
-            offset = 0 if bias is None else _ask(head, torch.zeros(1, text.hidden_size, dtype=target.dtype))
-            weight = torch.cat([_ask(head, unit) - offset for unit in units]).T.contiguous()
+            units = torch.eye(text.hidden_size, dtype=target.dtype)
+            offset = 0 if bias is None else _ask(head, torch.zeros_like(units[:1]))
+            weight = torch.cat([_ask(head, some) - offset for some in units.split(256)]).T.contiguous()
         if weight.dtype != tensors["embedding"].dtype or not torch.equal(weight, tensors["embedding"]):
             tensors["lm_head"] = weight
         if bias is not None:
             tensors["lm_head_bias"] = bias
 
-        copy = cls._from_tensors(tensors, scale, target.dtype)
+        copy = cls._made_of(tensors, scale, target.dtype)
         if not copy._answers_like(embedding, head, text.vocab_size, text.hidden_size):
             raise ValueError(
                 f"the embedding ({type(embedding).__name__}) or LM head ({type(head).__name__}) of "
@@ -83,14 +74,12 @@ class BorrowedModules:
         return copy
 
     @classmethod
-    def _from_tensors(
-        cls, tensors: Mapping[str, torch.Tensor], embed_scale: float | None, dtype: torch.dtype
-    ) -> "BorrowedModules":
+    def _made_of(cls, tensors: dict[str, torch.Tensor], scale: float | None, dtype: torch.dtype) -> "BorrowedModules":
         weight, bias = tensors.get("lm_head", tensors["embedding"]), tensors.get("lm_head_bias")
-        kind = nn.Embedding if embed_scale is None else ScaledEmbedding
+        kind = nn.Embedding if scale is None else ScaledEmbedding
         embedding = kind.from_pretrained(tensors["embedding"], freeze=True)
-        if embed_scale is not None:
-            embedding.embed_scale = embed_scale
+        if scale is not None:
+            embedding.embed_scale = scale
         lm_head = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta").requires_grad_(False)
         lm_head.weight = nn.Parameter(weight, False) if "lm_head" in tensors else embedding.weight
         if bias is not None:
@@ -115,18 +104,17 @@ class BorrowedModules:
         if self.lm_head.bias is not None:
             tensors["lm_head_bias"] = self.lm_head.bias.detach()
         metadata = {"dtype": str(self.dtype).removeprefix("torch.")}
-        if isinstance(self.embedding, ScaledEmbedding):
+        if hasattr(self.embedding, "embed_scale"):
             metadata["embed_scale"] = repr(self.embedding.embed_scale)
         save_file(tensors, path, metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "BorrowedModules":
-        """Read what [`~BorrowedModules.save`] has written."""
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        embed_scale = float(metadata["embed_scale"]) if "embed_scale" in metadata else None
-        return cls._from_tensors(tensors, embed_scale, DTYPES[metadata["dtype"]])
+        scale = float(metadata["embed_scale"]) if "embed_scale" in metadata else None
+        return cls._made_of(tensors, scale, DTYPES[metadata["dtype"]])
 
 
 def _plain_weight(module: nn.Module) -> torch.Tensor | None:
@@ -141,6 +129,4 @@ def _plain_weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def _ask(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    held = next(itertools.chain(module.parameters(), module.buffers()))  # packed weights have names of their own
-    device = "cpu" if held.is_meta else held.device  # an offloaded module's hook takes the input where it wants it
-    return module(inputs.to(device)).cpu()
+    return module(inputs.to(input_device(module))).cpu()

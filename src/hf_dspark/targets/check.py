@@ -22,7 +22,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     """Compare the logits of rows decoded together with those of each row alone.
 
     Three passes, as in decoding: prompts, blocks of different lengths, and other blocks after a rollback. Windows up
-    to 1024 tokens are crossed. Takes seconds; run it once for an architecture that is new to you.
+    to 1024 tokens are crossed. It takes seconds: run it once for an architecture that is new to you.
 
     Args:
         target (`PreTrainedModel`): The causal LM.
@@ -68,17 +68,11 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
     with attending_by_slots(target), fast_linears(target):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
             layout = SlotLayout(tuple(starts), tuple(counts))
-            spans = list(zip(rows, starts, counts, strict=True))
-            packed = torch.cat([row[start : start + count] for row, start, count in spans])
+            spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            tokens = torch.cat([row[span] for row, span in zip(rows, spans, strict=True)])
+            expected = torch.cat([logits[span] for logits, span in zip(alone, spans, strict=True)])
+            positions = layout.position_ids(tokens.device)
             with packed_pass(cache, layout):
-                logits = target(
-                    packed[None],
-                    position_ids=layout.position_ids(rows[0].device),
-                    past_key_values=cache,
-                    use_cache=True,
-                ).logits[0]
-            expected = [
-                whole[start : start + count] for whole, start, count in zip(alone, starts, counts, strict=True)
-            ]
-            worst = max(worst, float((logits - torch.cat(expected)).abs().max()))
+                output = target(tokens[None], position_ids=positions, past_key_values=cache, use_cache=True)
+            worst = max(worst, float((output.logits[0] - expected).abs().max()))
     return worst, float(max(whole.abs().max() for whole in alone))

@@ -1,7 +1,4 @@
-"""Which weights are these? Short hashes that tie records and caches to the model they were made with.
-
-They read every byte of every weight, on the device where it is.
-"""
+"""Short hashes of all weights of a model, computed where they are, which tie records and caches to it."""
 
 import hashlib
 from typing import Any
@@ -16,18 +13,11 @@ _CHUNK_WORDS = 2**18
 
 @torch.no_grad()
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a hash of a model's dtype, and of the names, shapes and values of all its weights.
+    """Return a hash of a model's dtype, and of the names, shapes and values of all its weights, in 16 hex digits.
 
-    It is the same on every device, with offloaded weights or without. Packed weights of quantised models count with
-    their scales, adapters with whether they are active. Weights on the meta device that no hook can load count with
-    their names and shapes only.
-
-    Args:
-        model (`PreTrainedModel`): Target or draft. Offloaded weights are loaded module by module.
-
-    Returns:
-        `str`: 16 hexadecimal digits. A change of any value changes them, except with a probability below 1e-9, unless
-        it was made to deceive.
+    It is the same on every device, offloaded or not. Packed weights count with their scales, adapters with whether
+    they are active, weights on the meta device that no hook can load with names and shapes only. A changed value goes
+    unnoticed with a probability below 1e-9, unless it was made to deceive.
     """
     from accelerate.utils import align_module_device  # slow to import
 
@@ -47,14 +37,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def weight_hash(model: PreTrainedModel) -> str:
-    """Return a hash of a model's weights in bfloat16: the same for every type they are loaded in.
-
-    Args:
-        model (`PreTrainedModel`): A model that is in memory.
-
-    Returns:
-        `str`: 16 hexadecimal digits.
-    """
+    """Return a hash of a model's weights in bfloat16: the same for every type they are loaded in, 16 hex digits."""
     digest, factors = hashlib.sha256(), _odd_factors(_CHUNK_WORDS)
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode())

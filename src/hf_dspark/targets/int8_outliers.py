@@ -18,34 +18,27 @@ _counts: ContextVar[tuple[int, ...] | None] = ContextVar("hf_dspark_int8_counts"
 
 def has_outliers(target: nn.Module) -> bool:
     """Tell whether a model has layers that mix the tokens of a pass: LLM.int8 with a threshold."""
-    return any(
-        type(module).__name__ == "Linear8bitLt" and getattr(module.state, "threshold", 0.0) > 0.0
-        for module in target.modules()
-    )
+    layers = (module for module in target.modules() if type(module).__name__ == "Linear8bitLt")
+    return any(getattr(layer.state, "threshold", 0.0) > 0.0 for layer in layers)
 
 
 @contextmanager
 def outliers_of_each(counts: Sequence[int]) -> Iterator[None]:
     """While entered, 8-bit layers look for outliers in each group of tokens alone. Gradients are not supported.
 
-    Args:
-        counts (`Sequence[int]`): Consecutive tokens of each group. In a pass of another number of tokens each token is
-            a group of its own; so with `()` all are.
+    A group has as many consecutive tokens as `counts` says. In a pass of another number of tokens, each token is a
+    group of its own; so with `()` all are.
     """
-    _wrap_matmul()
+    import bitsandbytes
+
+    # Wrapped once, the product of 8-bit layers stays what it was outside of this context.
+    if not hasattr(bitsandbytes.matmul, "_hf_dspark_wrapped"):
+        bitsandbytes.matmul = _grouped(bitsandbytes.matmul)
     token = _counts.set(tuple(counts))
     try:
         yield
     finally:
         _counts.reset(token)
-
-
-def _wrap_matmul() -> None:
-    """Wrap the product that 8-bit layers call, once; it stays what it was outside of [`outliers_of_each`]."""
-    import bitsandbytes
-
-    if not hasattr(bitsandbytes.matmul, "_hf_dspark_wrapped"):
-        bitsandbytes.matmul = _grouped(bitsandbytes.matmul)
 
 
 def _grouped(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

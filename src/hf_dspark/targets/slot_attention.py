@@ -1,7 +1,7 @@
-"""Makes a target attend to a [`SlotCache`]: its layers get packed tokens, its attention rows.
+"""Makes a target attend to a [`SlotCache`], as an attention implementation of transformers.
 
-Registered as an attention implementation of transformers. The masks are the target's own mask functions (causal,
-sliding, chunked), asked about slots and positions instead of columns.
+Its layers get packed tokens, its attention rows. Its own mask functions (causal, sliding, chunked) are asked about
+slots and positions instead of columns.
 """
 
 import threading
@@ -28,13 +28,10 @@ class _Pass:
     """The forward pass that is running, and the masks its layers share."""
 
     layout: SlotLayout
-    # By id. The masks themselves are kept, so that no id is used again.
-    folded: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # Each mask is folded once, and kept so that its id is not used again.
+    folded: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
 
     def fold(self, mask: torch.Tensor | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Fold each mask once per pass."""
-        if mask is None:
-            return None
         if (id(mask), group) not in self.folded:
             self.folded[id(mask), group] = (mask, fold_mask(mask, group, dtype))
         return self.folded[id(mask), group][1]
@@ -55,32 +52,24 @@ def slot_attention(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from packed tokens to their rows' slots; the signature is that of transformers' attention functions.
+    """Attend from packed tokens `[1, heads, T, size]` to their rows' slots `[R, key_heads, slots, size]`.
 
-    Args:
-        query (`torch.Tensor` of shape `[1, heads, T, size]`): Packed.
-        key, value (`torch.Tensor` of shape `[R, key_heads, slots, size]`): As a [`SlotCache`] returns them.
-        attention_mask (`torch.BoolTensor` of shape `[R or 1, 1, width, slots]`, *optional*): From [`slot_mask`];
-            `None` means causal from the first slot on.
-        softcap (`float`, *optional*): Scores are squashed into ±softcap (Gemma 2).
-        s_aux (`torch.Tensor` of shape `[heads]`, *optional*): Attention sinks (GPT-OSS).
-
-    Returns:
-        `torch.Tensor` of shape `[1, T, heads, size]`, and no weights.
+    The signature is that of transformers' attention functions; `softcap` is Gemma 2's, `s_aux` are the sinks of
+    GPT-OSS. Without a mask `[R or 1, 1, width, slots]` from [`slot_mask`], it is causal from the first slot on.
+    Returns `[1, T, heads, size]`.
     """
     if position_bias is not None:
         raise ValueError("position biases are not supported by hf_dspark's decoding loop")
     running = _running_pass()
-    layout = running.layout
-    rows = layout.to_rows(query)
+    layout, rows = running.layout, running.layout.to_rows(query)
     causal = attention_mask is None and layout.width > 1
     if softcap is None and s_aux is None:
         mask = running.fold(attention_mask, query.shape[1] // key.shape[1], query.dtype)
         attended = grouped_attention(rows, key, value, mask, scaling, is_causal=causal)
     else:
         if causal:
-            attention_mask = torch.ones(layout.width, key.shape[2], dtype=torch.bool, device=key.device).tril()
-            attention_mask = attention_mask[None, None]
+            shape = (1, 1, layout.width, key.shape[2])
+            attention_mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril()
         attended = attend_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
     return layout.to_packed(attended), None
 
@@ -88,20 +77,15 @@ def slot_attention(
 def slot_mask(
     *args: Any, mask_function: Callable = causal_mask_function, device: torch.device | str = "cpu", **kwargs: Any
 ) -> torch.Tensor | None:
-    """Return what the target's mask function says about positions and slots, `[R, 1, width, slots]`.
-
-    `None` where plain causality from the first slot on says it all: then no mask has to be built or read.
-    """
+    """Return what the target's mask function says of positions and slots, `[R, 1, width, slots]`; `None`: causal."""
     layout = _running_pass().layout
-    if mask_function is causal_mask_function:
-        starts_empty = not any(layout.starts) and layout.width > 1
-        sees_all = layout.width == 1 and layout.num_rows == 1
-        if starts_empty or sees_all:
-            return None
+    starts_empty = not any(layout.starts) and layout.width > 1
+    sees_all = layout.width == 1 and layout.num_rows == 1
+    if mask_function is causal_mask_function and (starts_empty or sees_all):
+        return None
     positions = layout.row_positions(torch.device(device))[:, None, :, None]
     slots = torch.arange(layout.end, device=device)[None, None, None]
-    # Row 0: only padding would tell rows apart, and there is none.
-    zero = torch.zeros((), dtype=torch.long, device=device)
+    zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
     return mask_function(zero, zero, positions, slots).expand(layout.num_rows, 1, layout.width, layout.end)
 
 
@@ -109,16 +93,10 @@ AttentionInterface.register(NAME, slot_attention)
 AttentionMaskInterface.register(NAME, slot_mask)
 
 
-@dataclass(frozen=True)
-class _Switch:
-    """The configs that decide how a target attends, and who may change them."""
-
-    configs: tuple[PreTrainedConfig, ...]
-    lock: threading.RLock = field(default_factory=threading.RLock)
-
-
 _making_switches = threading.Lock()
-_switches: "weakref.WeakKeyDictionary[PreTrainedModel, _Switch]" = weakref.WeakKeyDictionary()
+# The configs that decide how a target attends, and the lock of whoever changes them.
+_switches: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[PreTrainedConfig], threading.RLock]]"
+_switches = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -126,17 +104,17 @@ def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
     """Switch a target's attention to slots while entered; other threads that want the same wait."""
     with _making_switches:
         if target not in _switches:
-            configs = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
-            _switches[target] = _Switch(tuple(configs.values()))
-        switch = _switches[target]
-    with switch.lock:
-        before = [config._attn_implementation for config in switch.configs]
-        for config in switch.configs:
+            found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+            _switches[target] = list(found.values()), threading.RLock()
+        configs, lock = _switches[target]
+    with lock:
+        before = [config._attn_implementation for config in configs]
+        for config in configs:
             config._attn_implementation = NAME
         try:
             yield
         finally:
-            for config, implementation in zip(switch.configs, before, strict=True):
+            for config, implementation in zip(configs, before, strict=True):
                 config._attn_implementation = implementation
 
 
@@ -166,22 +144,16 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", 
 
 def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
     """Return why a target cannot attend to a slot cache; `None` if it can."""
-    text = target.config.get_text_config(decoder=True)
-    name = type(target).__name__
-    others = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
+    name, text = type(target).__name__, target.config.get_text_config(decoder=True)
     if not getattr(target, "_supports_attention_backend", False):
         return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
-    if others:
-        return f"{name} has layers that are not attention ({', '.join(others)})"
-    return None
+    others = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
+    return f"{name} has layers that are not attention ({', '.join(others)})" if others else None
 
 
 def require_no_state(target: PreTrainedModel) -> None:
-    """Raise a `ValueError` for recurrent and hybrid targets.
-
-    A mask forgets the keys after a rejected token. A state that has read it cannot go back, which is why
-    transformers' own assisted generation refuses such targets, too.
-    """
+    """Raise a `ValueError` for recurrent and hybrid targets, which transformers' assisted generation refuses, too."""
+    # A mask forgets the keys after a rejected token; a state that has read it cannot go back.
     if getattr(target, "_is_stateful", False):
         raise ValueError(
             f"{type(target).__name__} keeps a recurrent state, which cannot go back to before a rejected token: "

@@ -19,19 +19,9 @@ def anchor_candidates(loss_mask: torch.Tensor, position_ids: torch.Tensor) -> to
 def sample_anchors(
     loss_mask: torch.Tensor, position_ids: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw anchor positions without replacement, from each document of a row.
+    """Draw `num_anchors` positions from each document of rows `[B, S]`, all of its candidates if there are fewer.
 
-    Args:
-        loss_mask (`torch.BoolTensor` of shape `[B, S]`): Supervised tokens.
-        position_ids (`torch.LongTensor` of shape `[B, S]`): Positions in the documents.
-        num_anchors (`int`): Anchors per document; all of its candidates if there are fewer.
-        generator (`torch.Generator`, *optional*): Source of randomness.
-
-    Returns:
-        Positions `[B, N]`, ascending, 0 for dummies, and the mask of real anchors `[B, N]`. N is that of the row with
-        the most.
-
-    DSpark Section 3.3.
+    Returns positions `[B, N]`, ascending, 0 for dummies, and the mask of real anchors `[B, N]`. DSpark Section 3.3.
     """
     candidates = anchor_candidates(loss_mask, position_ids)
     priority = torch.rand(candidates.shape, generator=generator).to(candidates.device).masked_fill(~candidates, -1.0)
@@ -56,18 +46,10 @@ def cut_blocks(
     draft_token_ids: torch.Tensor | None = None,
     position_decay: float | None = None,
 ) -> AnchoredBlocks:
-    """Return the blocks after given anchors.
+    """Return the blocks of a layout in rows `[B, S]`, weighted as in [`~losses.position_weights`].
 
-    Args:
-        input_ids (`torch.LongTensor` of shape `[B, S]`): Token ids.
-        loss_mask (`torch.BoolTensor` of shape `[B, S]`): Supervised tokens.
-        layout ([`BlockLayout`]): Where the blocks stand.
-        draft_token_ids (`torch.LongTensor` of shape `[V_d]`, *optional*): What the draft can propose, if not all: a
-            block ends before any other token.
-        position_decay (`float`, *optional*): See [`~losses.position_weights`].
-
-    Returns:
-        [`AnchoredBlocks`]
+    A block ends before a token that is not supervised, or not in `draft_token_ids [V_d]`, if the draft cannot propose
+    all tokens.
     """
     length = input_ids.shape[1]
     positions = label_positions(layout)
@@ -93,14 +75,7 @@ def label_positions(layout: BlockLayout) -> torch.Tensor:
 
 
 def label_hidden(last_hidden: torch.Tensor, blocks: AnchoredBlocks) -> torch.Tensor:
-    """Return the target's hidden states that predict each label, `[B, N, γ, d]`.
-
-    The label at position p is predicted from position p - 1.
-
-    Args:
-        last_hidden (`torch.Tensor` of shape `[B, S, d]`): After the final norm.
-        blocks ([`AnchoredBlocks`]): The blocks.
-    """
+    """Return the rows of `last_hidden [B, S, d]` that predict each label, `[B, N, γ, d]`: from the position before."""
     positions = (label_positions(blocks.layout) - 1).clamp_max(last_hidden.shape[1] - 1)
     rows = last_hidden.gather(1, positions.flatten(1)[:, :, None].expand(-1, -1, last_hidden.shape[-1]))
     return rows.unflatten(1, positions.shape[1:])

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..files import differences
 from ..formats.files import read_json
 from ..targets.borrowed_weights import BorrowedModules
 from ..targets.fingerprint import fingerprint
@@ -45,16 +46,8 @@ def row_ids(row: Any) -> list[int]:
 class FeatureCache:
     """Target states of documents in a folder. Reading needs no target; adding does, and creates the folder.
 
-    Several processes may read and write one folder.
-
-    Args:
-        folder (`str` or `Path`): Where the cache is, or will be.
-        draft_config ([`DSparkConfig`]): Of the draft to be trained; says which layers are tapped.
-        target (`PreTrainedModel`, *optional*): Whose states these are; checked against the folder's.
-
-    Raises:
-        ValueError: If the folder holds the states of another model, revision or layers, or is damaged; if there is no
-            cache and no target to make one.
+    Several processes may read and write one folder. The target and the layers of `draft_config` are checked against
+    those that the folder was made with.
     """
 
     def __init__(
@@ -64,12 +57,8 @@ class FeatureCache:
         self._config = draft_config
         self._target = target
         self._width = (len(draft_config.target_layer_ids) + 1) * draft_config.hidden_size
-        self._facts = {
-            "target_layer_ids": list(draft_config.target_layer_ids),
-            "hidden_size": draft_config.hidden_size,
-            "vocab_size": draft_config.vocab_size,
-            "num_target_layers": draft_config.num_target_layers,
-        }
+        names = ("target_layer_ids", "hidden_size", "vocab_size", "num_target_layers")
+        self._facts = {name: getattr(draft_config, name) for name in names}
         if target is not None:
             self._facts["target_fingerprint"] = fingerprint(target)
         self._writable = False
@@ -80,11 +69,9 @@ class FeatureCache:
             )
 
     def __len__(self) -> int:
-        """Number of documents."""
         return sum(1 for _ in self.folder.glob(f"{STATES_FOLDER}/*/*.safetensors"))
 
     def __contains__(self, row: Any) -> bool:
-        """Whether the states of a document (see [`row_ids`]) can be read."""
         return self._path(row_ids(row)).exists()
 
     def _path(self, ids: Sequence[int]) -> Path:
@@ -136,27 +123,17 @@ class FeatureCache:
                 f"{path} has format {meta.get('format')!r}, this version of hf_dspark reads {FORMAT_VERSION}: delete "
                 "the folder and fill the cache again, or use another one"
             )
-        wrong = [
-            f"{name}: cache {meta['facts'].get(name)!r}, here {value!r}"
-            for name, value in self._facts.items()
-            if meta["facts"].get(name) != value
-        ]
+        wrong = differences({name: meta["facts"].get(name) for name in self._facts}, self._facts)
         if wrong:
             raise ValueError(
-                f"the feature cache in {self.folder} was made with another target or for another draft "
-                f"({'; '.join(wrong)}). Fingerprints differ when any weight or the dtype does, as between two "
-                "revisions. Load the target it was made with, give the draft its target_layer_ids, or use another "
-                "folder"
+                f"the feature cache in {self.folder} was made with another target or for another draft, which differs "
+                f"in {wrong}. Fingerprints differ when any weight or the dtype does, as between two revisions. Load "
+                "the target it was made with, give the draft its target_layer_ids, or use another folder"
             )
         return True
 
     def read(self, row: Any) -> TargetStates:
-        """Return the states of a document (see [`row_ids`]) as they were kept, in bfloat16, `[S, m*d]` and `[S, d]`.
-
-        Raises:
-            KeyError: If the document is not there.
-            ValueError: If its file is damaged.
-        """
+        """Return the states of a document as they were kept, in bfloat16, `[S, m*d]` and `[S, d]`."""
         ids = row_ids(row)
         path, shape = self._path(ids), [len(ids), self._width]
         if not path.exists():
@@ -194,14 +171,7 @@ class FeatureCache:
         self._writable = True
 
     def add(self, row: Any, states: TargetStates) -> None:
-        """Keep the states of a document (see [`row_ids`]), `[S, m*d]` and `[S, d]`, rounded to bfloat16.
-
-        One that is there already stays as it is.
-
-        Raises:
-            ValueError: If shapes do not fit, or the cache was opened without the target.
-            OSError: If the disk is full.
-        """
+        """Keep the states of a document, `[S, m*d]` and `[S, d]`, in bfloat16. One that is there stays as it is."""
         ids = row_ids(row)
         parts = [part.detach().to("cpu", torch.bfloat16) for part in (states.features, states.last_hidden)]
         kept = torch.cat(parts, dim=-1)

@@ -1,5 +1,6 @@
 """What training and evaluation report of their blocks, as sums that add up over batches and processes."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,18 +14,11 @@ TERMS = ("cross_entropy", "l1", "soft_cross_entropy", "confidence")
 
 
 class BlockMetrics:
-    """Sums over blocks since the last report.
-
-    Args:
-        block_size (`int`): γ.
-    """
-
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.reset()
 
     def reset(self) -> None:
-        """Forget all blocks."""
         gamma, wide = self._block_size, torch.float64
         self._sums = {
             "losses": torch.zeros(1 + len(TERMS), dtype=wide),  # the weights, then the terms
@@ -38,12 +32,7 @@ class BlockMetrics:
 
     @torch.no_grad()
     def add(self, losses: BlockLosses, supervised: torch.Tensor) -> None:
-        """Add the blocks of a batch.
-
-        Args:
-            losses ([`BlockLosses`]): Of the draft.
-            supervised (`torch.BoolTensor` of shape `[B, N, γ]`): Slots that count.
-        """
+        """Add the blocks of a batch; `supervised [B, N, γ]` tells the slots that count."""
         # Stays on the device: nothing here waits for an accelerator.
         device = supervised.device
         wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
@@ -58,18 +47,10 @@ class BlockMetrics:
         sums["blocks"] += torch.stack([supervised[:, 0].sum().to(survival), survival.sum()])
         sums["reached"] += before.sum(dim=0)
         sums["accepted"] += survival.sum(dim=0)
-        if losses.confidence_logits is not None:
-            self._add_confidence(losses.confidence_logits.flatten(0, 1), supervised, acceptance, survival, before)
-
-    def _add_confidence(
-        self,
-        logits: torch.Tensor,
-        supervised: torch.Tensor,
-        acceptance: torch.Tensor,
-        survival: torch.Tensor,
-        before: torch.Tensor,
-    ) -> None:
-        confidence = logits.to(survival.dtype).nan_to_num().sigmoid()  # a loss that is no number is reported elsewhere
+        if losses.confidence_logits is None:
+            return
+        logits = losses.confidence_logits.flatten(0, 1).to(survival.dtype)
+        confidence = logits.nan_to_num().sigmoid()  # a loss that is no number is reported elsewhere
         predicted = confidence.cumprod(dim=-1)
         slots = torch.arange(self._block_size, device=logits.device).expand_as(predicted)
         bins = slots * NUM_BINS + (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
@@ -80,19 +61,15 @@ class BlockMetrics:
         self._sums["histogram"].index_add_(1, steps[supervised], values)
 
     def reduced(self, accelerator: Any, weights: LossWeights) -> dict[str, float]:
-        """Return the means over all processes' blocks; empty when there is none.
+        """Return the means over the blocks of all processes since the last report; empty when there is none.
 
-        Args:
-            accelerator (`accelerate.Accelerator`): Called by all processes alike.
-            weights ([`LossWeights`]): Of the losses.
-
-        Returns:
-            `dict` with `loss` and its terms, `tau` (expected tokens per round, bonus included), `acceptance_k` (of
-            slot k, where all before it were accepted), and with a confidence head `confidence_ece` (of the survival,
-            mean over the slots) and `confidence_auc`.
+        They are `loss` and its terms, `tau` (expected tokens per round, bonus included), `acceptance_k` (of slot k,
+        where all before it were accepted), and with a confidence head `confidence_ece` (of the survival, mean over the
+        slots) and `confidence_auc`.
         """
         device = accelerator.device
         sums = {name: accelerator.reduce(value.to(device), "sum").cpu() for name, value in self._sums.items()}
+        self.reset()
         weight_sum, *terms = sums["losses"].tolist()
         if weight_sum == 0:
             return {}
@@ -105,11 +82,8 @@ class BlockMetrics:
         values |= {"confidence_loss" if name == "confidence" else name: mean for name, mean in means.items()}
         blocks, accepted = sums["blocks"].tolist()
         values["tau"] = 1.0 + accepted / blocks
-        for slot, (reached, kept) in enumerate(
-            zip(sums["reached"].tolist(), sums["accepted"].tolist(), strict=True), start=1
-        ):
-            if reached > 0:
-                values[f"acceptance_{slot}"] = kept / reached
+        rates = (sums["accepted"] / sums["reached"]).tolist()
+        values |= {f"acceptance_{slot}": rate for slot, rate in enumerate(rates, start=1) if not math.isnan(rate)}
         if "confidence" in means:
             values |= self._confidence(sums["bins"], sums["histogram"])
         return values

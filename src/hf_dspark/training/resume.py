@@ -10,6 +10,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
+from ..files import differences
 from ..formats.files import read_json
 
 RUN_FACTS_FILE = "dspark_run.json"
@@ -22,7 +23,6 @@ ARGUMENTS = ("per_device_train_batch_size", "seed", "data_seed", "num_anchors", 
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return what a run must have in common with the one it continues."""
     args, rows = trainer.args, trainer.train_dataset
     config = trainer.accelerator.unwrap_model(trainer.model).config.to_dict()
     batches = args.world_size * args.gradient_accumulation_steps
@@ -51,16 +51,12 @@ def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
     if not path.exists():  # a checkpoint of another trainer
         return
     before = read_json(path)
-    different = [
-        f"{name}: then {before[name]}, now {value}"
-        for name, value in facts.items()
-        if name in before and before[name] != value
-    ]
+    different = differences(facts | {name: before[name] for name in facts if name in before}, facts)
     if different:
         raise ValueError(
-            f"{checkpoint} belongs to a run with other facts ({'; '.join(different)}): its loss curve cannot be "
-            "continued. Restore them (half the processes need twice the gradient_accumulation_steps), or start "
-            "anew from its weights with DSparkDraftModel.from_pretrained."
+            f"{checkpoint} belongs to a run that differs in {different}: its loss curve cannot be continued. Go on as "
+            "before (half the processes need twice the gradient_accumulation_steps), or start anew from its weights "
+            "with DSparkDraftModel.from_pretrained."
         )
 
 
@@ -78,8 +74,6 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 
 class RunFacts(TrainerCallback):
-    """Leaves the facts of the run in each checkpoint."""
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 

@@ -11,11 +11,7 @@ import torch
 
 
 class BlockCollator:
-    """Makes a batch of rows of `input_ids` and `loss_mask`, padded on the right.
-
-    Args:
-        pad_token_id (`int`): Fills the rows; never attended to, never supervised.
-    """
+    """Makes a batch of rows of `input_ids` and `loss_mask`, padded on the right; padding is never supervised."""
 
     def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
@@ -48,12 +44,7 @@ class BlockCollator:
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Several documents per row, so that little is padding: best fit, longest first.
-
-    Args:
-        rows (`Sequence`): Rows of `input_ids` and `loss_mask`.
-        max_length (`int`): Tokens of a packed row at most; longer documents are an error.
-    """
+    """Several documents per row of at most `max_length` tokens, so that little is padding: best fit, longest first."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], max_length: int) -> None:
         self._rows = rows
@@ -76,24 +67,17 @@ class PackedRows(torch.utils.data.Dataset):
         return len(self._groups)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        """Return one packed row: `input_ids`, `loss_mask`, and `position_ids` that start again with each document."""
         return join_documents([self._rows[part] for part in self._groups[index]])
 
 
 class PackedStream(torch.utils.data.IterableDataset):
-    """Several documents per row, for rows that come one by one: joined in their order.
-
-    Args:
-        rows (`Iterable`): As for [`PackedRows`].
-        max_length (`int`): As there.
-    """
+    """Several documents per row, for rows that come one by one: joined in their order."""
 
     def __init__(self, rows: Any, max_length: int) -> None:
         self._rows = rows
         self._max_length = max_length
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to rows that are shuffled by it."""
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
 
@@ -115,7 +99,6 @@ def _require_fit(length: int, max_length: int) -> None:
 
 
 def join_documents(documents: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """Return several documents as one row, with `position_ids` that start again at 0."""
     return {
         "input_ids": [token for part in documents for token in part["input_ids"]],
         "loss_mask": [flag for part in documents for flag in part["loss_mask"]],

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..models.modeling_draft import DraftModel
+from .arguments import DSparkTrainingArguments
 from .feature_cache import FeatureCache
 from .target_states import TargetStates, require_same_logits, require_separable_documents, target_states
 
@@ -17,35 +18,19 @@ Document = tuple[slice, list[int]]  # where it stands in its row, and its token 
 
 
 class TargetSource:
-    """Gives the states of batches, and lends the draft the target's embedding and head.
+    """Gives the states of batches, and binds the draft to the target, or to what the cache keeps of it.
 
-    Args:
-        draft ([`DraftModel`]): Is bound to the target, or to what the cache keeps of it.
-        target (`PreTrainedModel`, *optional*): The frozen target; moved to `device` unless it was placed already.
-        cache_folder (`str`, *optional*): States on disk. With a target, what is missing is computed and added.
-        device (`torch.device`): Where training runs.
-        packing (`bool`): Whether rows hold several documents.
-
-    Raises:
-        ValueError: If draft, target and cache do not fit, or there is neither target nor cache.
+    With a target, what is missing in the cache is computed and added.
     """
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        target: PreTrainedModel | None,
-        cache_folder: str | None,
-        device: torch.device,
-        packing: bool = False,
-    ) -> None:
-        if target is None and cache_folder is None:
-            raise ValueError(
-                "the target's states are needed: pass target=..., or args.feature_cache_dir that holds them"
-            )
+    def __init__(self, draft: DraftModel, target: PreTrainedModel | None, args: DSparkTrainingArguments) -> None:
+        folder, device = args.feature_cache_dir, args.device
+        if target is None and folder is None:
+            raise ValueError("the target's states are needed: pass target=..., or args.feature_cache_dir with them")
         self._target_layer_ids = draft.config.target_layer_ids
-        self._packing = packing
+        self._packing = args.packing
         self._has_room = True
-        self.cache = None if cache_folder is None else FeatureCache(cache_folder, draft.config, target)
+        self.cache = None if folder is None else FeatureCache(folder, draft.config, target)
         self._target = None if target is None else _placed(target.eval().requires_grad_(False), device)
         if target is None:
             lent = self.cache.borrowed(device)
@@ -53,15 +38,13 @@ class TargetSource:
             return
         draft.bind(target)
         require_same_logits(target, draft)
-        if packing:
+        if args.packing:
             require_separable_documents(target, self._target_layer_ids)
 
     def require_rows(self, sets: Sequence[Sequence[Any]], announce: bool = True) -> None:
         """Raise a `ValueError` if states are neither cached nor can be computed, or the disk is too small for them.
 
-        Args:
-            sets (`Sequence`): Data sets of rows of one document each; looked at only if there is a cache.
-            announce (`bool`): Print what they need on disk, and check that it is there.
+        Rows of the data sets hold one document each. `announce` prints what they need on disk, in one process of all.
         """
         if self.cache is None:
             return
@@ -77,14 +60,12 @@ class TargetSource:
             self.cache.prepare()
 
     def states(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:
-        """Return the target's states of a batch from [`~rows.BlockCollator`], on the draft's device, in its dtype."""
+        """Return the target's states of a batch, on the draft's device, in its dtype."""
         if self.cache is None:
             return self._compute(batch, draft)
         rows = [_documents(*row) for row in zip(*(batch[name].cpu() for name in ROW_PARTS), strict=True)]
-        if all(ids in self.cache for row in rows for _, ids in row):
+        if self._target is None or all(ids in self.cache for row in rows for _, ids in row):
             return self._read(rows, batch["input_ids"].shape[1], draft)
-        if self._target is None:
-            raise ValueError(f"a document is not in the feature cache {self.cache.folder}, and there is no target")
         states = self._compute(batch, draft)
         self._keep(rows, states)
         # As they will be read: what a batch sees must not depend on what was cached before it.

@@ -12,15 +12,10 @@ from ..targets.feature_capture import FeatureCapture
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What is kept of a target forward pass.
+    """What is kept of a target forward pass."""
 
-    Attributes:
-        features (`torch.Tensor` of shape `[B, S, m*d]`): Tapped layers, concatenated.
-        last_hidden (`torch.Tensor` of shape `[B, S, d]`): After the final norm: the LM head's input.
-    """
-
-    features: torch.Tensor
-    last_hidden: torch.Tensor
+    features: torch.Tensor  # tapped layers, concatenated, [B, S, m*d]
+    last_hidden: torch.Tensor  # after the final norm, [B, S, d]: the LM head's input
 
 
 @torch.no_grad()
@@ -33,24 +28,14 @@ def target_states(
     dtype: torch.dtype,
     position_ids: torch.Tensor | None = None,
 ) -> TargetStates:
-    """Run the frozen target without its LM head and keep what drafts are trained on.
+    """Run the frozen target without its LM head on right-padded rows `[B, S]`; keep what drafts are trained on.
 
-    Args:
-        target (`PreTrainedModel`): The causal LM.
-        target_layer_ids (`list[int]`): The m tapped layers.
-        input_ids, attention_mask (`torch.Tensor` of shape `[B, S]`): Right-padded rows.
-        device, dtype: Where the draft lives, and its dtype.
-        position_ids (`torch.LongTensor` of shape `[B, S]`, *optional*): Of packed rows. transformers keeps documents
-            apart whose positions start again, unless an attention mask is given.
-
-    Returns:
-        [`TargetStates`]
-
-    DSpark Section 5.1.
+    `position_ids [B, S]` are those of packed rows. DSpark Section 5.1.
     """
     batch = len(input_ids)
     rows: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
     if position_ids is not None:
+        # transformers keeps documents apart whose positions start again, unless an attention mask is given.
         rows = {"input_ids": input_ids, "position_ids": position_ids}
         # Flash attention is told of documents only in a batch of one; the others would pay for it with a wider mask.
         if "flash" in str(target.config._attn_implementation):

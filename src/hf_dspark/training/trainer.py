@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..data.conversations import prepare_rows
 from ..maths.losses import BlockLosses, LossWeights
-from ..models.auto import load_draft
+from ..models.auto import load_draft, require_draft
 from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
 from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
@@ -61,12 +61,11 @@ class DraftTrainer(Trainer):
         draft = _draft_to_train(model, args)
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if isinstance(target, str) else target
         self.processing_class = _tokenizer_of(self.target) if processing_class is None else processing_class
-        self.source = TargetSource(draft, self.target, args.feature_cache_dir, args.device, args.packing)
+        self.source = TargetSource(draft, self.target, args)
         self.loss_weights = LossWeights(*(getattr(args, part.name) for part in fields(LossWeights)))
         self._metrics = {split: BlockMetrics(draft.config.block_size) for split in ("train", "eval")}
         self._metrics_prefix = "eval_"
         self._eval_batches = 0
-        self._coverage_is_known = False
         train_dataset, eval_dataset = self._prepared(train_dataset, eval_dataset, draft)
         kwargs.setdefault("data_collator", BlockCollator(getattr(self.processing_class, "pad_token_id", None) or 0))
         super().__init__(
@@ -78,7 +77,6 @@ class DraftTrainer(Trainer):
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
     def _prepared(self, train_dataset: Any, eval_dataset: Any, draft: DraftModel) -> tuple[Any, Any]:
-        """Return the data sets tokenised, checked, and packed if asked for."""
         several = isinstance(eval_dataset, dict)
         given = [train_dataset, *(eval_dataset.values() if several else [eval_dataset])]
         # A block need not fit into rows that only evaluate.
@@ -127,7 +125,7 @@ class DraftTrainer(Trainer):
             number = index * self.args.world_size + self.args.process_index
             batch["blocks"] = self._sample_blocks(batch, (self.state.global_step, number))
             weight_sum += batch["blocks"].weights.sum().to(device)
-        if not self._coverage_is_known and self.is_world_process_zero():
+        if self.state.global_step == 0 and self.is_world_process_zero():
             self._report_coverage(batches)
         return batches, self.accelerator.reduce(weight_sum, "sum")
 
@@ -144,8 +142,6 @@ class DraftTrainer(Trainer):
         )  # fmt: skip
 
     def _report_coverage(self, batches: list[dict[str, Any]]) -> None:
-        """Print once which share of the supervised tokens the anchors of a step reach."""
-        self._coverage_is_known = True
         covered = sum(count_covered(batch["blocks"], batch["loss_mask"]) for batch in batches)
         supervised = sum(int(batch["loss_mask"].sum()) for batch in batches)
         print(
@@ -191,7 +187,6 @@ class DraftTrainer(Trainer):
         return loss
 
     def _save_bad_batch(self, inputs: dict[str, Any], loss: torch.Tensor) -> str:
-        """Write the batch to a file, and return what happened and what may help."""
         step = self.state.global_step
         path = Path(self.args.output_dir) / f"bad_batch_step_{step}_{self.args.process_index}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,11 +209,7 @@ class DraftTrainer(Trainer):
     # Evaluation and reports
 
     def prediction_step(
-        self,
-        model: torch.nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None, None]:
         """Evaluation needs the loss and the metrics, no predictions."""
         inputs = self._prepare_inputs(inputs)
@@ -252,11 +243,8 @@ class DraftTrainer(Trainer):
         if f"{self._metrics_prefix}loss" in logs:
             values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
             logs.update({f"{self._metrics_prefix}{name}": value for name, value in values.items()})
-            self._metrics["eval"].reset()
         elif "loss" in logs:
-            values = self._metrics["train"].reduced(self.accelerator, self.loss_weights)
-            logs.update({name: value for name, value in values.items() if name != "loss"})
-            self._metrics["train"].reset()
+            logs.update(self._metrics["train"].reduced(self.accelerator, self.loss_weights) | {"loss": logs["loss"]})
         super().log(logs, start_time)
 
     # Resuming
@@ -287,14 +275,9 @@ def _checked(args: DSparkTrainingArguments | None) -> DSparkTrainingArguments:
 
 
 def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> DraftModel:
-    """Return the draft, loaded if need be, that these arguments can train."""
     # Updates are smaller than half precision can hold: autocast computes in it, the weights stay wide.
     draft = load_draft(model, dtype=torch.float32) if isinstance(model, str) else model
-    if not hasattr(draft, "block_layout"):
-        raise TypeError(
-            f"the first argument is the draft that is trained, the second its target; got {type(draft).__name__} "
-            "first: are they swapped?"
-        )
+    require_draft(draft)
     if draft.dtype in (torch.float16, torch.bfloat16):
         warnings.warn(
             f"the draft's weights are {draft.dtype}, in which small updates are lost: load it with "
@@ -310,11 +293,8 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
 
 
 def _tokenizer_of(target: PreTrainedModel | None) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer in the target's repository; `None` if there is none: tokenised rows need none."""
     name = getattr(target, "name_or_path", "")
-    if not name:
-        return None
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
+        return AutoTokenizer.from_pretrained(name) if name else None
+    except (OSError, ValueError):  # the repository has none: tokenised rows need none
         return None

@@ -44,7 +44,6 @@ class DSparkConfig(PreTrainedConfig):
     head: `embedding_scale`, `logit_scale` and `final_logit_softcapping` repeat what the target does around them.
     `target_layer_ids` are the m tapped layers of the target: -1 is the embedding output, i the output of layer i. With
     `sample_from_anchor`, slot k of a block predicts token k+1; without, token k, and the anchor's slot predicts none.
-    `draft_top_k` is not read: it saves the package time.
     """
 
     model_type = "dspark"
@@ -398,14 +397,9 @@ def generate(
 ) -> Any:
     """Decode with the draft of this repository: `target.generate(custom_generate=...)` calls this.
 
-    Args:
-        assistant_model: The draft, or where it is; by default in the repository that `custom_generate` names. It is
-            loaded once per target.
-        streamer, tokenizer, stop_strings, arguments: As for `generate()`. `assistant_confidence_threshold` and
-            `num_assistant_tokens` end blocks early; `revision`, `token` and the like belong to the repository.
-
-    Raises:
-        ValueError: If the call needs the package, or if draft and target do not fit.
+    `assistant_model` is the draft, or where it is; by default the repository that `custom_generate` names. It is
+    loaded once per target. `assistant_confidence_threshold` and `num_assistant_tokens` end blocks early; `revision`,
+    `token` and the like belong to the repository. What needs the package is refused with a `ValueError`.
     """
     hub = {name: arguments.pop(name) for name in OF_REPOSITORY if name in arguments}
     draft = assistant_model
