@@ -16,13 +16,11 @@ def packs(dtype: torch.dtype) -> bool:
         return False
 
 
-each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(dtype, marks=pytest.mark.skipif(not packs(dtype), reason="this CPU cannot pack it"))
-        for dtype in (torch.float32, torch.bfloat16)
-    ],
-)
+def where_packed(dtype: torch.dtype):
+    return pytest.param(dtype, marks=pytest.mark.skipif(not packs(dtype), reason="this CPU cannot pack it"))
+
+
+each_dtype = pytest.mark.parametrize("dtype", [where_packed(dtype) for dtype in (torch.float32, torch.bfloat16)])
 
 
 def linear(out: int = 256, inputs: int = 256, bias: bool = True) -> nn.Linear:
@@ -46,16 +44,17 @@ def gains(monkeypatch):
 @pytest.fixture
 def products(monkeypatch):
     """The way of every product that was not left to `F.linear`."""
-    taken, onednn, transposed = [], few_rows.onednn_linear, few_rows.transposed_linear
+    taken = []
 
-    def recorded_onednn(rows, weight, bias=None):
-        taken.append("packed" if weight.is_mkldnn else "onednn")
-        return onednn(rows, weight, bias)
+    def record(way):
+        multiply = getattr(few_rows, f"{way}_linear")
 
-    def recorded_transposed(rows, weight, bias=None):
-        taken.append("transposed")
-        return transposed(rows, weight, bias)
+        def recorded(rows, weight, bias=None):
+            taken.append("packed" if weight.is_mkldnn else way)
+            return multiply(rows, weight, bias)
 
-    monkeypatch.setattr(few_rows, "onednn_linear", recorded_onednn)
-    monkeypatch.setattr(few_rows, "transposed_linear", recorded_transposed)
+        monkeypatch.setattr(few_rows, f"{way}_linear", recorded)
+
+    record("onednn")
+    record("transposed")
     return taken

@@ -1,6 +1,6 @@
 """From conversations to supervised tokens, under templates that help, hinder and mislead."""
 
-import re
+import itertools
 import warnings
 
 import pytest
@@ -37,15 +37,13 @@ STRICT = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools here'
 
 def make_tokenizer(template: str | None = CHATML, **kwargs) -> PreTrainedTokenizerFast:
     """Letters to ids, with the usual special tokens; white space is tokens, too."""
-    specials = WORDS[:5]
-    letters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocab = {token: index for index, token in enumerate([*specials, *letters, "\n\n"])}
+    letters = [chr(code) for code in range(32, 127)] + ["\n", "\n\n"]
+    vocab = {token: index for index, token in enumerate([*WORDS[:5], *letters])}
     inner = Tokenizer(models.BPE(vocab, merges=[("\n", "\n")]))
     inner.decoder = decoders.Fuse()
-    options = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<|im_end|>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, extra_special_tokens=["<|im_start|>", "<eos>"], **(options | kwargs)
-    )
+    specials = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<|im_end|>"}
+    specials["extra_special_tokens"] = ["<|im_start|>", "<eos>"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **(specials | kwargs))
     tokenizer.chat_template = template
     return tokenizer
 
@@ -57,14 +55,8 @@ def message(role: str, content: str) -> dict[str, str]:
 def supervised(row: dict[str, list[int]], tokenizer) -> list[str]:
     """Return the supervised stretches as text."""
     assert len(row["input_ids"]) == len(row["loss_mask"]) and set(row["loss_mask"]) <= {0, 1}
-    texts, run = [], []
-    for token, mask in [*zip(row["input_ids"], row["loss_mask"], strict=True), (0, 0)]:
-        if mask:
-            run.append(token)
-        elif run:
-            texts.append(tokenizer.decode(run))
-            run = []
-    return texts
+    stretches = itertools.groupby(zip(row["input_ids"], row["loss_mask"], strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for mask, run in stretches if mask]
 
 
 TWO_TURNS = [message("user", "what is up"), message("assistant", "not much"), message("user", "is it?"),
@@ -81,19 +73,34 @@ def test_answers_and_their_ends_are_supervised_without_the_templates_white_space
     row = tokenize_row({"messages": TWO_TURNS}, tokenizer)
     assert supervised(row, tokenizer) == ENDED
     assert row["input_ids"] == tokenizer.apply_chat_template(TWO_TURNS, return_dict=True)["input_ids"]
+    assert row == tokenize_row({"messages": [*TWO_TURNS, message("user", "?")]}, tokenizer)
 
 
-def test_white_space_of_the_answer_itself_is_supervised():
-    tokenizer = make_tokenizer()
-    row = tokenize_row({"messages": [message("user", "what"), message("assistant", "  so \n ")]}, tokenizer)
-    assert supervised(row, tokenizer) == ["  so \n <|im_end|>"]
+ONCE = TWO_TURNS[:2]
+WITHOUT_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+)
+SHAREGPT = {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "so"}]}
 
 
-def test_a_token_that_straddles_prompt_and_answer_is_left_out():
-    """The template's line break and the answer's merge into one token, which nobody writes like that."""
-    tokenizer = make_tokenizer()
-    row = tokenize_row({"messages": [message("user", "what"), message("assistant", "\nso")]}, tokenizer)
-    assert supervised(row, tokenizer) == ["so<|im_end|>"]
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (CHATML, {"messages": [message("user", "what"), message("assistant", "  so \n ")]}, ["  so \n <|im_end|>"]),
+        # The template's line break and the answer's merge into one token that no answer begins with.
+        (CHATML, {"messages": [message("user", "what"), message("assistant", "\nso")]}, ["so<|im_end|>"]),
+        # Without an end-of-turn token nothing says that trailing white space is the template's.
+        (WITHOUT_END, {"messages": TWO_TURNS}, ["not much\n", "think so\n"]),
+        (CHATML, {"messages": [message("user", "what")]}, []),
+        (CHATML, {"messages": [message("assistant", "what is up")]}, []),
+        (CHATML, {"messages": TWO_TURNS, "finished": False}, [ENDED[0], "think so"]),
+        (CHATML, {"prompt": "what", "completion": "so", "finished": False}, ["so"]),
+        (CHATML, SHAREGPT, ["so<|im_end|>"]),
+    ],
+)  # fmt: skip
+def test_supervised_stretches_are_what_the_model_would_write(template, row, expected):
+    tokenizer = make_tokenizer(template)
+    assert supervised(tokenize_row(row, tokenizer), tokenizer) == expected
 
 
 def test_answers_that_the_template_renders_otherwise_later_are_context_only():
@@ -106,39 +113,21 @@ def test_answers_that_the_template_renders_otherwise_later_are_context_only():
     assert supervised(alone, tokenizer) == ["<think>hm</think>not much<|im_end|>"]
 
 
-def test_a_template_that_renders_everything_anew_is_refused_with_the_cure():
-    tokenizer = make_tokenizer(HOSTILE, name_or_path="hostile/model")
-    with pytest.raises(ValueError, match=r"(?s)hostile/model.*1 messages.*2 messages.*{% generation %}.*'prompt'"):
-        tokenize_row({"messages": TWO_TURNS[:2]}, tokenizer)
-
-
-def test_a_template_that_refuses_a_conversation_is_named():
-    messages = [message("tool", "2"), message("assistant", "so")]
-    with pytest.raises(ValueError, match="refuses this conversation: no tools here"):
-        tokenize_row({"messages": messages}, make_tokenizer(STRICT))
-
-
-def test_messages_without_a_chat_template_are_refused():
-    with pytest.raises(ValueError, match="no chat template.*tokenizer.chat_template"):
-        tokenize_row({"messages": TWO_TURNS}, make_tokenizer(None))
-
-
-def test_the_end_stays_unsupervised_where_a_template_has_none():
-    """Without an end-of-turn token nothing says that trailing white space is the template's."""
-    tokenizer = make_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-                               "{% if add_generation_prompt %}assistant: {% endif %}")  # fmt: skip
-    assert supervised(tokenize_row({"messages": TWO_TURNS}, tokenizer), tokenizer) == ["not much\n", "think so\n"]
-
-
-def test_conversations_without_an_answer_supervise_nothing():
-    for messages in ([message("user", "what")], [message("assistant", "what is up")]):
-        assert sum(tokenize_row({"messages": messages}, make_tokenizer())["loss_mask"]) == 0
-
-
-def test_what_stands_behind_the_last_answer_is_dropped():
-    tokenizer = make_tokenizer()
-    row = tokenize_row({"messages": [*TWO_TURNS, message("user", "?")]}, tokenizer)
-    assert row == tokenize_row({"messages": TWO_TURNS}, tokenizer)
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (HOSTILE, {"messages": ONCE}, r"(?s)a/model.*1 messages.*2 messages.*{% generation %}.*'prompt'"),
+        (STRICT, {"messages": [message("tool", "2"), ONCE[1]]}, "refuses this conversation: no tools here"),
+        (None, {"messages": TWO_TURNS}, "no chat template.*tokenizer.chat_template"),
+        (CHATML, {"input_ids": [1], "answer": "b", "messages": None},
+         r"\['answer', 'input_ids'\] are not understood.*'messages'"),
+        (CHATML, {"prompt": ONCE[:1], "completion": "not much"},
+         "two strings or two lists of messages, got list and str"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_read_are_refused_with_the_cure(template, row, message):
+    with pytest.raises(ValueError, match=message):
+        tokenize_row(row, make_tokenizer(template, name_or_path="a/model"))
 
 
 def test_template_arguments_come_from_the_caller_and_from_the_row():
@@ -150,21 +139,10 @@ def test_template_arguments_come_from_the_caller_and_from_the_row():
     assert supervised(not_thinking, tokenizer) == ["so<|im_end|>"]
     row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": True, "other": None}}
     assert tokenize_row(row, tokenizer, chat_template_kwargs={"enable_thinking": False}) == thinking
-
-
-def test_tools_reach_the_template_also_as_json():
     tokenizer = make_tokenizer("{% if tools %}{{ tools[0].name }}\n{% endif %}" + CHATML)
     for tools in ([{"name": "add", "none": None}], '[{"name": "add"}]'):
         row = tokenize_row({"messages": TWO_TURNS, "tools": tools}, tokenizer)
         assert tokenizer.decode(row["input_ids"]).startswith("add\n") and supervised(row, tokenizer) == ENDED
-
-
-def test_an_answer_that_was_cut_does_not_teach_to_end():
-    tokenizer = make_tokenizer()
-    row = tokenize_row({"messages": TWO_TURNS, "finished": False}, tokenizer)
-    assert supervised(row, tokenizer) == [ENDED[0], "think so"]
-    row = tokenize_row({"prompt": "what", "completion": "so", "finished": False}, tokenizer)
-    assert supervised(row, tokenizer) == ["so"]
 
 
 # ---- other forms
@@ -184,27 +162,21 @@ def starting_tokenizer() -> PreTrainedTokenizerFast:
 def test_only_the_completion_and_its_end_are_supervised(starting_tokenizer):
     ids = starting_tokenizer.convert_tokens_to_ids("<bos> what is up not much <eos>".split())
     expected = {"input_ids": ids, "loss_mask": [0, 0, 0, 0, 1, 1, 1]}
-    assert tokenize_row({"prompt": "what is up", "completion": "not much"}, starting_tokenizer) == expected
-    assert tokenize_row({"prompt": "what is up", "completion": "not much <eos>"}, starting_tokenizer) == expected
-    assert tokenize_row({"prompt": "what is up", "completion": "not much"}, starting_tokenizer) == expected
-
-
-def test_rows_are_cut_to_the_length_asked_for(starting_tokenizer):
+    for completion in ("not much", "not much <eos>"):
+        assert tokenize_row({"prompt": "what is up", "completion": completion}, starting_tokenizer) == expected
     for answer in ({"completion": "not much"}, {"completion_ids": [1, 1]}):
         read = tokenize_row({"prompt": "what is up"} | answer, starting_tokenizer, max_length=5)
         assert len(read["input_ids"]) == 5 and read["loss_mask"] == [0, 0, 0, 0, 1]
+    assert tokenize_row({"text": "what is up"}, starting_tokenizer)["loss_mask"] == [1, 1, 1, 1]
 
 
 def test_completion_ids_are_taken_as_they_are(starting_tokenizer):
     for prompt in ({"prompt": "what is"}, {"prompt_ids": [1, 6, 7], "prompt": "ignored", "text": "ignored"}):
         row = tokenize_row(prompt | {"completion_ids": torch.tensor([7, 8])}, starting_tokenizer)
         assert row == {"input_ids": [1, 6, 7, 7, 8], "loss_mask": [0, 0, 0, 1, 1]}
-
-
-def test_completion_ids_follow_the_rendered_messages_of_a_prompt():
     tokenizer = make_tokenizer()
-    row = tokenize_row({"prompt": TWO_TURNS[:1], "completion_ids": [9, 4]}, tokenizer)
-    rendered = tokenizer.apply_chat_template(TWO_TURNS[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    row = tokenize_row({"prompt": ONCE[:1], "completion_ids": [9, 4]}, tokenizer)
+    rendered = tokenizer.apply_chat_template(ONCE[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert row == {"input_ids": [*rendered, 9, 4], "loss_mask": [0] * len(rendered) + [1, 1]}
 
 
@@ -214,35 +186,14 @@ def test_answers_in_a_prompt_of_messages_are_context_only(template):
     row = tokenize_row({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, tokenizer)
     assert supervised(row, tokenizer) == ENDED[1:]
     assert row["input_ids"] == tokenize_row({"messages": TWO_TURNS}, tokenizer)["input_ids"]
-    with pytest.raises(ValueError, match="two strings or two lists of messages, got list and str"):
-        tokenize_row({"prompt": TWO_TURNS[:1], "completion": "not much"}, tokenizer)
-
-
-def test_texts_are_supervised_throughout(starting_tokenizer):
-    assert tokenize_row({"text": "what is up"}, starting_tokenizer)["loss_mask"] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "completion_mask"])
-def test_tokenised_rows_pass_through(name):
+def test_tokenised_rows_pass_through_and_two_masks_supervise_what_both_allow(name):
     row = {"input_ids": torch.tensor([3, 4, 5]), name: [False, True, True], "text": "ignored"}
     assert tokenize_row(row, make_tokenizer()) == {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
-
-
-def test_two_masks_supervise_what_both_allow():
-    row = {"input_ids": [3, 4, 5], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
-    assert tokenize_row(row, make_tokenizer())["loss_mask"] == [0, 1, 0]
-
-
-def test_sharegpt_conversations_are_understood():
-    tokenizer = make_tokenizer()
-    names = {"user": "human", "assistant": "gpt"}
-    row = {"conversations": [{"from": names[each["role"]], "value": each["content"]} for each in TWO_TURNS]}
-    assert tokenize_row(row, tokenizer) == tokenize_row({"messages": TWO_TURNS}, tokenizer)
-
-
-def test_unknown_columns_are_named_with_those_that_are_understood():
-    with pytest.raises(ValueError, match=r"\['answer', 'input_ids'\] are not understood.*'messages'"):
-        tokenize_row({"input_ids": [1], "answer": "b", "messages": None}, make_tokenizer())
+    two = {"input_ids": [3, 4, 5], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
+    assert tokenize_row(two, make_tokenizer())["loss_mask"] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("wrong", [{"role": "user"}, {"content": "a"}, "hello", {"role": "user", "content": None}])
@@ -268,13 +219,19 @@ class Mapped(torch.utils.data.Dataset):
 
 
 class Streamed(torch.utils.data.IterableDataset):
+    """Rows that an iterator gives, counted as they are read."""
+
+    def __init__(self, rows=CHATS):
+        self.rows, self.read = rows, 0
+
     def __iter__(self):
-        return iter(CHATS)
+        for row in self.rows:
+            self.read += 1
+            yield row
 
 
-def table():
-    datasets = pytest.importorskip("datasets")
-    return datasets.Dataset.from_list([row | {"other": 1.5} for row in CHATS])
+def table(rows=CHATS):
+    return pytest.importorskip("datasets").Dataset.from_list([row | {"other": 1.5} for row in rows])
 
 
 DATASETS = {
@@ -294,48 +251,26 @@ def test_every_kind_of_dataset_gives_the_same_rows(kind):
     assert list(prepared) == expected
     assert list(prepared) == expected, "a second epoch"
     told = [str(each.message) for each in caught if "left out" in str(each.message)]
-    if "stream" in kind:
-        assert not told
-    else:
-        assert len(told) == 1 and "1 of 3 rows are left out" in told[0] and "1 without a supervised token" in told[0]
+    assert len(told) == (0 if "stream" in kind else 1)
+    assert all("1 of 3 rows are left out" in each and "1 without a supervised token" in each for each in told)
     if kind == "table":
         assert prepared.column_names == ["input_ids", "loss_mask"]
 
 
-def test_tables_are_prepared_by_several_processes():
+def test_tables_are_prepared_by_several_processes_and_in_any_row_order():
     with pytest.warns(UserWarning, match="2 of 6 rows"):
         prepared = prepare_rows(table().repeat(2), make_tokenizer(), 4, 200, num_proc=2)
     assert len(prepared) == 4
-
-
-def test_tables_of_any_row_order_keep_their_types():
-    """A first batch without a single token must not decide the type of the column."""
-    datasets = pytest.importorskip("datasets")
-    rows = [{"messages": TWO_TURNS[:1]}] * 1001 + [{"messages": TWO_TURNS}]
+    # A first batch without a single token must not decide the type of the column.
     with pytest.warns(UserWarning, match="1001 of 1002"):
-        assert len(prepare_rows(datasets.Dataset.from_list(rows), make_tokenizer(), 4, 200)) == 1
+        assert len(prepare_rows(table(CHATS[1:2] * 1001 + CHATS[:1]), make_tokenizer(), 4, 200)) == 1
 
 
-def test_streams_are_read_as_they_are_needed():
-    read = []
-
-    class Endless(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            while True:
-                read.append(1)
-                yield CHATS[0]
-
-    rows = iter(prepare_rows(Endless(), make_tokenizer(), 4, 200))
-    next(rows)
-    assert len(read) <= 3
-
-
-def test_streams_check_each_row_as_it_comes():
-    class GoesWrong(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from [CHATS[0], {"input_ids": [1, 2], "loss_mask": [1]}]
-
-    rows = iter(prepare_rows(GoesWrong(), make_tokenizer(), 4, 200))
+def test_streams_are_read_and_checked_as_they_are_needed():
+    endless = Streamed(itertools.repeat(CHATS[0]))
+    next(iter(prepare_rows(endless, make_tokenizer(), 4, 200)))
+    assert endless.read <= 3
+    rows = iter(prepare_rows(Streamed([CHATS[0], {"input_ids": [1, 2], "loss_mask": [1]}]), make_tokenizer(), 4, 200))
     next(rows)
     with pytest.raises(ValueError, match=r"row 1: input_ids \(2 tokens\) and loss_mask \(1\) differ in length"):
         next(rows)
@@ -347,9 +282,6 @@ def test_kept_rows_are_those_with_an_anchor():
     with pytest.warns(UserWarning, match="2 of 4 rows.*1 without a supervised token, 1 with a single one"):
         kept = prepare_rows(rows, make_tokenizer(), 2, 200)
     assert [row["loss_mask"] for row in kept] == [masks[1], masks[3]]
-
-
-def test_failed_regenerations_are_left_out_and_counted():
     rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]
     with pytest.warns(UserWarning, match="1 whose regeneration failed"):
         assert len(prepare_rows(rows, make_tokenizer(), 2, 200)) == 1
@@ -360,39 +292,29 @@ def test_failed_regenerations_are_left_out_and_counted():
 
 @pytest.mark.parametrize("kind", ["list", "table", "stream"])
 def test_data_in_which_nothing_is_supervised_are_refused(kind):
-    rows = [{"input_ids": [1, 2], "loss_mask": [0, 0]}]
-    datasets = pytest.importorskip("datasets")
-    if kind != "list":
-        rows = datasets.Dataset.from_list(rows)
-    if kind == "stream":
-        rows = rows.to_iterable_dataset()
+    rows = {"list": CHATS[1:2], "table": table(CHATS[1:2]), "stream": table(CHATS[1:2]).to_iterable_dataset()}[kind]
     with pytest.raises(ValueError, match="none of .*1 rows has a supervised token"):
         prepare_rows(rows, make_tokenizer(), 4, 200)
 
 
 def test_data_too_short_for_a_block_are_refused_with_the_longest_found():
-    row = {"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 0, 1, 1, 1]}
-    assert len(prepare_rows([row], make_tokenizer(), 3, 200)) == 1
+    rows = [{"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 0, 1, 1, 1]}]
+    assert len(prepare_rows(rows, make_tokenizer(), 3, 200)) == 1
     with pytest.raises(ValueError, match="has 4 supervised tokens.*block of 4 needs 5.*block_size=3"):
-        prepare_rows([row], make_tokenizer(), 4, 200)
+        prepare_rows(rows, make_tokenizer(), 4, 200)
     with pytest.raises(ValueError, match="within max_length=3.*raise max_length"):
-        prepare_rows([row], make_tokenizer(), 3, 200, max_length=3)
-
-
-def test_ids_of_another_tokenizer_are_refused():
-    rows = [{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}] * 2 + [{"input_ids": [1, 64], "loss_mask": [1, 1]}]
-    with pytest.raises(ValueError, match="row 2: token id 64.*vocab_size 64.*own tokenizer"):
-        prepare_rows(rows, make_tokenizer(), 2, 64)
-
-
-def test_tables_with_unknown_columns_are_refused_at_once():
-    datasets = pytest.importorskip("datasets")
-    with pytest.raises(ValueError, match=re.escape("columns ['answer', 'question'] are not understood")):
-        prepare_rows(datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}), make_tokenizer(), 4, 200)
+        prepare_rows(rows, make_tokenizer(), 3, 200, max_length=3)
 
 
 def test_things_that_are_no_dataset_are_refused():
-    for wrong, words in (({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "row 0 must be a dict"),
-                         ("text", "must hold rows"), (5, "must hold rows")):  # fmt: skip
+    datasets = pytest.importorskip("datasets")
+    foreign = [{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}] * 2 + [{"input_ids": [1, 64], "loss_mask": [1, 1]}]
+    for wrong, words in (
+        ({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "row 0 must be a dict"),
+        ("text", "must hold rows"), (5, "must hold rows"),
+        (datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}),
+         r"columns \['answer', 'question'\] are not understood"),
+        (foreign, "row 2: token id 64.*vocab_size 64.*own tokenizer"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            prepare_rows(wrong, make_tokenizer(), 4, 200)
+            prepare_rows(wrong, make_tokenizer(), 2, 64)

@@ -68,9 +68,7 @@ def test_files_name_their_faults_and_keep_their_order(tmp_path):
     read = read_prompt_file(str(path))
     assert [(prompt.content, prompt.line) for prompt in read.prompts] == [("up", 1), ("what", 6), ("is", 7)]
     assert [fault.line for fault in read.faults] == [2, 5, 4]
-    assert str(read.faults[2]).endswith(
-        "p.jsonl line 4 is no prompt: 'turns' must be a list of strings, the user's, got []"
-    )
+    assert str(read.faults[2]).endswith("line 4 is no prompt: 'turns' must be a list of strings, the user's, got []")
     assert len(read_prompt_file(str(path), limit=2).prompts) == 2
     path.write_text(json.dumps({"turns": ["a", "b"]}))
     with pytest.raises(ValueError, match="holds no prompt.*line 1 is no prompt: has several turns"):
@@ -81,11 +79,8 @@ def test_files_name_their_faults_and_keep_their_order(tmp_path):
 
 def test_messages_go_through_the_template_and_texts_are_continued(chat_tokenizer):
     asked = chat_tokenizer("user what is <eos> assistant")["input_ids"]
-    assert (
-        token_ids(Prompt(HI), chat_tokenizer)
-        == token_ids(as_chat(Prompt("what is"), chat_tokenizer), chat_tokenizer)
-        == asked
-    )
+    for prompt in (Prompt(HI), as_chat(Prompt("what is"), chat_tokenizer)):
+        assert token_ids(prompt, chat_tokenizer) == asked
     plain = chat_tokenizer("what is")["input_ids"]
     assert token_ids(Prompt("what is"), chat_tokenizer) == plain and token_ids(Prompt([4]), None) == [4]
     chat_tokenizer.chat_template = None

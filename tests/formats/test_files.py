@@ -43,11 +43,9 @@ def sharded(tmp_path) -> Path:
     folder = tmp_path / "sharded"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    names = list(TENSORS)
-    files = {"model-00001-of-00002.safetensors": names[:2], "model-00002-of-00002.safetensors": names[2:]}
-    for file, held in files.items():
-        save_file({name: TENSORS[name] for name in held}, folder / file)
-    weight_map = {name: file for file, held in files.items() for name in held}
+    weight_map = {name: f"model-0000{1 + (name == 'd2t')}-of-00002.safetensors" for name in TENSORS}
+    for file in set(weight_map.values()):
+        save_file({name: TENSORS[name] for name in TENSORS if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
@@ -56,23 +54,18 @@ def hub_cache(root: Path, source: Path) -> Path:
     """Lay a checkpoint out as huggingface_hub's cache does; return its snapshot."""
     repository = root / "models--someone--draft"
     snapshot = repository / "snapshots" / ("0" * 40)
-    (repository / "blobs").mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(snapshot.name)
     for number, file in enumerate(sorted(source.iterdir())):
-        blob = repository / "blobs" / f"{number:040x}"
-        shutil.copy(file, blob)
+        blob = Path(shutil.copy(file, repository / "blobs" / f"{number:040x}"))
         (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
     return snapshot
 
 
 def assert_complete(checkpoint):
-    assert {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()} == {
-        "fc.weight": ("F32", (2, 3)),
-        "norm.weight": ("BF16", (3,)),
-        "d2t": ("I64", (2,)),
-    }
+    facts = {name: (info.dtype, info.shape) for name, info in checkpoint.tensors.items()}
+    assert facts == {"fc.weight": ("F32", (2, 3)), "norm.weight": ("BF16", (3,)), "d2t": ("I64", (2,))}
     loaded = load_tensors(checkpoint.tensors)
     assert loaded.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():

@@ -400,7 +400,7 @@ def test_eagle3_config_is_distrusted_as_well(tmp_path, wrong):
 
 
 def test_constructor_takes_what_a_checkpoint_may_not(folder):
-    """The limits of sizes hold for everybody; what transformers passes on its own way is not in the way."""
+    """The limits of sizes hold for every config; what transformers passes in its own way is accepted."""
     config = DSparkConfig(**SIZES, attn_implementation="eager")
     assert config._attn_implementation == "eager"
     with pytest.raises(ValueError, match=r"DSparkConfig.hidden_size must lie in \[1, 131072\]"):

@@ -203,6 +203,7 @@ CAUSAL = {
 def test_one_request_keeps_the_target_law(make_policy, gamma):
     for seed in range(60):
         policy = make_policy(jagged_curve(seed))
+        assert policy.is_causal(confidence_reads_tokens=True)
         assert bias_of_one_round(policy, [World.random(seed, gamma + 1)], gamma) < EXACT
 
 
@@ -252,7 +253,7 @@ def test_the_hull_does_not_depend_on_what_can_survive(other_tokens):
 
 
 def test_filling_the_bucket_keeps_the_law_where_it_hangs_on_the_first_token_left_out():
-    """Stop behind x_1; the bucket is filled because a_2 = .1 makes it pay, whatever x_2 reveals about a_3."""
+    """Stop after x_1; the bucket is filled because a_2 = .1 makes it pay, whatever x_2 reveals about a_3."""
     world = World.random(0, 4)
     world.confidence |= {prefix: 1 / 6 for prefix in world.confidence if len(prefix) == 1} | {(): 0.6}
     world.confidence |= {prefix: 1.0 if prefix[1] else 0.01 for prefix in world.confidence if len(prefix) == 2}
@@ -289,7 +290,9 @@ def no_benefit_of_the_doubt(monkeypatch):
 @pytest.mark.parametrize("make_policy", REMEMBERING.values(), ids=REMEMBERING)
 def test_policies_with_memory_keep_the_law_over_two_rounds(make_policy, no_benefit_of_the_doubt):
     for seed in range(6):
-        assert bias_of_two_rounds(make_policy(jagged_curve(seed)), World.random(seed, 6), 2) < EXACT
+        policy = make_policy(jagged_curve(seed))
+        assert policy.is_causal(confidence_reads_tokens=True)
+        assert bias_of_two_rounds(policy, World.random(seed, 6), 2) < EXACT
 
 
 def test_memory_really_changes_the_second_round_in_those_enumerations(no_benefit_of_the_doubt):
@@ -310,7 +313,7 @@ def test_memory_really_changes_the_second_round_in_those_enumerations(no_benefit
 
 
 def appendix_a_world(acceptance=0.8, certain_after=1):
-    """DSpark Appendix A: p_t = (.7, .3), p_d = (.5, .5); c_2 is .9 behind the first token and 0 behind the other."""
+    """DSpark Appendix A: p_t = (.7, .3), p_d = (.5, .5); c_2 is .9 after the first token and 0 after the other."""
     world = World.random(0, 3)
     world.target[()], world.draft[()] = 0.7, 0.5
     world.confidence[()] = acceptance

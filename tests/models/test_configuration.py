@@ -161,22 +161,21 @@ def test_from_target_takes_the_full_attention_rope_of_gemma3():
     assert "full_attention" not in config.rope_parameters
 
 
+GEMMA_SCALE = {"embedding_scale": 32**0.5}
+
+
 @pytest.mark.parametrize(
     ("target", "facts"),
     [
-        (
-            Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=30.0),
-            {"embedding_scale": 32**0.5, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"},
-        ),
-        (Gemma3TextConfig(**SIZES, head_dim=8), {"embedding_scale": 32**0.5, "target_model_type": "gemma3_text"}),
-        (
-            GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0),
-            {"embedding_scale": 12.0, "logit_scale": 0.125},
-        ),
+        (Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=30.0),
+         GEMMA_SCALE | {"final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"}),
+        (Gemma3TextConfig(**SIZES, head_dim=8), GEMMA_SCALE | {"target_model_type": "gemma3_text"}),
+        (GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0),
+         {"embedding_scale": 12.0, "logit_scale": 0.125}),
         (CohereConfig(**SIZES, logit_scale=0.0625), {"embedding_scale": 1.0, "logit_scale": 0.0625}),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
-)
+)  # fmt: skip
 def test_from_target_reads_scales_and_capping(target, facts):
     config = DSparkConfig.from_target(target)
     assert {name: getattr(config, name) for name in facts} == pytest.approx(facts)

@@ -59,29 +59,28 @@ def test_candidates_are_distinct_and_the_best_go_first():
     assert with_successors(best, successors).tolist() == [[9, 7, 4, 1], [9, 4, 5, 6]]
 
 
-def drafted(draft):
-    base = torch.zeros(1, 3, draft.config.vocab_size)  # the Markov head alone decides
+def drafted(draft, base):
     return draft.sample_block(torch.zeros(1, 3, draft.config.hidden_size), base, torch.tensor([1]), greedy_sampler)
 
 
 @torch.no_grad()
 def test_weights_that_change_change_their_successors(draft):
-    def by_hand():
+    base = torch.zeros(1, 3, draft.config.vocab_size)  # the Markov head alone decides
+
+    def check(draft):
         token, tokens = 1, []
         for _ in range(3):
             token = int(largest(draft.markov_head, [token])[0, 0])
             tokens.append(token)
+        assert drafted(draft, base).token_ids[0].tolist() == tokens
         return tokens
 
-    assert drafted(draft).token_ids[0].tolist() == by_hand()
-    before = by_hand()
+    before = check(draft)
     draft.markov_head.markov_w2.weight.neg_()
-    assert drafted(draft).token_ids[0].tolist() == by_hand() != before
+    assert check(draft) != before
     copied = copy.deepcopy(draft)
     copied.markov_head.markov_w1.weight.neg_()
-    assert drafted(draft).token_ids[0].tolist() == by_hand()
-    draft = copied
-    assert drafted(copied).token_ids[0].tolist() == by_hand()
+    check(draft), check(copied)
 
 
 @torch.no_grad()
@@ -90,5 +89,4 @@ def test_candidates_find_what_only_the_markov_head_favours(draft):
     base = torch.zeros(1, 3, draft.config.vocab_size)
     favoured = int(largest(draft.markov_head, [1])[0, 0])
     base[0, 0, favoured] = -0.01
-    found = draft.sample_block(torch.zeros(1, 3, draft.config.hidden_size), base, torch.tensor([1]), greedy_sampler)
-    assert found.token_ids[0, 0] == favoured
+    assert drafted(draft, base).token_ids[0, 0] == favoured

@@ -27,17 +27,13 @@ def test_layout_brings_packed_tokens_into_rows_and_back():
     assert torch.equal(layout.to_packed(rows), packed.transpose(1, 2))
     assert layout.position_ids(packed.device).tolist() == [[5, 6, 0, 1, 2, 3, 2]]
     assert (layout.first_tokens, layout.end, layout.width) == ((0, 2, 6), 7, 4)
-
-
-@pytest.mark.parametrize("counts", [(3, 3), (3,), (1, 1, 1)])
-def test_regular_layouts_are_a_reshape(counts):
-    layout = SlotLayout((0,) * len(counts), counts)
-    packed = torch.randn(1, 2, sum(counts), 4)
-    assert torch.equal(layout.to_packed(layout.to_rows(packed)), packed.transpose(1, 2))
+    for counts in ((3, 3), (3,), (1, 1, 1)):  # a reshape
+        layout, packed = SlotLayout((0,) * len(counts), counts), torch.randn(1, 2, sum(counts), 4)
+        assert torch.equal(layout.to_packed(layout.to_rows(packed)), packed.transpose(1, 2))
 
 
 def test_rows_of_different_lengths_keep_their_content_while_the_cache_grows():
-    """Rounds of ragged blocks, each with two slots behind that are rolled back by never being counted."""
+    """Rounds of ragged blocks, each with two more slots that are rolled back by never being counted."""
     cache, truth = SlotCache(3), [torch.empty(2, 0, 4) for _ in range(3)]
     capacities = set()
     for turn in range(60):
