@@ -205,7 +205,7 @@ def context(options: argparse.Namespace) -> Iterator[Cell]:
     """A verification pass of 8 tokens against a step, and drafting, by the length of the context."""
     target, draft = random_pair("qwen3-0.6b", getattr(torch, options.dtype), options.device, options.rehearse)
     packed = ways_of(options.baseline, target.device)[-1].packed
-    for length in (256, 1024, 2048, 8192):
+    for length in (16, 32) if options.rehearse else (256, 1024, 2048, 8192):
         forwards = Forwards(target, draft, length)
         forwards.measure(options.repetitions, packed)
         alone = forwards.medians()

@@ -40,7 +40,7 @@ def measure(assisted: bool, rows: int, new_tokens: int) -> dict:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     draft_cache = 0
     if assisted:
-        stores = output.past_key_values.draft._stores.values()
+        stores = output.past_key_values.conversation.draft_cache._stores.values()
         draft_cache = sum(store.nbytes for store in stores)
     return {"peak_bytes": peak - before, "draft_cache_bytes": draft_cache, "tokens": output.sequences.numel()}
 

@@ -74,7 +74,7 @@ class Way:
 
 WAYS = (
     Way("plain", False, False, "plain generate() as users run it"),
-    Way("plain_packed", False, True, "plain generate() inside fast_linears(packed=True), the stronger baseline"),
+    Way("plain_packed", False, True, "plain generate() inside fast_linears(packed=True): the drafts' kernels"),
     Way("own", True, False, "with the draft, as users run it"),
     Way("own_packed", True, True, "with the draft, inside fast_linears(packed=True)"),
 )
