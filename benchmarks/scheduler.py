@@ -292,12 +292,12 @@ def _observe(policy: Policy, blocks: Sequence[torch.Tensor], load: Load) -> None
 
 
 def _timed(decide: Callable[[torch.Tensor], object], blocks: Sequence[torch.Tensor]) -> Decision:
-    microseconds = []
-    for block in [*blocks[:20], *blocks]:  # the first 20 warm up
+    microseconds, warm_up = [], blocks[:20]
+    for block in [*warm_up, *blocks]:
         started = time.perf_counter_ns()
         decide(block)
         microseconds.append((time.perf_counter_ns() - started) / 1e3)
-    measured = sorted(microseconds[20:])
+    measured = sorted(microseconds[len(warm_up) :])
     return Decision(statistics.median(measured), measured[int(0.95 * len(measured))])
 
 
