@@ -52,8 +52,15 @@ def record(target, draft, tokenizer, prompts: list[str], max_new_tokens: int) ->
         rounds = collect_rounds(target, draft, prompts, tokenizer, max_new_tokens=max_new_tokens, **SAMPLING)
     finally:
         handle.remove()
-    hidden, embedding = (torch.cat(parts).float() for parts in zip(*seen, strict=True))
+    hidden, embedding = (
+        torch.cat([padded(part, rounds.block_size) for part in parts]) for parts in zip(*seen, strict=True)
+    )
     return HeadInputs(rounds, hidden, embedding)
+
+
+def padded(values: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return what a head reads, `[1, n, d]`, as `[1, γ, d]`: blocks are shorter where a sequence ends."""
+    return torch.nn.functional.pad(values.float(), (0, 0, 0, block_size - values.shape[1]))
 
 
 def fit_head(features: torch.Tensor, rounds: CalibrationRounds, weight_decay: float = 1e-4) -> torch.nn.Linear:
