@@ -6,12 +6,7 @@ Each positive statement has a negative control: the same measurement on a rule t
 import pytest
 import scipy.stats
 import torch
-from transformers import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_dspark import (
     AdaptiveDrafting,

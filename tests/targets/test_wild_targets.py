@@ -11,11 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    LogitsProcessorList,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, LogitsProcessorList
 
 from hf_dspark import (
     DecodingOptions,

@@ -35,9 +35,7 @@ ONEDNN_GAINS = {
     (INTEL, "AVX512", torch.float32): Gain(4, 2**21),
     (INTEL, "AMX", torch.float32): Gain(4, 2**21),
 }
-TRANSPOSED_GAINS = {
-    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32),
-}
+TRANSPOSED_GAINS = {(INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32)}
 # In float32, single rows gain nothing by another layout.
 PACKED_GAINS = {
     (AMD, "AVX512", torch.float32): Gain(2, 2**16),

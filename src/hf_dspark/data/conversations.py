@@ -38,7 +38,7 @@ def tokenize_row(
 ) -> dict[str, list[int]]:
     """Tokenise one row of a data set; only what the target writes is supervised.
 
-    The form of a row is the first of these whose columns it has (a column of `None` does not count):
+    The form of a row is the first of these whose columns it has:
 
     - `input_ids` with `loss_mask`, `assistant_masks` or `completion_mask`: taken as it is.
     - `prompt_ids` or `prompt` with `completion_ids` (the lines of [`regenerate`]): the completion is supervised.
@@ -50,15 +50,9 @@ def tokenize_row(
     A row with `finished` false was cut by its length: no end-of-turn token is taught there. A conversation without an
     answer teaches nothing.
 
-    Answers are found by the template's own `{% generation %}` marks if it has any. Otherwise the conversation is
-    rendered up to each answer, once with the generation prompt and once with the answer. The answer must begin like
-    the former, and the whole like the latter. Templates that render earlier turns differently later on (Qwen3's drops
-    their thinking) fail that for the earlier answers, which are then context only: the target never wrote those
-    tokens. The end-of-turn token is supervised, too, but not the template's white space after it. Messages after the
-    last answer are dropped.
-
-    The row's own `tools` and `chat_template_kwargs` go to the chat template; `chat_template_kwargs` of the call are
-    those of every row. Returns lists of equal length, cut to `max_length`.
+    Answers are found by the template's `{% generation %}` marks, or by rendering the conversation up to each answer.
+    An answer that the template renders differently later on (Qwen3's drops earlier thinking) is context only: the
+    target never wrote those tokens. Returns lists of equal length, cut to `max_length`.
     """
     given = {name: value for name, value in row.items() if value is not None}
     form = _form_of(given)
@@ -110,13 +104,9 @@ def prepare_rows(
 ) -> Any:
     """Tokenise a data set for [`DSparkTrainer`], and find out before training what is wrong with it.
 
-    Rows in which no anchor fits, which needs two supervised tokens in succession, are left out with a warning. Of a
-    stream only the first rows are looked at (until one fills a block, 1000 at most); the others are checked as they
-    come, and left out silently.
-
-    The data set may be a list, a `datasets.Dataset` (prepared by `num_proc` processes) or `IterableDataset`, a
-    `torch.utils.data.Dataset`, or any iterable of rows as for [`tokenize_row`]. Returns rows of `input_ids` and
-    `loss_mask` alone: a `datasets.Dataset` of one, a stream of a stream, a list otherwise.
+    Rows in which no anchor fits (it needs two supervised tokens in succession) are left out with a warning. Of a
+    stream only the first rows are looked at; the others are checked as they come, and left out silently. Returns rows
+    of `input_ids` and `loss_mask`: a `datasets.Dataset` of one, a stream of a stream, a list otherwise.
     """
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset holds several splits ({', '.join(map(str, dataset))}): pass one of them")

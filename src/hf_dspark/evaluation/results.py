@@ -92,14 +92,7 @@ def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedMode
 def write_result(
     path: str | Path, kind: str, target: Mapping[str, Any], draft: Mapping[str, Any], **found: Any
 ) -> dict[str, Any]:
-    """Write a result file, and return what it holds; whatever was there before is replaced at once, or not at all.
-
-    Args:
-        path (`str` or `Path`): Where to.
-        kind (`str`): What was measured, one of [`REQUIRED`].
-        target, draft (`Mapping`): From [`describe_target`] and [`describe_draft`].
-        found: What was found, as JSON can hold it. A `ValueError` says what is missing.
-    """
+    """Write a result file of one of the [`REQUIRED`] kinds at once, or not at all; return what it holds."""
     origin = provenance(target.get("device", "cpu"))
     result = {"kind": kind, "provenance": origin, "target": dict(target), "draft": dict(draft), **found}
     _check(result, str(path))

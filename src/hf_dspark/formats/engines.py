@@ -39,7 +39,7 @@ _SPECFORGE = ("dflash_config.target_layer_ids", "dflash_config.mask_token_id", "
 
 _NEEDS_MARKOV_HEAD = {
     "as DFlash it would drop the anchor's slot, from which a draft with sample_from_anchor predicts its first token, "
-    "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0,
+    "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0
 }
 
 

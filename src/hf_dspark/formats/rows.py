@@ -239,7 +239,7 @@ QWEN3_BASE = {"model_type": "qwen3", "tie_word_embeddings": False, "max_window_l
 ONE_BIAS_FLAG = {
     "it has one flag for the biases of q, k, v and o; here they differ": lambda c: (
         c.attention_bias != c.attention_output_bias
-    ),
+    )
 }
 ONLY_QWEN3_LAYERS = {
     "it scales attention scores by head_dim ** -0.5 and has no field for another factor": lambda c: (
@@ -255,10 +255,10 @@ ONLY_QWEN3_LAYERS = {
 }
 NO_FILL_IN = {
     "it drafts from the anchor's slot; this draft has the fill-in layout, whose anchor predicts nothing, and would be "
-    "read one position early: use the format 'speculators'": lambda c: not getattr(c, "sample_from_anchor", True),
+    "read one position early: use the format 'speculators'": lambda c: not getattr(c, "sample_from_anchor", True)
 }
 NO_WINDOW_FROM_ANCHOR = {
     "its sliding windows count from each slot, this draft's from the anchor: use the format 'speculators'": lambda c: (
         slides(c) and getattr(c, "sliding_from_anchor", False)
-    ),
+    )
 }

@@ -79,7 +79,7 @@ _DEEPSPEC_BLOCK = (
 _ONLY_ANCHORED = {
     "sample_from_anchor is not true, but DeepSpec's blocks predict from the anchor's slot": lambda c: (
         c.get("sample_from_anchor", True) is not True
-    ),
+    )
 }
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
@@ -446,7 +446,7 @@ TRANSFORMERS = Format(
     unreadable={
         "sliding_window is shorter than the block: there, a block's last slots are hidden from its first": lambda c: (
             slides_there(c) and integer(c, "sliding_window") < integer(c, "block_size") - 1
-        ),
+        )
     },
     refusals={
         **ONLY_QWEN3_LAYERS,
