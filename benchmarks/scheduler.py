@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 from pair import RESULTS, provenance_of, scheduler, with_limit, write_result
+from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from simulator import LINE, Recording, load_curves, load_rounds
 from tqdm import tqdm
 
@@ -32,7 +33,6 @@ from hf_dspark.maths.policies import (
     RoundOutcome,
     survival,
 )
-from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 LAG = 2
 JAGGED_REQUESTS, JAGGED_BLOCK_SIZE = 128, 7

@@ -27,6 +27,7 @@ from typing import Any
 import numpy
 import torch
 from pair import RESULTS, provenance_of, scheduler, with_limit, write_result
+from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from tqdm import tqdm
 from traces import Arrival, MeanLengths, load_trace
 
@@ -40,7 +41,6 @@ from hf_dspark.maths.policies import (
     PrefixScheduler,
     RoundOutcome,
 )
-from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 WINDOW_SECONDS = 5.0
 FIXED_LENGTHS = (1, 3, 5, 7)

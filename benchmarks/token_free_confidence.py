@@ -20,6 +20,7 @@ from pair import (
     provenance_of,
     write_result,
 )
+from policy_baselines import GlobalScheduler
 
 from hf_dspark import Policy, PrefixScheduler, ThroughputTable
 from hf_dspark.evaluation.calibrate import collect_rounds
@@ -31,7 +32,6 @@ from hf_dspark.maths.calibration import (
     measure_calibration,
 )
 from hf_dspark.maths.costs import Load
-from hf_dspark.maths.policy_baselines import GlobalScheduler
 
 CONCURRENCY = (1, 4, 16, 64)
 

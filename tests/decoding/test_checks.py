@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark import (
     AdaptiveDrafting,
     DecodingOptions,
@@ -27,7 +28,6 @@ from hf_dspark import (
     SLOLimit,
 )
 from hf_dspark.decoding.request import copy_of
-from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from tests.laws import TABLE
 from tests.rows import GREEDY, assert_no_hooks, assert_same_tokens, padded
 

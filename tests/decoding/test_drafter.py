@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
+from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark import (
     AdaptiveDrafting,
     ConfidenceThreshold,
@@ -18,7 +19,6 @@ from hf_dspark import (
     ThroughputTable,
 )
 from hf_dspark.maths.costs import ForwardCost, LinearCost
-from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture

@@ -8,6 +8,7 @@ import scipy.stats
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from benchmarks.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark import (
     AdaptiveDrafting,
     ConfidenceThreshold,
@@ -19,7 +20,6 @@ from hf_dspark import (
 )
 from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.maths.costs import ThroughputTable
-from hf_dspark.maths.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, acceptance_probability, residual_distribution, verify_block
 from hf_dspark.models import modeling_dspark
 from tests.laws import (

@@ -16,6 +16,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 
+from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark import DecodingOptions, FullBlock, PrefixScheduler
 from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.decoding.call import make_request
@@ -25,7 +26,6 @@ from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.request import Call
 from hf_dspark.maths import sampling
 from hf_dspark.maths.costs import ThroughputTable
-from hf_dspark.maths.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark.models.slot_cache import SlotCache
 from tests.laws import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
 from tests.rows import padded

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from benchmarks.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from hf_dspark.maths import policies
 from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.policies import (
@@ -28,7 +29,6 @@ from hf_dspark.maths.policies import (
     SLOLimit,
     survival,
 )
-from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 EXACT = 1e-9
 

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 
+from benchmarks.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from hf_dspark.maths import policies
 from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.policies import (
@@ -22,7 +23,6 @@ from hf_dspark.maths.policies import (
     SLOLimit,
     survival,
 )
-from hf_dspark.maths.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 
 FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
 LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B

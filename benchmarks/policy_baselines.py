@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .costs import Load, StepCost
-from .policies import Policy, Ranking, first_drop
+from hf_dspark.maths.costs import Load, StepCost
+from hf_dspark.maths.policies import Policy, Ranking, first_drop
 
 
 @dataclass(frozen=True)
