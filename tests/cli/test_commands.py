@@ -70,9 +70,6 @@ def refusal(capsys):
     return run_it
 
 
-# ---- generate
-
-
 def test_generate_gives_the_tokens_of_plain_generate_and_says_so(answer):
     found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 --compare 'what is up' 'much'")
     assert found["plain"]["identical_answers"] == 2 and len(found["answers"]) == 2
@@ -114,9 +111,6 @@ def test_generate_answers_files_in_batches_and_reports_a_prompt_that_fails(answe
     good, bad, same = json.loads(capsys.readouterr().out)["answers"]
     assert good["token_ids"] == same["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 4
     assert "error" not in good and "256" in bad["error"] and bad["index"] == 1
-
-
-# ---- regenerate, train
 
 
 def test_answers_are_written_trained_on_and_kept_when_run_again(answer, refusal):
@@ -178,9 +172,6 @@ def test_an_interruption_keeps_answers_and_ends_with_130(answer, refusal, monkey
     assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 1
     monkeypatch.setattr(session, "_answer_batch", real)
     assert answer(words)["num_answers"] == 3
-
-
-# ---- eval, calibrate, profile
 
 
 def test_eval_writes_a_result_and_overwrites_none(capsys, refusal):
@@ -270,9 +261,6 @@ def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal):
     assert policy.startswith("AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
 
 
-# ---- convert, push
-
-
 def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
     assert answer("convert --to deepspec --target target draft there")["format"] == "deepspec"
     answer("convert --to hf_dspark there back")
@@ -302,8 +290,6 @@ def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
     assert calls == [("draft", "me/mine", ["draft/results"], True)]
     assert "the draft could not be uploaded to me/mine" in refusal("push draft me/mine", code=1)  # there is no Hub
 
-
-# ---- models and files that are wrong
 
 WRONG = {
     "a target as draft": ("generate --target target --draft target up", "holds a 'qwen3' model, which is no draft"),

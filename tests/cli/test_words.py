@@ -34,9 +34,6 @@ def run(words: str) -> int:
         return stop.code
 
 
-# ---- help
-
-
 def test_help_lists_the_commands_and_exit_codes(capsys):
     assert run("--help") == 0
     printed = capsys.readouterr().out
@@ -80,8 +77,6 @@ def test_formats_on_the_command_line_are_those_of_the_library():
     assert set(FORMATS) == set(FORMAT_NAMES)
 
 
-# ---- wrong words
-
 PAIR = "--target target --draft draft"
 WRONG = {
     "no command": ("", "required: COMMAND"),
@@ -115,9 +110,6 @@ def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files)
     )
     options = parse(shlex.split(words))
     assert options.output_dir == "o" and options.trainer_words == ["--learning_rate", "1e-4", "--bf16"]
-
-
-# ---- errors of a command
 
 
 @pytest.mark.parametrize(

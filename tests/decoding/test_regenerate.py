@@ -53,9 +53,6 @@ def read_lines(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# ---- what is written
-
-
 def test_answers_are_what_the_target_decodes_alone(run, target, tokenizer):
     lines = run(options=GREEDY)
     assert set(lines) == {(index, 0) for index in range(len(PROMPTS))}
@@ -113,9 +110,6 @@ def test_the_targets_own_recommendation_is_followed(run, target, monkeypatch):
     assert all(len(line["completion_ids"]) <= 3 for line in lines.values())
     with pytest.raises(ValueError, match="num_samples=2, but decoding is greedy"):
         run(name="b", num_samples=2, options={"pad_token_id": 0})
-
-
-# ---- failures
 
 
 def test_prompts_longer_than_the_context_fail_alone(run, target):
@@ -184,9 +178,6 @@ def test_wrong_options_are_raised_before_anything_is_written(run, options, words
     assert not run.path.exists()
 
 
-# ---- interruptions
-
-
 @pytest.mark.parametrize("kept", [0, 1, 5, 8])
 def test_an_interruption_changes_nothing(run, kept):
     whole = run(num_samples=2)
@@ -229,9 +220,6 @@ def test_a_file_of_another_target_is_refused(run, target):
             run()
     finally:
         weight[0, 0] -= 1
-
-
-# ---- servers
 
 
 class Server(ThreadingHTTPServer):

@@ -183,9 +183,6 @@ def test_evaluating_leaves_the_users_random_state_alone(pair, text_tokenizer):
     assert accepted[0] == accepted[1] != accepted[2]
 
 
-# ---- bad input
-
-
 def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs(pair, text_tokenizer, tmp_path):
     lines = ['{"turns": ["what is"]}', "{oops", '{"turns": []}', json.dumps({"prompt": "up " * 300}), "", '"up"',
              json.dumps({"turns": ["much", "is " * 300]}), json.dumps({"prompt": "up " * 250}),
@@ -272,9 +269,6 @@ def test_wrong_calls_are_refused_before_anything_is_decoded(pair, make_target, t
     with pytest.raises(ValueError, match="hidden_size|vocab"):
         evaluate(make_target(), draft, {"t": ["up"]}, text_tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
-
-
-# ---- interrupted runs
 
 
 @pytest.fixture

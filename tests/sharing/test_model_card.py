@@ -61,9 +61,6 @@ def snippets(card):
     return re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
 
 
-# ---- the first screen
-
-
 def test_a_card_begins_with_what_it_speeds_up_by_how_much_and_how_it_is_used(draft, write):
     path = write("evaluation", EVALUATION, {"name": "someone/target"})
     first = sections(model_card(draft, [path], repo_id="someone/my-draft"))[""]
@@ -94,9 +91,6 @@ def test_snippets_are_python_and_name_this_draft_and_its_target(draft, write):
     assert len(codes) == 3 and all(ast.parse(code) for code in codes)
     strings = {node.value for code in codes for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
     assert {'me/my "draft"', "someone/target"} <= strings
-
-
-# ---- measured numbers
 
 
 def test_a_card_without_results_says_so_and_shows_no_measurement(draft):
@@ -136,16 +130,6 @@ def test_numbers_say_where_they_were_measured_without_noise_of_the_training_or_t
     assert origin["command"] not in card.text and f"python {origin['python']}" not in card.text
     assert "samples_per_second" not in card.text and "`seed`" not in card.text
     assert sections(card)["Training"].count("\n") < 15
-
-
-def test_a_table_cell_cannot_break_its_table(draft, write):
-    text = sections(model_card(draft, [write("acceptance", ACCEPTANCE)]))["Accepted tokens"]
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert r"a \| b" in text
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {10}
-
-
-# ---- which draft, of which target
 
 
 def test_the_metadata_is_that_of_a_draft(draft, write):
@@ -219,29 +203,9 @@ def test_results_of_two_targets_are_refused(draft, write, other):
         model_card(draft, paths)
 
 
-# ---- kinds of drafts
-
-
 def test_a_card_says_which_kind_of_draft_it_is(target, make_draft):
     eagle3 = Eagle3DraftModel(Eagle3Config.from_target(target.config))
     dflash = make_draft(target, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
     assert [draft_kind(model.config) for model in (eagle3, dflash)] == ["Eagle3", "DFlash"]
     assert "eagle3" in model_card(eagle3).data.tags and "Eagle3" in model_card(eagle3).text
     assert "| Markov head | none |" in model_card(dflash).text
-
-
-def test_the_card_of_a_pruned_vocabulary_says_whose_head_it_has(target, draft):
-    assert "embedding and LM head are the target's" in model_card(draft).text
-    draft.config.draft_vocab_size = 12
-    text = model_card(draft).text
-    assert "| vocabulary | 12 of the target's 48 tokens |" in text
-    assert "(the embedding is the target's)" in text and "the embedding is borrowed" in text
-
-
-def test_a_card_says_what_works_without_the_package(target, draft):
-    text = sections(model_card(draft))["Use"]
-    for word in ("custom_generate/generate.py", "one prompt at a time", "generate_many", "training"):
-        assert word in text
-    eagle3 = Eagle3DraftModel(Eagle3Config.from_target(target.config))
-    assert "Drafts of this kind need the package." in model_card(eagle3).text
-    assert "trust_remote_code" not in model_card(eagle3).text

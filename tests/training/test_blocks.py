@@ -18,9 +18,6 @@ def one_document(anchors, real, input_ids, gamma) -> BlockLayout:
     return BlockLayout(anchors, real, positions_of(input_ids), gamma)
 
 
-# ---- blocks
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 @torch.no_grad()
 def test_candidates_blocks_and_the_targets_logits_match_deepspec(golden, name):
@@ -39,14 +36,6 @@ def test_candidates_blocks_and_the_targets_logits_match_deepspec(golden, name):
     )
 
 
-def test_label_hidden_takes_the_position_before_each_label():
-    last_hidden = torch.arange(9.0)[None, :, None].expand(1, 9, 2)
-    ids = torch.arange(9)[None]
-    blocks = cut_blocks(ids, torch.ones(1, 9), one_document(torch.tensor([[2, 4]]), torch.ones(1, 2).bool(), ids, 3))
-    assert label_hidden(last_hidden, blocks)[0, :, :, 0].tolist() == [[2, 3, 4], [4, 5, 6]]
-    assert blocks.labels[0].tolist() == [[3, 4, 5], [5, 6, 7]]
-
-
 def test_blocks_are_supervised_on_a_contiguous_prefix_inside_the_row():
     loss_mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 1]])
     anchors, ids = torch.tensor([[1, 4, 6, 0]]), torch.arange(8)[None]  # the last one is a dummy
@@ -62,9 +51,6 @@ def test_blocks_end_with_their_document():
     assert layout.starts.tolist() == [[0, 0, 4]]
     blocks = cut_blocks(torch.arange(8)[None], torch.ones(1, 8), layout)
     assert blocks.supervised[0].int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
-
-
-# ---- anchors
 
 
 def test_anchors_fill_poor_rows_with_masked_dummies_at_zero():

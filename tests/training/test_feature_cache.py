@@ -59,9 +59,6 @@ def assert_holds(cache, target, rows=ROWS):
         torch.testing.assert_close(found.last_hidden.float(), expected.last_hidden[0], atol=0.01, rtol=0.01)
 
 
-# ---- rows
-
-
 def test_rows_are_read_as_they_were_added_in_bfloat16(target, tmp_path):
     cache = FeatureCache(tmp_path, config_of(target), target)
     for row in ROWS:
@@ -111,9 +108,6 @@ def test_impossible_options_and_shapes_are_refused(target, tmp_path):
             fill(target, tmp_path, **options)
     with pytest.raises(ValueError, match="must have 2 x 96 values, got 3 x 96: cut off the padding"):
         FeatureCache(tmp_path, config_of(target), target).add([1, 2], states_of([1, 2, 3]))
-
-
-# ---- whose states these are
 
 
 def test_draft_scores_from_a_cache_as_with_its_target(target, make_draft, tmp_path):
@@ -169,9 +163,6 @@ def test_ranks_share_the_rows(target, tmp_path, num_passes):
     assert 0 < len(first) < 6
     assert len(fill(target, tmp_path, rank=1, num_ranks=2)) == len(first) == num_passes() == 6
     assert_holds(first, target)
-
-
-# ---- interruptions and damage
 
 
 def test_filling_resumes_after_the_last_row(target, tmp_path, monkeypatch, num_passes):
@@ -243,9 +234,6 @@ def test_damaged_weights_of_the_target_are_refused_and_written_again(target, tmp
             FeatureCache(tmp_path, config_of(target)).borrowed()
     path.unlink()
     assert torch.equal(fill(target, tmp_path).borrowed().lm_head.weight, target.lm_head.weight)
-
-
-# ---- the disk
 
 
 def test_space_is_estimated_printed_and_refused_before_anything_is_computed(

@@ -17,11 +17,6 @@ def test_collator_pads_on_the_right_without_supervising_or_attending_the_padding
     assert batch.keys() == {"input_ids", "loss_mask", "attention_mask", "position_ids"}
 
 
-def test_collator_refuses_masks_of_another_length():
-    with pytest.raises(ValueError, match=r"input_ids \(3 tokens\) and loss_mask \(2\) differ in length"):
-        BlockCollator(0)([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}])
-
-
 def rows_of(*lengths: int) -> list[dict]:
     """Documents whose tokens tell them apart."""
     return [

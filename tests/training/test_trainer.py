@@ -133,9 +133,6 @@ def test_the_share_of_tokens_that_blocks_predict_is_printed_once(make_trainer, c
     assert "the blocks of the first step predict 94% of its 124 supervised tokens" in texts[1]
 
 
-# ---- reports
-
-
 def test_evaluation_reports_and_returns_tau_and_acceptance_by_slot(make_trainer, logged):
     trainer = make_trainer()
     returned = trainer.evaluate()
@@ -194,9 +191,6 @@ def test_reported_calibration_matches_its_definition(make_trainer):
     above = (c[:, None] > c).float() + 0.5 * (c[:, None] == c)
     auc = (above * accepted[:, None] * rejected).sum() / (accepted.sum() * rejected.sum())
     assert reported["eval_confidence_auc"] == pytest.approx(auc.item(), abs=2e-3)
-
-
-# ---- other drafts, targets and data
 
 
 def test_reports_are_the_same_for_batches_of_every_size_and_packed_rows(make_trainer):
@@ -284,19 +278,6 @@ def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing
     trainer.train()
     assert len(logged(trainer, "loss")) == 2
     assert trainer.evaluate()["eval_a_tau"] > 1
-
-
-MESSAGES = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "not much " * 4}]
-
-
-@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"prompt": "what is up", "completion": "not much " * 4}])
-def test_conversations_are_tokenised_by_the_targets_tokenizer(make_trainer, logged, chat_tokenizer, row):
-    trainer = make_trainer(data=[row] * 4, eval_data=None, processing_class=chat_tokenizer, max_steps=1)
-    trainer.train()
-    assert logged(trainer, "train_loss")
-
-
-# ---- bad input
 
 
 def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer, tmp_path):
