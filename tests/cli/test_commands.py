@@ -189,16 +189,15 @@ def test_eval_writes_a_result_and_overwrites_none(capsys, refusal):
 
 
 def test_eval_compares_with_plain_decoding_and_lists_what_failed(capsys):
-    Path("mixed.jsonl").write_text('"what is up"\n' + json.dumps("what " * 300) + '\n{"turns": ["up", "much"]}\n')
-    words = (
-        f"eval {PAIR} --prompts talk=mixed.jsonl --temperature 0 --max_new_tokens 6 --compare --result_file out.json"
-    )
-    assert main(shlex.split(f"{words} --no_chat_template")) == 1  # a part failed
+    long = f'"{"what " * 300}"'.encode()
+    Path("mixed.jsonl").write_bytes(b'"what is up"\n%b\n{"turns": ["up", "much"]}\n{"prompt": \n"\xff"\n' % long)
+    words = f"eval {PAIR} --prompts talk=mixed.jsonl --temperature 0 --max_new_tokens 6 --compare"
+    assert main(shlex.split(f"{words} --result_file out.json --no_chat_template")) == 1  # a part failed
     printed = capsys.readouterr()
     assert "| talk | 2 | 3 |" in printed.out and "3 of 3" in printed.out
-    assert "talk line 2 failed: a prompt of 300 tokens" in printed.err
+    assert "talk line 2 failed: a prompt of 300 tokens" in printed.err and "mixed.jsonl line 4" in printed.err
     (result,) = read_results(["out.json"])
-    assert [(part["task"], part["line"]) for part in result["failed"]] == [("talk", 2)]
+    assert sorted((part["task"], part["line"]) for part in result["failed"]) == [("talk", 2), ("talk", 4), ("talk", 5)]
     assert result["tasks"]["talk"]["speedup"]["identical"] == 3
 
 
@@ -220,15 +219,6 @@ def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
     words = words.replace("out.json", "again.json")
     refusal(f"{words} --seed 1", code=130)
     assert "differs in seed (1 there, 0 now)" in refusal(words)
-
-
-def test_malformed_lines_are_named_and_the_others_are_answered(capsys):
-    Path("mixed.jsonl").write_bytes(b'"up"\n{"prompt": \n\n{"turns": []}\n{"text": "up"}\n"\xff"\n"what"\n')
-    assert main(shlex.split(f"eval {PAIR} --prompts mixed.jsonl --max_new_tokens 4 --json")) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["tasks"]["mixed"]["prompts"] == 2 and [part["line"] for part in found["failed"]] == [2, 4, 5, 6]
-    assert len(found["skipped_lines"]) == 4 and all(fault in printed.err for fault in found["skipped_lines"])
 
 
 def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):

@@ -367,7 +367,7 @@ REFUSED = [
     ("sglang", None, {"target_layer_ids": [2, 0]}, "ascending order"),
     ("sglang", None, {"target_layer_ids": [-1, 0]}, "from 0 on"),
     ("sglang", None, {"draft_vocab_size": 20}, "no pruned vocabulary"),
-    ("sglang", None, fill_in(), "fill-in layout"),
+    ("sglang", None, fill_in(draft_vocab_size=20, logit_scale=2.0), ".*logit_scale.*; .*pruned.*; .*fill-in layout"),
     ("sglang", None, SLIDING | {"sliding_window": 6}, "causal inside the block"),
     ("sglang", None, SLIDING | {"sliding_window": 6, "sliding_from_anchor": True}, "from the anchor"),
     ("speculators", None, SLIDING | {"sliding_window": 6}, "this draft's from each slot"),
@@ -391,10 +391,7 @@ REFUSED = [
             ({"qk_norm": False}, "normalise queries and keys"),
             ({"sandwich_norms": True}, "those of Qwen3"),
             ({"attention_scaling": 1.0}, "scales attention scores"),
-            (
-                {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-                "partial_rotary_factor",
-            ),
+            ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         )
     ),
 ]

@@ -58,13 +58,9 @@ def session(hub, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def working_folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("published")
-
-
-@pytest.fixture(scope="module")
-def everything(session, working_folder):
-    return session("publish", working_folder)
+def everything(session, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("published")
+    return session("publish", folder) | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +98,8 @@ def test_the_package_takes_over_where_it_is_installed(session, published):
     assert len({str(tokens[name]) for name in ("greedy", "sampled", "cut")}) == 3  # the calls do differ
 
 
-def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub, working_folder):
-    report = everything["trained"]
+def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub):
+    report, working_folder = everything["trained"], everything["folder"]
     repository = hub.repositories["someone/trained"]
     assert repository.private and report["tokens"]
     *while_training, (pushed, first), (later, _) = repository.commits[1:]

@@ -111,7 +111,7 @@ def test_every_number_that_a_reader_looks_for_is_shown(draft, write):
     paths = [write("acceptance", ACCEPTANCE), write("calibration", CALIBRATION), write("training", TRAINING)]
     parts = sections(model_card(draft, paths))
     row = "| math | temperature 0.7 | whole block | 50 | 1234 | 0.81 | 0.70 | – | 0.10 |"
-    assert row in parts["Accepted tokens"]
+    assert row in parts["Accepted tokens"] and r"| a \| b |" in parts["Accepted tokens"]
     assert "| greedy | 600 | 5.0 % | 1.5 % | 0.81 |" in parts["Calibration of the confidences"]
     for line in (
         "| num_rows | 14946 |", "| steps | 4149 |", "| `learning_rate` | 0.0006 |",
@@ -208,4 +208,7 @@ def test_a_card_says_which_kind_of_draft_it_is(target, make_draft):
     dflash = make_draft(target, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
     assert [draft_kind(model.config) for model in (eagle3, dflash)] == ["Eagle3", "DFlash"]
     assert "eagle3" in model_card(eagle3).data.tags and "Eagle3" in model_card(eagle3).text
+    assert "trust_remote_code" not in model_card(eagle3).text  # it needs the package
+    dflash.config.draft_vocab_size = 12
+    assert "| vocabulary | 12 of the target's 48 tokens |" in model_card(dflash).text
     assert "| Markov head | none |" in model_card(dflash).text

@@ -110,18 +110,6 @@ def test_impossible_options_and_shapes_are_refused(target, tmp_path):
         FeatureCache(tmp_path, config_of(target), target).add([1, 2], states_of([1, 2, 3]))
 
 
-def test_draft_scores_from_a_cache_as_with_its_target(target, make_draft, tmp_path):
-    cache = fill(target, tmp_path)
-    draft = make_draft(target, target_layer_ids=[0, 2])
-    ids, hidden = torch.arange(48)[None], torch.randn(2, 3, 32)
-    rows, logits = draft.embed(ids), draft.base_logits(hidden)
-    lent = FeatureCache(tmp_path, draft.config).borrowed()
-    draft.bind_parts(lent.embedding, lent.lm_head, lent.dtype)
-    assert torch.equal(draft.embed(ids), rows) and torch.equal(draft.base_logits(hidden), logits)
-    ours = draft.base_logits(cache.read(ROWS[0]).last_hidden.float())
-    torch.testing.assert_close(ours, target(torch.tensor([ROWS[0]])).logits[0], atol=0.05, rtol=0.05)
-
-
 def test_opening_needs_a_cache_or_a_target_and_adding_a_target(target, tmp_path):
     with pytest.raises(ValueError, match=r"no feature cache in .*meta.json is missing.*cache_features"):
         FeatureCache(tmp_path / "nothing", config_of(target))

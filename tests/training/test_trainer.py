@@ -122,15 +122,10 @@ def test_anchors_depend_on_seed_step_and_batch_alone(make_trainer):
 
 
 def test_the_share_of_tokens_that_blocks_predict_is_printed_once(make_trainer, capsys):
-    texts = []
-    for num_anchors in (1, 1000):
-        make_trainer(num_anchors=num_anchors, per_device_train_batch_size=8).train()
-        texts += [line for line in capsys.readouterr().out.splitlines() if "num_anchors" in line]
-    assert len(texts) == 2
-    # Of 148 - 24 supervised tokens: 8 blocks of 4 at most, and all but the first of each row.
-    share = int(texts[0].split("predict ")[1].split("%")[0])
-    assert "num_anchors=1 per document" in texts[0] and "its 124 supervised tokens" in texts[0] and 10 < share <= 26
-    assert "the blocks of the first step predict 94% of its 124 supervised tokens" in texts[1]
+    make_trainer(num_anchors=1000, per_device_train_batch_size=8).train()
+    (text,) = [line for line in capsys.readouterr().out.splitlines() if "num_anchors" in line]
+    # Of 148 - 24 supervised tokens: all but the first of each row.
+    assert "the blocks of the first step predict 94% of its 124 supervised tokens" in text
 
 
 def test_evaluation_reports_and_returns_tau_and_acceptance_by_slot(make_trainer, logged):
@@ -306,7 +301,7 @@ def test_training_forgets_the_calibration_of_the_old_weights(make_trainer, make_
     assert draft.config.sts_temperatures is None
 
 
-def test_mistakes_with_rows_and_arguments_are_named(make_trainer, make_draft, target, tmp_path):
+def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_draft, make_target, target, tmp_path):
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(TypeError, match="args must be DSparkTrainingArguments, got TrainingArguments"):
         DSparkTrainer(make_draft(target), target, plain, train_dataset=[])
@@ -322,8 +317,6 @@ def test_mistakes_with_rows_and_arguments_are_named(make_trainer, make_draft, ta
     with pytest.warns(UserWarning, match="the draft's weights are torch.bfloat16, in which small updates are lost"):
         make_trainer(make_draft(target).bfloat16())
 
-
-def test_targets_that_do_not_fit_are_refused(make_trainer, make_draft, make_target, target):
     with pytest.raises(ValueError, match="does something to its logits that this draft's config does not say"):
         make_trainer(make_draft(target, logit_scale=0.5))
     with pytest.raises(ValueError, match="vocab_size: draft 48, target 50"):
