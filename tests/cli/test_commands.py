@@ -16,6 +16,7 @@ from hf_dspark.decoding import step_costs
 from hf_dspark.evaluation import run as evaluation_run
 from hf_dspark.evaluation.results import read_results
 from hf_dspark_cli import main
+from tests.evaluation.interruption import interrupt_third_call
 
 PAIR = "--target target --draft draft --dtype float32"
 TRAIN = (
@@ -156,21 +157,11 @@ def test_fine_tuning_starts_from_the_draft_that_is_given(capsys):
 
 
 def test_an_interruption_keeps_answers_and_ends_with_130(answer, refusal, monkeypatch):
-    session, calls = regeneration._Session, []
-    real = session._answer_batch
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(*args)
-
-    monkeypatch.setattr(session, "_answer_batch", interrupted)
+    interrupt_third_call(monkeypatch, regeneration._Session, "_answer_batch")
     words = "regenerate --target target --prompts_file prompts.jsonl --output_file answers.jsonl --batch_size 1"
     words += " --max_new_tokens 4 --temperature 1"
     assert "interrupted; finished answers are kept" in refusal(words, code=130)
-    assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 1
-    monkeypatch.setattr(session, "_answer_batch", real)
+    assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 2
     assert answer(words)["num_answers"] == 3
 
 
@@ -203,15 +194,7 @@ def test_eval_compares_with_plain_decoding_and_lists_what_failed(capsys):
 
 def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
     words = f"eval {PAIR} --prompts prompts.jsonl --max_new_tokens 4 --temperature 1 --result_file out.json"
-    real, calls = evaluation_run.timed_call, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(evaluation_run, "timed_call", interrupted)
+    calls = interrupt_third_call(monkeypatch, evaluation_run, "timed_call")
     assert "the same command goes on from there" in refusal(words, code=130) and not Path("out.json").exists()
     assert main(shlex.split(words)) == 0 and len(calls) == 3 + 1 + 2  # the warm-up, and the two that were missing
     assert len(read_results(["out.json"])[0]["records"]) == 3
@@ -259,15 +242,13 @@ def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
         found = answer(f"generate --target target --draft {name} --max_new_tokens 8 --temperature 1 up")
         tokens[name] = found["answers"][0]["token_ids"]
     assert tokens["draft"] == tokens["there"] == tokens["back"]
-    assert "no place for temperatures" in refusal(
-        f"calibrate {PAIR.replace('draft draft', 'draft there')} --prompts_file prompts.jsonl"
-    )
+    words = f"calibrate {PAIR.replace('draft draft', 'draft there')} --prompts_file prompts.jsonl"
+    assert "no place for temperatures" in refusal(words)
 
 
 def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
-    answer(
-        f"eval {PAIR} --temperature 0 --max_new_tokens 4 --prompts prompts.jsonl --result_file draft/results/a.json"
-    )
+    words = f"eval {PAIR} --temperature 0 --max_new_tokens 4 --prompts prompts.jsonl"
+    answer(f"{words} --result_file draft/results/a.json")
     calls = []
 
     def push_draft(draft, repo_id, results=(), **kwargs):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_dspark_cli
+from hf_dspark.formats.tables import FORMAT_NAMES
 from hf_dspark_cli import main
 from hf_dspark_cli.words import COMMANDS, FORMATS, build_parsers, parse
 
@@ -32,12 +33,6 @@ def run(words: str) -> int:
         return main(shlex.split(words))
     except SystemExit as stop:
         return stop.code
-
-
-def test_help_lists_the_commands_and_exit_codes(capsys):
-    assert run("--help") == 0
-    printed = capsys.readouterr().out
-    assert all(f"    {name}" in printed for name in NAMES) and "130" in printed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,11 +64,6 @@ def test_the_script_and_the_module_run_main(capsys, monkeypatch):
         runpy.run_module("hf_dspark", run_name="__main__")
     assert stop.value.code == 0 and capsys.readouterr().out.startswith("hf-dspark 0.")
     assert sys.argv[0] == "hf-dspark"  # what provenance notes
-
-
-def test_formats_on_the_command_line_are_those_of_the_library():
-    from hf_dspark.formats.tables import FORMAT_NAMES
-
     assert set(FORMATS) == set(FORMAT_NAMES)
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkDraftModel, FullBlock, calibrate
 from hf_dspark.evaluation import calibrate as collection
 from hf_dspark.evaluation.calibrate import collect_rounds, recorded_round
+from tests.evaluation.interruption import interrupt_third_call
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -70,16 +71,7 @@ def test_collection_restores_the_users_policy_and_random_state(target, draft):
 def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, monkeypatch):
     path = tmp_path / "rounds.jsonl"
     whole = records(target, draft, **SAMPLED)
-
-    generate, calls = type(target).generate, []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return generate(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(target), "generate", interrupted)
+    calls = interrupt_third_call(monkeypatch, type(target), "generate")
     with pytest.raises(KeyboardInterrupt):
         records(target, draft, output_file=path, **SAMPLED)
     assert len(path.read_text().splitlines()) == 2
@@ -107,12 +99,8 @@ def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, ch
     monkeypatch.setattr(type(target), "generate", spy)
     rounds = records(target, draft, [{"turns": ["what is", "not much"]}], processing_class=chat_tokenizer)
     first = records(target, draft, [seen[0]])
-    answer = generate(target, torch.tensor([seen[0]]), max_new_tokens=24)[0, len(seen[0]) :]
-    said = chat_tokenizer.decode(answer, skip_special_tokens=True)
     assert chat_tokenizer.decode(seen[0]) == "user what is <eos> assistant"
-    talk = [("user", "what is"), ("assistant", said), ("user", "not much")]
-    messages = [{"role": role, "content": content} for role, content in talk]
-    assert seen[1] == chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert chat_tokenizer.decode(seen[1]).endswith("user not much <eos> assistant") and len(seen[1]) > 24
     assert len(rounds.logits) > len(first.logits) and torch.equal(rounds.logits[: len(first.logits)], first.logits)
 
 

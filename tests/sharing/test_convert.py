@@ -398,9 +398,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("format", "engine", "overrides", "message"), REFUSED)
-def test_drafts_are_refused_where_they_cannot_be_held(
-    make_draft, target, tmp_path, format, engine, overrides, message
-):
+def test_drafts_that_cannot_be_held_are_refused(make_draft, target, tmp_path, format, engine, overrides, message):
     draft = make_draft(target, **overrides)
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(draft, tmp_path / "there", format, target=target, engine=engine)
@@ -453,9 +451,7 @@ def test_targets_that_scale_their_embedding_inside_are_refused_for_formats_that_
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_conversion_finds_tensors_that_an_engine_would_miss(
-    make_draft, target, tmp_path, monkeypatch, format, damage, message
-):
+def test_tensors_that_an_engine_misses_are_found(make_draft, target, tmp_path, monkeypatch, format, damage, message):
     def save(tensors, folder):
         written = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
         save_file(written, folder / "model.safetensors")
@@ -489,9 +485,7 @@ def test_conversion_for_one_engine_asks_what_it_can_run(make_draft, target, tmp_
         convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="transformers")
 
 
-def test_failed_conversion_leaves_nothing_and_a_good_one_fills_an_empty_folder(
-    make_draft, target, tmp_path, monkeypatch
-):
+def test_failed_conversion_leaves_nothing_and_a_good_one_a_full_folder(make_draft, target, tmp_path, monkeypatch):
     folder = tmp_path / "there"
     folder.mkdir()
     report = convert_checkpoint(make_draft(target), folder, "sglang")

@@ -67,12 +67,6 @@ def test_anchors_fill_poor_rows_with_masked_dummies_at_zero():
     assert positions.tolist() == [[0]] and not mask.any()
 
 
-def test_no_anchor_is_the_first_token_of_a_document_or_its_last():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    candidates = anchor_candidates(torch.ones(1, 7, dtype=torch.bool), positions)
-    assert candidates[0].int().tolist() == [0, 1, 0, 0, 1, 1]
-
-
 def test_every_document_of_a_packed_row_has_as_many_anchors_as_if_it_stood_alone():
     """Short documents beside a long one starved when anchors were counted per row."""
     lengths, starts = (60, 7, 5, 28), (0, 60, 67, 72)

@@ -12,6 +12,7 @@ from hf_dspark import DSparkConfig
 from hf_dspark.training import feature_cache
 from hf_dspark.training.feature_cache import FeatureCache, cache_features
 from hf_dspark.training.target_states import TargetStates, target_states
+from tests.evaluation.interruption import interrupt_third_call
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12], [3, 4, 5, 6, 7], [20], [21, 22, 23], [30, 31, 32, 33]]
 NUM_TOKENS = sum(map(len, ROWS))
@@ -154,16 +155,8 @@ def test_ranks_share_the_rows(target, tmp_path, num_passes):
 
 
 def test_filling_resumes_after_the_last_row(target, tmp_path, monkeypatch, num_passes):
-    honest, calls = feature_cache.target_states, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return honest(*args)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(feature_cache, "target_states", interrupted)
+        interrupt_third_call(patch, feature_cache, "target_states")
         fill(target, tmp_path)
     path = files(tmp_path)[0]
     path.with_name(f"{path.name}.0123abcd.tmp").write_bytes(path.read_bytes()[:100])  # as a killed process leaves it
@@ -224,9 +217,7 @@ def test_damaged_weights_of_the_target_are_refused_and_written_again(target, tmp
     assert torch.equal(fill(target, tmp_path).borrowed().lm_head.weight, target.lm_head.weight)
 
 
-def test_space_is_estimated_printed_and_refused_before_anything_is_computed(
-    target, tmp_path, monkeypatch, capsys, num_passes
-):
+def test_space_is_estimated_and_refused_before_anything_is_computed(target, tmp_path, monkeypatch, capsys, num_passes):
     fill(target, tmp_path / "a", ROWS[:3])
     text = "13 tokens x 96 values in bfloat16, and the target's embedding and LM head: 0.01 MiB needed"
     assert text in capsys.readouterr().out

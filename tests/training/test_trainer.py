@@ -128,8 +128,11 @@ def test_the_share_of_tokens_that_blocks_predict_is_printed_once(make_trainer, c
     assert "the blocks of the first step predict 94% of its 124 supervised tokens" in text
 
 
-def test_evaluation_reports_and_returns_tau_and_acceptance_by_slot(make_trainer, logged):
-    trainer = make_trainer()
+def test_evaluation_reports_tau_and_acceptance_by_slot_and_the_best_model_is_chosen_by_them(make_trainer, logged):
+    trainer = make_trainer(
+        max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_tau", greater_is_better=True,
+    )  # fmt: skip
     returned = trainer.evaluate()
     names = ("loss", "tau", "cross_entropy", "l1", "confidence_loss", "confidence_ece", "confidence_auc")
     for name in (*names, *(f"acceptance_{slot}" for slot in range(1, 5))):
@@ -137,13 +140,6 @@ def test_evaluation_reports_and_returns_tau_and_acceptance_by_slot(make_trainer,
     assert all(0 < returned[f"eval_acceptance_{slot}"] < 1 for slot in range(1, 5))
     assert 1 + returned["eval_acceptance_1"] <= returned["eval_tau"] + 0.05
     assert "eval_acceptance_5" not in returned
-
-
-def test_best_model_can_be_chosen_by_tau_which_evaluation_reports_apart_from_training(make_trainer, logged):
-    trainer = make_trainer(
-        max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval_tau", greater_is_better=True,
-    )  # fmt: skip
     trainer.train()
     assert trainer.state.best_metric == max(logged(trainer, "eval_tau"))
     assert len(logged(trainer, "eval_tau")) == len(logged(trainer, "tau")) == 2
