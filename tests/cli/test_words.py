@@ -96,7 +96,7 @@ def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files)
     options = parse(shlex.split(f"generate {PAIR} --max-new-tokens=8 --batch-size 2 a-prompt"))
     assert (options.max_new_tokens, options.batch_size, options.prompts) == (8, 2, ["a-prompt"])
     words = (
-        "train --target target --train_file prompts.jsonl --output_dir o --learning_rate 1e-4 --block_size 3 --bf16"
+        "train --target target --train_file prompts.jsonl --output_dir o --block_size 3 --learning_rate 1e-4 --bf16"
     )
     options = parse(shlex.split(words))
     assert options.output_dir == "o" and options.trainer_words == ["--learning_rate", "1e-4", "--bf16"]

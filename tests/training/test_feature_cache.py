@@ -44,9 +44,8 @@ def states_of(row, value=0.0):
 def num_passes(target):
     """Count the target's rows."""
     seen = []
-    target.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    count = lambda module, args, kwargs: seen.append(len(kwargs["input_ids"]))  # noqa: E731
+    target.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     return lambda: sum(seen)
 
 

@@ -7,9 +7,8 @@ from hf_dspark.training.rows import BlockCollator, PackedRows, PackedStream, joi
 
 
 def test_collator_pads_on_the_right_without_supervising_or_attending_the_padding():
-    batch = BlockCollator(9)(
-        [{"input_ids": [1, 2, 9], "loss_mask": [0, 1, 1]}, {"input_ids": [4], "loss_mask": [1], "extra": "ignored"}]
-    )
+    short = {"input_ids": [4], "loss_mask": [1], "extra": "ignored"}
+    batch = BlockCollator(9)([{"input_ids": [1, 2, 9], "loss_mask": [0, 1, 1]}, short])
     assert batch["input_ids"].tolist() == [[1, 2, 9], [4, 9, 9]]
     assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]  # a token that equals the padding is attended to
