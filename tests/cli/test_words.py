@@ -95,11 +95,9 @@ def test_wrong_words_are_one_line_on_stderr_and_end_with_two(files, capsys, name
 def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files):
     options = parse(shlex.split(f"generate {PAIR} --max-new-tokens=8 --batch-size 2 a-prompt"))
     assert (options.max_new_tokens, options.batch_size, options.prompts) == (8, 2, ["a-prompt"])
-    words = (
-        "train --target target --train_file prompts.jsonl --output_dir o --block_size 3 --learning_rate 1e-4 --bf16"
-    )
+    words = "train --target target --train_file prompts.jsonl --output_dir o --block_size 3 --max_steps 9 --bf16"
     options = parse(shlex.split(words))
-    assert options.output_dir == "o" and options.trainer_words == ["--learning_rate", "1e-4", "--bf16"]
+    assert options.output_dir == "o" and options.trainer_words == ["--max_steps", "9", "--bf16"]
 
 
 @pytest.mark.parametrize(
