@@ -325,8 +325,9 @@ def test_the_key_is_sent_but_never_written_and_no_other_one_is_sent(ask, server,
     ask.path.unlink()
     _, lines = ask(["one"], enable_thinking=False, top_k=20)
     assert server.requests[-1]["top_k"] == 20 and "temperature" not in server.requests[-1]
-    assert server.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert lines[0, 0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert [each["chat_template_kwargs"] for each in (server.requests[-1], lines[0, 0])] == 2 * [
+        {"enable_thinking": False}
+    ]
     assert "hf_users_own" not in server.keys[-1]
     written = "".join(file.read_text() for file in ask.path.parent.iterdir())
     assert "secret-key" not in written

@@ -100,9 +100,7 @@ def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, ch
     rounds = records(target, draft, [{"turns": ["what is", "not much"]}], processing_class=chat_tokenizer)
     first = records(target, draft, [seen[0]])
     assert chat_tokenizer.decode(seen[0]) == "user what is <eos> assistant"
-    assert (
-        chat_tokenizer.decode(seen[1]).endswith("user not much <eos> assistant") and seen[1][: len(seen[0])] == seen[0]
-    )
+    assert chat_tokenizer.decode(seen[1]).endswith("not much <eos> assistant") and seen[1][: len(seen[0])] == seen[0]
     assert len(rounds.logits) > len(first.logits) and torch.equal(rounds.logits[: len(first.logits)], first.logits)
 
 
