@@ -16,6 +16,7 @@ from hf_dspark.decoding import step_costs
 from hf_dspark.evaluation import run as evaluation_run
 from hf_dspark.evaluation.results import read_results
 from hf_dspark_cli import main
+from tests.evaluation.interruption import interrupt_third_call
 
 PAIR = "--target target --draft draft --dtype float32"
 TRAIN = (
@@ -70,9 +71,6 @@ def refusal(capsys):
     return run_it
 
 
-# ---- generate
-
-
 def test_generate_gives_the_tokens_of_plain_generate_and_says_so(answer):
     found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 --compare 'what is up' 'much'")
     assert found["plain"]["identical_answers"] == 2 and len(found["answers"]) == 2
@@ -114,9 +112,6 @@ def test_generate_answers_files_in_batches_and_reports_a_prompt_that_fails(answe
     good, bad, same = json.loads(capsys.readouterr().out)["answers"]
     assert good["token_ids"] == same["token_ids"] == alone["token_ids"] and len(alone["token_ids"]) == 4
     assert "error" not in good and "256" in bad["error"] and bad["index"] == 1
-
-
-# ---- regenerate, train
 
 
 def test_answers_are_written_trained_on_and_kept_when_run_again(answer, refusal):
@@ -162,25 +157,12 @@ def test_fine_tuning_starts_from_the_draft_that_is_given(capsys):
 
 
 def test_an_interruption_keeps_answers_and_ends_with_130(answer, refusal, monkeypatch):
-    session, calls = regeneration._Session, []
-    real = session._answer_batch
-
-    def interrupted(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        real(*args)
-
-    monkeypatch.setattr(session, "_answer_batch", interrupted)
+    interrupt_third_call(monkeypatch, regeneration._Session, "_answer_batch")
     words = "regenerate --target target --prompts_file prompts.jsonl --output_file answers.jsonl --batch_size 1"
     words += " --max_new_tokens 4 --temperature 1"
     assert "interrupted; finished answers are kept" in refusal(words, code=130)
-    assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 1
-    monkeypatch.setattr(session, "_answer_batch", real)
+    assert len(Path("answers.jsonl").read_text().strip().split("\n")) == 2
     assert answer(words)["num_answers"] == 3
-
-
-# ---- eval, calibrate, profile
 
 
 def test_eval_writes_a_result_and_overwrites_none(capsys, refusal):
@@ -198,30 +180,21 @@ def test_eval_writes_a_result_and_overwrites_none(capsys, refusal):
 
 
 def test_eval_compares_with_plain_decoding_and_lists_what_failed(capsys):
-    Path("mixed.jsonl").write_text('"what is up"\n' + json.dumps("what " * 300) + '\n{"turns": ["up", "much"]}\n')
-    words = (
-        f"eval {PAIR} --prompts talk=mixed.jsonl --temperature 0 --max_new_tokens 6 --compare --result_file out.json"
-    )
-    assert main(shlex.split(f"{words} --no_chat_template")) == 1  # a part failed
+    long = f'"{"what " * 300}"'.encode()
+    Path("mixed.jsonl").write_bytes(b'"what is up"\n%b\n{"turns": ["up", "much"]}\n{"prompt": \n"\xff"\n' % long)
+    words = f"eval {PAIR} --prompts talk=mixed.jsonl --temperature 0 --max_new_tokens 6 --compare"
+    assert main(shlex.split(f"{words} --result_file out.json --no_chat_template")) == 1  # a part failed
     printed = capsys.readouterr()
     assert "| talk | 2 | 3 |" in printed.out and "3 of 3" in printed.out
-    assert "talk line 2 failed: a prompt of 300 tokens" in printed.err
+    assert "talk line 2 failed: a prompt of 300 tokens" in printed.err and "mixed.jsonl line 4" in printed.err
     (result,) = read_results(["out.json"])
-    assert [(part["task"], part["line"]) for part in result["failed"]] == [("talk", 2)]
+    assert sorted((part["task"], part["line"]) for part in result["failed"]) == [("talk", 2), ("talk", 4), ("talk", 5)]
     assert result["tasks"]["talk"]["speedup"]["identical"] == 3
 
 
 def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
     words = f"eval {PAIR} --prompts prompts.jsonl --max_new_tokens 4 --temperature 1 --result_file out.json"
-    real, calls = evaluation_run.timed_call, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(evaluation_run, "timed_call", interrupted)
+    calls = interrupt_third_call(monkeypatch, evaluation_run, "timed_call")
     assert "the same command goes on from there" in refusal(words, code=130) and not Path("out.json").exists()
     assert main(shlex.split(words)) == 0 and len(calls) == 3 + 1 + 2  # the warm-up, and the two that were missing
     assert len(read_results(["out.json"])[0]["records"]) == 3
@@ -229,15 +202,6 @@ def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
     words = words.replace("out.json", "again.json")
     refusal(f"{words} --seed 1", code=130)
     assert "differs in seed (1 there, 0 now)" in refusal(words)
-
-
-def test_malformed_lines_are_named_and_the_others_are_answered(capsys):
-    Path("mixed.jsonl").write_bytes(b'"up"\n{"prompt": \n\n{"turns": []}\n{"text": "up"}\n"\xff"\n"what"\n')
-    assert main(shlex.split(f"eval {PAIR} --prompts mixed.jsonl --max_new_tokens 4 --json")) == 0
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["tasks"]["mixed"]["prompts"] == 2 and [part["line"] for part in found["failed"]] == [2, 4, 5, 6]
-    assert len(found["skipped_lines"]) == 4 and all(fault in printed.err for fault in found["skipped_lines"])
 
 
 def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):
@@ -270,9 +234,6 @@ def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal):
     assert policy.startswith("AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
 
 
-# ---- convert, push
-
-
 def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
     assert answer("convert --to deepspec --target target draft there")["format"] == "deepspec"
     answer("convert --to hf_dspark there back")
@@ -281,15 +242,13 @@ def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
         found = answer(f"generate --target target --draft {name} --max_new_tokens 8 --temperature 1 up")
         tokens[name] = found["answers"][0]["token_ids"]
     assert tokens["draft"] == tokens["there"] == tokens["back"]
-    assert "no place for temperatures" in refusal(
-        f"calibrate {PAIR.replace('draft draft', 'draft there')} --prompts_file prompts.jsonl"
-    )
+    words = f"calibrate {PAIR.replace('draft draft', 'draft there')} --prompts_file prompts.jsonl"
+    assert "no place for temperatures" in refusal(words)
 
 
 def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
-    answer(
-        f"eval {PAIR} --temperature 0 --max_new_tokens 4 --prompts prompts.jsonl --result_file draft/results/a.json"
-    )
+    words = f"eval {PAIR} --temperature 0 --max_new_tokens 4 --prompts prompts.jsonl"
+    answer(f"{words} --result_file draft/results/a.json")
     calls = []
 
     def push_draft(draft, repo_id, results=(), **kwargs):
@@ -302,8 +261,6 @@ def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
     assert calls == [("draft", "me/mine", ["draft/results"], True)]
     assert "the draft could not be uploaded to me/mine" in refusal("push draft me/mine", code=1)  # there is no Hub
 
-
-# ---- models and files that are wrong
 
 WRONG = {
     "a target as draft": ("generate --target target --draft target up", "holds a 'qwen3' model, which is no draft"),

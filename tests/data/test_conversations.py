@@ -64,9 +64,6 @@ TWO_TURNS = [message("user", "what is up"), message("assistant", "not much"), me
 ENDED = ["not much<|im_end|>", "think so<|im_end|>"]
 
 
-# ---- templates
-
-
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, FORGETFUL, STRICT])
 def test_answers_and_their_ends_are_supervised_without_the_templates_white_space(template):
     tokenizer = make_tokenizer(template)
@@ -145,9 +142,6 @@ def test_template_arguments_come_from_the_caller_and_from_the_row():
         assert tokenizer.decode(row["input_ids"]).startswith("add\n") and supervised(row, tokenizer) == ENDED
 
 
-# ---- other forms
-
-
 @pytest.fixture
 def starting_tokenizer() -> PreTrainedTokenizerFast:
     """Words to ids; sequences start with <bos>."""
@@ -202,8 +196,6 @@ def test_malformed_messages_are_named_with_their_row(wrong):
     with pytest.raises(ValueError, match="row 1: message 1 must be a dict with 'role' and 'content', got"):
         prepare_rows(rows, make_tokenizer(), 4, 200)
 
-
-# ---- data sets
 
 CHATS = [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[:1]}, {"messages": TWO_TURNS[:2]}]
 
@@ -285,9 +277,6 @@ def test_kept_rows_are_those_with_an_anchor():
     rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]
     with pytest.warns(UserWarning, match="1 whose regeneration failed"):
         assert len(prepare_rows(rows, make_tokenizer(), 2, 200)) == 1
-
-
-# ---- what is found out before training
 
 
 @pytest.mark.parametrize("kind", ["list", "table", "stream"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from hf_dspark.data.prompts import Prompt, as_chat, next_turn, read_prompt, read_prompt_file, read_prompts, token_ids
+from hf_dspark.data.prompts import Prompt, as_chat, read_prompt, read_prompt_file, read_prompts, token_ids
 
 HI = [{"role": "user", "content": "what is"}]
 TALK = [*HI, {"role": "assistant", "content": "up"}]
@@ -90,10 +90,3 @@ def test_messages_go_through_the_template_and_texts_are_continued(chat_tokenizer
         token_ids(Prompt(TALK), chat_tokenizer)
     with pytest.raises(ValueError, match="pass the target's tokenizer"):
         token_ids(Prompt("what is"), None)
-
-
-def test_the_next_turn_follows_the_answer():
-    prompt = next_turn(Prompt(HI, ("not", "much")), "up")
-    assert [message["content"] for message in prompt.content] == ["what is", "up", "not"]
-    assert prompt.later_turns == ("much",)
-    assert next_turn(Prompt("what is", ("not",)), " up") == Prompt("what is up\n\nnot")

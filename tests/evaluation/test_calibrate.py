@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BatchEncoding
+from transformers import AutoModelForCausalLM
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkDraftModel, FullBlock, calibrate
 from hf_dspark.evaluation import calibrate as collection
 from hf_dspark.evaluation.calibrate import collect_rounds, recorded_round
+from tests.evaluation.interruption import interrupt_third_call
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -29,15 +30,6 @@ def test_rounds_agree_with_the_statistics_of_generate(target, draft):
     said = [confidence for confidence in draft.last_stats.confidence if confidence is not None]
     for row, confidence in zip(rounds.logits.sigmoid(), said, strict=True):
         torch.testing.assert_close(row[: len(confidence)], confidence)  # the last block is shorter
-
-
-def test_greedy_acceptance_is_agreement_with_the_targets_choice(target, draft):
-    rounds = records(target, draft)
-    assert set(rounds.acceptance.flatten().tolist()) <= {0.0, 1.0}
-    for accepted, proposed, row in zip(rounds.num_accepted, rounds.proposed, rounds.acceptance, strict=True):
-        assert row[:accepted].tolist() == [1.0] * accepted
-        if accepted < proposed:
-            assert row[accepted] == 0.0
 
 
 def test_sampled_acceptance_is_the_overlap_of_both_laws(target, draft, monkeypatch):
@@ -79,16 +71,7 @@ def test_collection_restores_the_users_policy_and_random_state(target, draft):
 def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, monkeypatch):
     path = tmp_path / "rounds.jsonl"
     whole = records(target, draft, **SAMPLED)
-
-    generate, calls = type(target).generate, []
-
-    def interrupted(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return generate(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(target), "generate", interrupted)
+    calls = interrupt_third_call(monkeypatch, type(target), "generate")
     with pytest.raises(KeyboardInterrupt):
         records(target, draft, output_file=path, **SAMPLED)
     assert len(path.read_text().splitlines()) == 2
@@ -110,25 +93,14 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
             records(target, changed, prompts, output_file=path, **options)
 
 
-def test_prompts_come_as_rows_tensors_or_lists(target, draft):
-    ids = PROMPTS[0]
-    expected = records(target, draft, [ids]).logits
-    for row in ({"input_ids": ids}, BatchEncoding({"input_ids": ids}), torch.tensor([ids])):
-        assert torch.equal(records(target, draft, [row]).logits, expected)
-
-
 def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, chat_tokenizer, monkeypatch):
     seen, generate = [], type(target).generate
     spy = lambda self, ids, **kwargs: seen.append(ids[0].tolist()) or generate(self, ids, **kwargs)  # noqa: E731
     monkeypatch.setattr(type(target), "generate", spy)
     rounds = records(target, draft, [{"turns": ["what is", "not much"]}], processing_class=chat_tokenizer)
     first = records(target, draft, [seen[0]])
-    answer = generate(target, torch.tensor([seen[0]]), max_new_tokens=24)[0, len(seen[0]) :]
-    said = chat_tokenizer.decode(answer, skip_special_tokens=True)
     assert chat_tokenizer.decode(seen[0]) == "user what is <eos> assistant"
-    talk = [("user", "what is"), ("assistant", said), ("user", "not much")]
-    messages = [{"role": role, "content": content} for role, content in talk]
-    assert seen[1] == chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert chat_tokenizer.decode(seen[1]).endswith("not much <eos> assistant") and seen[1][: len(seen[0])] == seen[0]
     assert len(rounds.logits) > len(first.logits) and torch.equal(rounds.logits[: len(first.logits)], first.logits)
 
 
@@ -165,9 +137,6 @@ def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
     assert len(stopped) > 5 and bool((rounds.acceptance[stopped, rounds.num_accepted[stopped]] == 0.0).all())
     ended = int((rounds.proposed < rounds.block_size).sum())  # blocks cut behind an end of sequence
     assert ended > 0 and bool((rounds.num_accepted == rounds.proposed)[rounds.proposed < rounds.block_size].any())
-
-
-# ---- calibrate
 
 
 def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(target, draft, tmp_path):

@@ -80,9 +80,8 @@ def test_rounds_that_drafted_nothing_say_nothing_of_calibration():
 
 def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     def pair(place, plain_seconds, identical):
-        return turn(
-            [], [], prompt=place, num_tokens=10, seconds=10.0, plain=PlainTurn(10, 0.5, plain_seconds, identical)
-        )
+        plain = PlainTurn(10, 0.5, plain_seconds, identical)
+        return turn([], [], prompt=place, num_tokens=10, seconds=10.0, plain=plain)
 
     records = [pair(place, 10.0 * factor, factor != 4) for place, factor in enumerate((1, 2, 3, 4, 10))]
     found = Metrics.of(records, 4).speedup

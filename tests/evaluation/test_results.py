@@ -80,9 +80,8 @@ def test_sampling_is_described_as_generate_draws(make_target, options):
     target = make_target()
     target.generation_config.update(do_sample=True, temperature=0.6, eos_token_id=[3, 5])
     # What transformers hands to a decoding method of one's own is what it would decode by itself.
-    prepared = target.generate(
-        torch.tensor([[1, 2]]), custom_generate=lambda *_, generation_config, **__: generation_config, **options
-    )
+    method = lambda *_, generation_config, **__: generation_config  # noqa: E731
+    prepared = target.generate(torch.tensor([[1, 2]]), custom_generate=method, **options)
     found = describe_sampling(options, target, seed=0)
     assert found["do_sample"] and prepared.do_sample
     drawn = {name: getattr(prepared, name) for name in ("temperature", "top_k", "top_p")}

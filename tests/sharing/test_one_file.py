@@ -81,9 +81,6 @@ def copied(one_file, tmp_path):
     return load
 
 
-# What it is
-
-
 def test_file_is_short_and_imports_transformers_torch_and_the_standard_library_alone():
     lines, imported = DECODER.read_text().splitlines(), set()
     assert len(lines) <= 500 and max(map(len, lines)) <= 119
@@ -95,9 +92,6 @@ def test_file_is_short_and_imports_transformers_torch_and_the_standard_library_a
             imported.add(node.module.split(".")[0])
     assert imported - set(sys.stdlib_module_names) == {"torch", "transformers", "hf_dspark"}
     assert "hf_dspark" not in get_imports(DECODER)  # transformers would demand what is there
-
-
-# The same drafts as the package's
 
 
 def package_block(draft, ids, features, cache):
@@ -185,9 +179,6 @@ def test_kinds_of_targets_are_decoded_as_without_a_draft(one_file, copied, monke
         whole = target(plain[:, :-1], past_key_values=one_file.DynamicCache(), use_cache=True).past_key_values
     for rolled_back, fresh in zip(output.past_key_values.layers, whole.layers, strict=True):
         torch.testing.assert_close(rolled_back.keys, fresh.keys, atol=1e-4, rtol=1e-4)
-
-
-# The output law
 
 
 class Choices:
@@ -306,9 +297,6 @@ def test_enumeration_catches_a_cut_that_looks_at_its_own_token(distance):
         copy.draw_block = before_token_one
 
     assert distance(spoil=spoil) > 0.01
-
-
-# What a call may ask for
 
 
 class Counting(LogitsProcessor):

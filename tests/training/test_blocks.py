@@ -18,9 +18,6 @@ def one_document(anchors, real, input_ids, gamma) -> BlockLayout:
     return BlockLayout(anchors, real, positions_of(input_ids), gamma)
 
 
-# ---- blocks
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 @torch.no_grad()
 def test_candidates_blocks_and_the_targets_logits_match_deepspec(golden, name):
@@ -37,14 +34,6 @@ def test_candidates_blocks_and_the_targets_logits_match_deepspec(golden, name):
     torch.testing.assert_close(
         logits[blocks.supervised], train["aligned_target_logits"][blocks.supervised], atol=2e-5, rtol=1e-4
     )
-
-
-def test_label_hidden_takes_the_position_before_each_label():
-    last_hidden = torch.arange(9.0)[None, :, None].expand(1, 9, 2)
-    ids = torch.arange(9)[None]
-    blocks = cut_blocks(ids, torch.ones(1, 9), one_document(torch.tensor([[2, 4]]), torch.ones(1, 2).bool(), ids, 3))
-    assert label_hidden(last_hidden, blocks)[0, :, :, 0].tolist() == [[2, 3, 4], [4, 5, 6]]
-    assert blocks.labels[0].tolist() == [[3, 4, 5], [5, 6, 7]]
 
 
 def test_blocks_are_supervised_on_a_contiguous_prefix_inside_the_row():
@@ -64,9 +53,6 @@ def test_blocks_end_with_their_document():
     assert blocks.supervised[0].int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 0]]
 
 
-# ---- anchors
-
-
 def test_anchors_fill_poor_rows_with_masked_dummies_at_zero():
     loss_mask = torch.zeros(3, 10, dtype=torch.bool)
     loss_mask[0, 2:9] = True  # six candidates
@@ -79,12 +65,6 @@ def test_anchors_fill_poor_rows_with_masked_dummies_at_zero():
     assert positions.tolist() == [[4, 5], [0, 0]] and mask.tolist() == [[True, True], [False, False]]
     positions, mask = sample_anchors(loss_mask[2:], positions_of(loss_mask[2:]), 64)
     assert positions.tolist() == [[0]] and not mask.any()
-
-
-def test_no_anchor_is_the_first_token_of_a_document_or_its_last():
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-    candidates = anchor_candidates(torch.ones(1, 7, dtype=torch.bool), positions)
-    assert candidates[0].int().tolist() == [0, 1, 0, 0, 1, 1]
 
 
 def test_every_document_of_a_packed_row_has_as_many_anchors_as_if_it_stood_alone():

@@ -12,6 +12,7 @@ from hf_dspark import DSparkConfig
 from hf_dspark.training import feature_cache
 from hf_dspark.training.feature_cache import FeatureCache, cache_features
 from hf_dspark.training.target_states import TargetStates, target_states
+from tests.evaluation.interruption import interrupt_third_call
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12], [3, 4, 5, 6, 7], [20], [21, 22, 23], [30, 31, 32, 33]]
 NUM_TOKENS = sum(map(len, ROWS))
@@ -43,9 +44,8 @@ def states_of(row, value=0.0):
 def num_passes(target):
     """Count the target's rows."""
     seen = []
-    target.get_decoder().register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    count = lambda module, args, kwargs: seen.append(len(kwargs["input_ids"]))  # noqa: E731
+    target.get_decoder().register_forward_pre_hook(count, with_kwargs=True)
     return lambda: sum(seen)
 
 
@@ -57,9 +57,6 @@ def assert_holds(cache, target, rows=ROWS):
         found = cache.read(row)
         torch.testing.assert_close(found.features.float(), expected.features[0], atol=0.01, rtol=0.01)
         torch.testing.assert_close(found.last_hidden.float(), expected.last_hidden[0], atol=0.01, rtol=0.01)
-
-
-# ---- rows
 
 
 def test_rows_are_read_as_they_were_added_in_bfloat16(target, tmp_path):
@@ -113,21 +110,6 @@ def test_impossible_options_and_shapes_are_refused(target, tmp_path):
         FeatureCache(tmp_path, config_of(target), target).add([1, 2], states_of([1, 2, 3]))
 
 
-# ---- whose states these are
-
-
-def test_draft_scores_from_a_cache_as_with_its_target(target, make_draft, tmp_path):
-    cache = fill(target, tmp_path)
-    draft = make_draft(target, target_layer_ids=[0, 2])
-    ids, hidden = torch.arange(48)[None], torch.randn(2, 3, 32)
-    rows, logits = draft.embed(ids), draft.base_logits(hidden)
-    lent = FeatureCache(tmp_path, draft.config).borrowed()
-    draft.bind_parts(lent.embedding, lent.lm_head, lent.dtype)
-    assert torch.equal(draft.embed(ids), rows) and torch.equal(draft.base_logits(hidden), logits)
-    ours = draft.base_logits(cache.read(ROWS[0]).last_hidden.float())
-    torch.testing.assert_close(ours, target(torch.tensor([ROWS[0]])).logits[0], atol=0.05, rtol=0.05)
-
-
 def test_opening_needs_a_cache_or_a_target_and_adding_a_target(target, tmp_path):
     with pytest.raises(ValueError, match=r"no feature cache in .*meta.json is missing.*cache_features"):
         FeatureCache(tmp_path / "nothing", config_of(target))
@@ -171,20 +153,9 @@ def test_ranks_share_the_rows(target, tmp_path, num_passes):
     assert_holds(first, target)
 
 
-# ---- interruptions and damage
-
-
 def test_filling_resumes_after_the_last_row(target, tmp_path, monkeypatch, num_passes):
-    honest, calls = feature_cache.target_states, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return honest(*args)
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(feature_cache, "target_states", interrupted)
+        interrupt_third_call(patch, feature_cache, "target_states")
         fill(target, tmp_path)
     path = files(tmp_path)[0]
     path.with_name(f"{path.name}.0123abcd.tmp").write_bytes(path.read_bytes()[:100])  # as a killed process leaves it
@@ -245,12 +216,7 @@ def test_damaged_weights_of_the_target_are_refused_and_written_again(target, tmp
     assert torch.equal(fill(target, tmp_path).borrowed().lm_head.weight, target.lm_head.weight)
 
 
-# ---- the disk
-
-
-def test_space_is_estimated_printed_and_refused_before_anything_is_computed(
-    target, tmp_path, monkeypatch, capsys, num_passes
-):
+def test_space_is_estimated_and_refused_before_anything_is_computed(target, tmp_path, monkeypatch, capsys, num_passes):
     fill(target, tmp_path / "a", ROWS[:3])
     text = "13 tokens x 96 values in bfloat16, and the target's embedding and LM head: 0.01 MiB needed"
     assert text in capsys.readouterr().out

@@ -26,9 +26,8 @@ def test_the_cache_fills_while_training(make_trainer, make_draft, target, tmp_pa
     trainer = make_trainer(feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, packing=packing, max_length=64)
     assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]  # computed, and read: the same numbers
     trainer.train()
-    again = make_trainer(
-        make_draft(target), feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, max_length=64
-    )  # padded now: the cache knows documents, not rows
+    # Padded now: the cache knows documents, not rows.
+    again = make_trainer(make_draft(target), feature_cache_dir=folder, num_train_epochs=1, max_steps=-1, max_length=64)
     forward, calls = target.get_decoder().forward, []
     target.get_decoder().forward = lambda **kwargs: calls.append(1) or forward(**kwargs)
     again.train()
@@ -49,9 +48,7 @@ def test_training_goes_on_without_its_cache_when_the_disk_is_full(make_trainer, 
     assert len(logged(trainer, "loss")) == 4
 
 
-def test_states_that_are_nowhere_to_be_had_are_an_error_before_training(
-    make_trainer, make_draft, target, rows, tmp_path
-):
+def test_states_that_are_nowhere_are_an_error_before_training(make_trainer, make_draft, target, rows, tmp_path):
     with pytest.raises(ValueError, match="the target's states are needed: pass target=..., or args.feature_cache_dir"):
         make_trainer(make_draft(target), target=None)
     cache_features(target, make_draft(target).config, rows[:5], tmp_path / "cache", progress=False)

@@ -39,9 +39,8 @@ def test_the_target_keeps_packed_documents_apart(family):
     target = AutoModelForCausalLM.from_config(config).eval()
     rows = [join_documents(documents(9, 7)), join_documents(documents(4, 3, 8))]
     batch = BlockCollator(0)(rows)
-    packed = target_states(
-        target, [0, 1], batch["input_ids"], batch["attention_mask"], CPU, torch.float32, batch["position_ids"]
-    )
+    inputs = batch["input_ids"], batch["attention_mask"]
+    packed = target_states(target, [0, 1], *inputs, CPU, torch.float32, batch["position_ids"])
     for row, start, end in ((0, 0, 9), (0, 9, 16), (1, 0, 4), (1, 4, 7), (1, 7, 15)):
         ids = batch["input_ids"][row : row + 1, start:end]
         alone = target_states(target, [0, 1], ids, torch.ones_like(ids), CPU, torch.float32)

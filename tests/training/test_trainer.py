@@ -122,22 +122,17 @@ def test_anchors_depend_on_seed_step_and_batch_alone(make_trainer):
 
 
 def test_the_share_of_tokens_that_blocks_predict_is_printed_once(make_trainer, capsys):
-    texts = []
-    for num_anchors in (1, 1000):
-        make_trainer(num_anchors=num_anchors, per_device_train_batch_size=8).train()
-        texts += [line for line in capsys.readouterr().out.splitlines() if "num_anchors" in line]
-    assert len(texts) == 2
-    # Of 148 - 24 supervised tokens: 8 blocks of 4 at most, and all but the first of each row.
-    share = int(texts[0].split("predict ")[1].split("%")[0])
-    assert "num_anchors=1 per document" in texts[0] and "its 124 supervised tokens" in texts[0] and 10 < share <= 26
-    assert "the blocks of the first step predict 94% of its 124 supervised tokens" in texts[1]
+    make_trainer(num_anchors=1000, per_device_train_batch_size=8).train()
+    (text,) = [line for line in capsys.readouterr().out.splitlines() if "num_anchors" in line]
+    # Of 148 - 24 supervised tokens: all but the first of each row.
+    assert "the blocks of the first step predict 94% of its 124 supervised tokens" in text
 
 
-# ---- reports
-
-
-def test_evaluation_reports_and_returns_tau_and_acceptance_by_slot(make_trainer, logged):
-    trainer = make_trainer()
+def test_evaluation_reports_tau_and_acceptance_by_slot_and_the_best_model_is_chosen_by_them(make_trainer, logged):
+    trainer = make_trainer(
+        max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_tau", greater_is_better=True,
+    )  # fmt: skip
     returned = trainer.evaluate()
     names = ("loss", "tau", "cross_entropy", "l1", "confidence_loss", "confidence_ece", "confidence_auc")
     for name in (*names, *(f"acceptance_{slot}" for slot in range(1, 5))):
@@ -145,13 +140,6 @@ def test_evaluation_reports_and_returns_tau_and_acceptance_by_slot(make_trainer,
     assert all(0 < returned[f"eval_acceptance_{slot}"] < 1 for slot in range(1, 5))
     assert 1 + returned["eval_acceptance_1"] <= returned["eval_tau"] + 0.05
     assert "eval_acceptance_5" not in returned
-
-
-def test_best_model_can_be_chosen_by_tau_which_evaluation_reports_apart_from_training(make_trainer, logged):
-    trainer = make_trainer(
-        max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-        load_best_model_at_end=True, metric_for_best_model="eval_tau", greater_is_better=True,
-    )  # fmt: skip
     trainer.train()
     assert trainer.state.best_metric == max(logged(trainer, "eval_tau"))
     assert len(logged(trainer, "eval_tau")) == len(logged(trainer, "tau")) == 2
@@ -194,9 +182,6 @@ def test_reported_calibration_matches_its_definition(make_trainer):
     above = (c[:, None] > c).float() + 0.5 * (c[:, None] == c)
     auc = (above * accepted[:, None] * rejected).sum() / (accepted.sum() * rejected.sum())
     assert reported["eval_confidence_auc"] == pytest.approx(auc.item(), abs=2e-3)
-
-
-# ---- other drafts, targets and data
 
 
 def test_reports_are_the_same_for_batches_of_every_size_and_packed_rows(make_trainer):
@@ -286,19 +271,6 @@ def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing
     assert trainer.evaluate()["eval_a_tau"] > 1
 
 
-MESSAGES = [{"role": "user", "content": "what is up"}, {"role": "assistant", "content": "not much " * 4}]
-
-
-@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"prompt": "what is up", "completion": "not much " * 4}])
-def test_conversations_are_tokenised_by_the_targets_tokenizer(make_trainer, logged, chat_tokenizer, row):
-    trainer = make_trainer(data=[row] * 4, eval_data=None, processing_class=chat_tokenizer, max_steps=1)
-    trainer.train()
-    assert logged(trainer, "train_loss")
-
-
-# ---- bad input
-
-
 def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer, tmp_path):
     trainer = make_trainer(max_steps=3)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -325,7 +297,7 @@ def test_training_forgets_the_calibration_of_the_old_weights(make_trainer, make_
     assert draft.config.sts_temperatures is None
 
 
-def test_mistakes_with_rows_and_arguments_are_named(make_trainer, make_draft, target, tmp_path):
+def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_draft, make_target, target, tmp_path):
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(TypeError, match="args must be DSparkTrainingArguments, got TrainingArguments"):
         DSparkTrainer(make_draft(target), target, plain, train_dataset=[])
@@ -341,8 +313,6 @@ def test_mistakes_with_rows_and_arguments_are_named(make_trainer, make_draft, ta
     with pytest.warns(UserWarning, match="the draft's weights are torch.bfloat16, in which small updates are lost"):
         make_trainer(make_draft(target).bfloat16())
 
-
-def test_targets_that_do_not_fit_are_refused(make_trainer, make_draft, make_target, target):
     with pytest.raises(ValueError, match="does something to its logits that this draft's config does not say"):
         make_trainer(make_draft(target, logit_scale=0.5))
     with pytest.raises(ValueError, match="vocab_size: draft 48, target 50"):
