@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_dspark.maths.costs import Load, StepCost
-from hf_dspark.maths.policies import Policy, Ranking, first_drop
+from hf_dspark.maths.policies import Policy
+from hf_dspark.maths.ranking import Ranking, first_drop
 
 
 @dataclass(frozen=True)

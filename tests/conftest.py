@@ -184,6 +184,17 @@ def draft(make_draft, target) -> hf_dspark.DSparkDraftModel:
     return make_draft(target)
 
 
+@pytest.fixture
+def steady_clock(monkeypatch) -> None:
+    """Let all passes that `profile_throughput` times take the same time, whatever else this machine does."""
+
+    def seconds_of(one_pass, device) -> float:
+        one_pass()
+        return 0.001
+
+    monkeypatch.setattr("hf_dspark.evaluation.profile._seconds_of", seconds_of)
+
+
 @pytest.fixture(scope="module")
 def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
     """A target and a draft whose MLPs and heads are large enough for the other ways to multiply; whole blocks."""

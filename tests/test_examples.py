@@ -2,18 +2,17 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-SMALL = {"NUM_PROMPTS": 6, "NUM_REPLAYED": 2, "NUM_STEPS": 2, "NUM_TEST_PROMPTS": 2, "MAX_NEW_TOKENS": 16}
+from tests.printed import EXAMPLES, SMALL, run_notebook
 
 
 @pytest.fixture
 def in_examples(monkeypatch):
     """As started from the examples' folder; the benchmarks have a `domains`, too."""
-    names = ("domains", "finetune", "muon")
+    names = ("demo", "domains", "finetune", "muon")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(EXAMPLES)
@@ -23,45 +22,45 @@ def in_examples(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def run_notebook(name: str, small: dict) -> dict:
-    """Execute the code of a notebook with small settings; return what it left."""
-    namespace: dict = {}
-    for cell in json.loads((EXAMPLES / name).read_text())["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        shown = json.dumps(cell["outputs"])  # no progress bars, warnings or paths of a machine
-        assert cell["execution_count"] is None and len(shown) < 10_000
-        assert not any(word in shown for word in ("stderr", "site-packages", "/tmp/", "/home/"))
-        exec(compile("".join(cell["source"]), name, "exec"), namespace)
-        if "parameters" in cell["metadata"].get("tags", ()):
-            assert small.keys() == {key for key in namespace if key.isupper()}
-            namespace |= small
-    return namespace
+@pytest.mark.parametrize("name", SMALL)
+def test_notebooks_ship_with_outputs_that_hold_nothing_of_the_machine_that_made_them(name):
+    path = EXAMPLES / name
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells)))  # run once, in order
+    shown = [output for cell in cells for output in cell["outputs"]]
+    assert len(shown) >= 3 and path.stat().st_size < 400_000
+    assert {output["output_type"] for output in shown} <= {"stream", "execute_result", "display_data"}
+    for output in shown:
+        output.get("data", {}).pop("image/png", None)
+    noise = ("stderr", "site-packages", "/tmp/", "/home/", "/root/", "/work/", "ipykernel", "it/s", "widget")
+    assert [word for word in noise if word in json.dumps(shown)] == []
 
 
 def test_the_fine_tuning_notebook_runs(in_examples, tmp_path, capsys):
-    run_notebook("finetune.ipynb", SMALL | {"OUTPUT_DIR": str(tmp_path)})
+    run_notebook("finetune.ipynb", SMALL["finetune.ipynb"] | {"OUTPUT_DIR": str(tmp_path)})
     assert "| code |" in capsys.readouterr().out
     assert (tmp_path / "model.safetensors").exists()
 
 
 def test_the_quickstart_notebook_gives_the_same_tokens(in_examples, capsys):
-    left = run_notebook("quickstart.ipynb", {"NUM_PROMPTS": 4, "MAX_NEW_TOKENS": 24})
+    left = run_notebook("quickstart.ipynb", SMALL["quickstart.ipynb"])
     assert left["assisted"] == left["plain"] and len(left["plain"]) == 24
     printed = capsys.readouterr().out
     assert "tau" in printed and "threshold" in printed
 
 
-def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, tmp_path, capsys, monkeypatch):
+def test_the_scheduling_notebook_calibrates_profiles_and_schedules(
+    in_examples, tmp_path, capsys, monkeypatch, steady_clock
+):
     import matplotlib
 
     from hf_dspark.decoding.step_costs import known_profiles
 
     matplotlib.use("Agg")
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
-    small = {"NUM_PROMPTS": 4, "NUM_TEST_PROMPTS": 3, "MAX_NEW_TOKENS": 32, "BATCH_SIZES": (1, 2), "REPETITIONS": 1}
+    name = "calibrate_and_schedule.ipynb"
     try:
-        left = run_notebook("calibrate_and_schedule.ipynb", small | {"OUTPUT_DIR": str(tmp_path / "out")})
+        left = run_notebook(name, SMALL[name] | {"OUTPUT_DIR": str(tmp_path / "out")})
     finally:
         known_profiles.cache_clear()
         matplotlib.pyplot.close("all")
@@ -75,8 +74,7 @@ def test_the_scheduling_notebook_calibrates_profiles_and_schedules(in_examples, 
 def test_the_sharing_notebook_writes_a_card_from_results_and_loads_it_back(in_examples, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    small = {"NUM_PROMPTS": 3, "NUM_CALIBRATION_PROMPTS": 4, "MAX_NEW_TOKENS": 24, "HUB_REPOSITORY": None}
-    left = run_notebook("share.ipynb", small | {"FOLDER": str(tmp_path / "shared")})
+    left = run_notebook("share.ipynb", SMALL["share.ipynb"] | {"FOLDER": str(tmp_path / "shared")})
     printed = capsys.readouterr().out
     assert "the same tokens: True" in printed and type(left["loaded"]).__module__.startswith("hf_dspark.")
     card = (tmp_path / "shared" / "README.md").read_text()
@@ -92,6 +90,30 @@ def test_the_fine_tuning_script_runs_and_resumes(in_examples, tmp_path, capsys, 
     assert "| math |" in capsys.readouterr().out
     finetune.main()  # answers and training are there already
     assert "| math |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_counts_identical_answers_and_best_tokens_and_fails_if_one_is_wrong(
+    in_examples, capsys, monkeypatch, dtype
+):
+    import demo
+
+    words = ["--num_prompts", "2", "--max_new_tokens", "16", "--dtype", dtype]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *words])
+    demo.main()
+    printed = capsys.readouterr()
+    assert "of 2 (greedy, " in printed.out
+    assert f"32 of 32 tokens ({demo.tolerance_of(getattr(torch, dtype))})" in printed.out
+    assert "question/s" not in printed.err and "Loading weights" not in printed.err
+
+    def one_wrong(target, prompt_ids, answer_ids, *others, **options):
+        return count_best(target, prompt_ids, [*answer_ids[:-1], 9], *others, **options)
+
+    count_best = demo.count_best
+    monkeypatch.setattr(demo, "count_best", one_wrong)
+    with pytest.raises(SystemExit, match="please report this"):
+        demo.main()
+    assert "30 of 32 tokens" in capsys.readouterr().out
 
 
 def test_code_rows_are_whole_functions_cut_after_their_docstring(in_examples):

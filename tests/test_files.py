@@ -1,9 +1,12 @@
 """Journals keep what is finished, whatever cuts the writing short."""
 
+import errno
+from pathlib import Path
+
 import pytest
 from transformers import GenerationConfig
 
-from hf_dspark.files import Journal, digest, plain_json
+from hf_dspark.files import Journal, digest, plain_json, replace_text
 
 SETTINGS = {"seed": 0, "options": {"top_k": 5}}
 
@@ -63,6 +66,29 @@ def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, content)
     with pytest.raises(ValueError, match="does not say what it was made with"):
         Journal(tmp_path / "mine", SETTINGS)
     assert (tmp_path / "mine").read_text() == content
+
+
+def test_files_that_cannot_be_written_are_named_as_the_user_knows_them(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for write, wrong in (
+        (lambda path: Journal(path, SETTINGS).append({}), "File exists: '.*/file'"),
+        (lambda path: replace_text(path, "text"), "Not a directory: '.*/file/run.jsonl'"),
+    ):
+        with pytest.raises(OSError, match=wrong):
+            write(tmp_path / "file" / "run.jsonl")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", full_disk)
+            with pytest.raises(OSError, match=r"No space left on device: '.*/run.jsonl") as raised:
+                write(tmp_path / "run.jsonl")
+            assert raised.value.errno == errno.ENOSPC and {each.name for each in tmp_path.iterdir()} == {"file"}
+    with pytest.raises(ValueError, match="is a folder: name a file in it"):
+        Journal(tmp_path, SETTINGS)
+
+
+def full_disk(path, text, **options):
+    with path.open("w") as file:
+        file.write(text[:2])
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_damaged_line_is_named(path):

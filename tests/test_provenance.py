@@ -21,6 +21,12 @@ def test_the_command_line_itself_is_not_shown(monkeypatch):
     assert provenance()["command"] == "hf-dspark"
 
 
+def test_a_notebook_is_called_so(monkeypatch):
+    words = ["/usr/lib/ipykernel_launcher.py", "-f", "/tmp/tmpf.json", "--HistoryManager.hist_file=:memory:"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert provenance()["command"] == "a notebook"
+
+
 def test_provenance_names_versions_hardware_and_the_revision_of_a_checkout():
     origin = provenance()
     assert {"hf_dspark", "python", "torch", "transformers", "device", "threads"} <= origin.keys()

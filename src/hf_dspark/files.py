@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ class Journal:
         self, path: str | Path, settings: Mapping[str, Any], remember: Callable[[Any], Any] = lambda entry: entry
     ) -> None:
         self.path = Path(path)
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder: name a file in it")
         self.entries: list[Any] = []
         self._settings_path = self.path.with_name(f"{self.path.name}.settings.json")
         self._settings = json.loads(json.dumps(settings))
@@ -34,11 +37,12 @@ class Journal:
         """Write a line; one cut short by the end of the process counts as not written."""
         text = json.dumps(entry, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._has_settings:
-            replace_text(self._settings_path, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
-            self._has_settings = True
-        with self.path.open("ab") as file:
-            file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair is JSON, too
+        with naming(self.path):
+            if not self._has_settings:
+                replace_text(self._settings_path, json.dumps(self._settings, indent=1, sort_keys=True) + "\n")
+                self._has_settings = True
+            with self.path.open("ab") as file:
+                file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair is JSON, too
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -96,5 +100,20 @@ def digest(value: Any) -> str:
 def replace_text(path: Path, text: str) -> None:
     """Write a file at once, or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    with naming(path):
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the disk name the file that the user knows: a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -30,8 +30,22 @@ def provenance(device: torch.device | str = "cpu", options: Mapping[str, Any] | 
     }
 
 
+def load_hint() -> str | None:
+    """Return what to do about other processes that hold the cores; `None` if there are none, or nobody can tell."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # not on Windows
+    cores = os.cpu_count() or 1
+    if load <= cores:
+        return None
+    return (
+        f"other processes hold the cores (load {load:.1f} on {cores}): times will be wrong, and PyTorch's threads can "
+        "slow each other twenty-fold. Wait, or set OMP_NUM_THREADS=1"
+    )
+
+
 def _command(options: Mapping[str, Any]) -> str:
     started = Path(sys.argv[0])
+    if started.stem == "ipykernel_launcher":
+        return "a notebook"
     words = ["python", _shown(str(started))] if started.suffix == ".py" else [started.name]
     for name, value in options.items():
         if value is not None and value is not False:

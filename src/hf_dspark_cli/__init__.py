@@ -6,17 +6,23 @@ generation stack, which takes seconds. Here nothing does before the words are un
 
 import json
 import os
+import shutil
 import sys
 import traceback
+import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, TextIO
 
 from .words import PROGRAM, WRONG_WORDS, parse
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
+MEASURING = ("measure", "train")  # whose commands need cores of their own
 
 
 @dataclass(frozen=True)
@@ -55,19 +61,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
             if not console.progress:
                 import_module("transformers.utils.logging").disable_progress_bar()
-            return DONE if run(options, console) else FAILED
+            measures = options.module in MEASURING and not getattr(options, "show", False)
+            if measures and (hint := import_module("hf_dspark.provenance").load_hint()):
+                console.note(hint)
+            with warnings.catch_warnings():
+                warnings.showwarning = lambda warning, *_: print(f"warning: {said(warning)}", file=sys.stderr)
+                return DONE if run(options, console) else FAILED
     except KeyboardInterrupt:
         message, code = f"interrupted; {options.kept}", INTERRUPTED
     except Exception as error:
         # The package's own errors say what was given and what is needed; files and networks fail without a bug.
         is_input = isinstance(error, (ValueError, TypeError, ImportError))
         message, code = f"error: {said(error)}", WRONG_WORDS if is_input else FAILED
+        full = None if is_input else _full_disk(error, options)
         if not is_input:
-            message += f"; {options.kept}"
-        if not (is_input or isinstance(error, OSError)) or os.environ.get("HF_DSPARK_DEBUG"):
+            message = f"{f'error: {full}' if full else message}; {options.kept}"
+        if not (is_input or full or isinstance(error, OSError)) or os.environ.get("HF_DSPARK_DEBUG"):
             traceback.print_exc()
     print(f"{PROGRAM} {options.command}: {message}", file=sys.stderr, flush=True)
     return code
+
+
+def _full_disk(error: Exception, options: Namespace) -> str | None:
+    """Return which disk is full, if that is what stopped a command: libraries say it in many ways, or not at all."""
+    given = (getattr(options, name, None) for name in ("output_dir", "output_file", "result_file", "destination"))
+    place = next((Path(path) for path in given if path), Path(gettempdir()))
+    free = shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists())).free
+    if "No space left on device" not in str(error) and free >= 2**16:
+        return None
+    return f"the disk of {place} is full ({free / 2**20:.1f} MiB free). Make room there, or name another place"
 
 
 def said(error: BaseException) -> str:

@@ -3,21 +3,21 @@
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedModel, TextStreamer
 
 from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, token_ids
 from hf_dspark.decoding.endpoint import Endpoint
 from hf_dspark.decoding.many import Completion, generate_many
 from hf_dspark.decoding.regenerate import RegenerationReport, regenerate
 from hf_dspark.evaluation.results import describe_policy, describe_sampling
-from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
+from hf_dspark.evaluation.rounding import count_best, tolerance_of
+from hf_dspark.evaluation.timed_decoding import timed_call
 
 from . import Console, said
 from .models import Models, choose_policy, generate_kwargs, is_sampled, load_models, note_faults, values_of
@@ -57,12 +57,14 @@ def run_generate(options: Namespace, console: Console) -> bool:
     if rounds.rounds:
         console.note(f"{rounds.rounds} rounds of {rounds.tau:.2f} tokens")
     if options.compare:
-        plain = partial(timed_call, models.target, seed=options.seed, **kwargs)
-        found = _compare(prompts, document["answers"], plain, is_sampled(kwargs, models.target))
+        found = _compare(prompts, document["answers"], models.target, options.seed, kwargs)
         document["plain"] = found
         console.note("without the draft: {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**found))
         if found["identical_answers"] is not None:
             console.note(f"the same tokens in {found['identical_answers']} of {len(prompts)} answers")
+        if found["best_tokens"] is not None:
+            rounding = tolerance_of(models.target.dtype)
+            console.note(f"best up to rounding: {found['best_tokens']} of {num_tokens} tokens ({rounding})")
     console.document(document)
     return not any("error" in answer for answer in answers.values())
 
@@ -96,15 +98,19 @@ def _completions(
 
 
 def _compare(
-    prompts: list[list[int]], answers: list[dict[str, Any]], plain: Callable[..., TimedCall], sampled: bool
+    prompts: list[list[int]], answers: list[dict[str, Any]], target: PreTrainedModel, seed: int, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Decode the answered prompts without the draft, too."""
-    answers = [answer for answer in answers if "error" not in answer]
-    calls = [plain([prompts[answer["index"]]]) for answer in answers]
-    same = sum(call.token_ids[0] == answer["token_ids"] for call, answer in zip(calls, answers, strict=True))
-    num_tokens = sum(len(call.token_ids[0]) for call in calls)
-    times = _times(num_tokens, sum(call.seconds for call in calls))
-    return times | {"identical_answers": None if sampled else same}
+    pairs = [(prompts[answer["index"]], answer["token_ids"]) for answer in answers if "error" not in answer]
+    calls = [timed_call(target, [prompt], seed, **kwargs) for prompt, _ in pairs]
+    plain = [call.token_ids[0] for call in calls]
+    found = _times(sum(map(len, plain)), sum(call.seconds for call in calls))
+    found |= {"identical_answers": None, "best_tokens": None}
+    if is_sampled(kwargs, target):
+        return found
+    found["identical_answers"] = sum(ids == other for (_, ids), other in zip(pairs, plain, strict=True))
+    best = [count_best(target, *pair, other, **kwargs) for pair, other in zip(pairs, plain, strict=True)]
+    return found | {"best_tokens": None if None in best else sum(best)}
 
 
 def _times(num_tokens: int, seconds: float) -> dict[str, Any]:

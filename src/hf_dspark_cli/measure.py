@@ -2,22 +2,32 @@
 
 from argparse import Namespace
 from dataclasses import asdict, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_dspark.data.prompts import as_chat, read_prompt_file
-from hf_dspark.decoding.step_costs import cache_folder
+from hf_dspark.decoding.step_costs import cache_folder, find_cost
 from hf_dspark.evaluation import results
 from hf_dspark.evaluation.calibrate import calibrate
 from hf_dspark.evaluation.evaluate import evaluate
 from hf_dspark.evaluation.profile import profile_throughput
 from hf_dspark.evaluation.tables import markdown_table
-from hf_dspark.formats.files import read_config
+from hf_dspark.formats.files import CONFIG_FILE, read_config
 from hf_dspark.formats.tables import OURS
+from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.sharing.convert import detect_format
 from hf_dspark.sharing.hub import RESULTS_FOLDER
 
 from . import Console
-from .models import choose_policy, generate_kwargs, load_models, note_faults, values_of
+from .models import (
+    Models,
+    choose_policy,
+    generate_kwargs,
+    load_models,
+    note_faults,
+    require_roles,
+    values_of,
+)
 
 
 def run_eval(options: Namespace, console: Console) -> bool:
@@ -43,6 +53,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
 
 
 def run_calibrate(options: Namespace, console: Console) -> bool:
+    require_roles(options)
     folder = _folder_to_calibrate(options)
     read = read_prompt_file(options.prompts_file, options.num_prompts)
     faults = note_faults(console, read)
@@ -96,7 +107,7 @@ def _folder_to_calibrate(options: Namespace) -> Path:
     if options.output_dir is not None:
         return Path(options.output_dir)
     folder = Path(options.draft)
-    if not folder.is_dir() or detect_format(read_config(folder)) != OURS:
+    if not folder.is_dir() or detect_format(read_config(folder), folder / CONFIG_FILE) != OURS:
         where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
         raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
     return folder
@@ -104,15 +115,39 @@ def _folder_to_calibrate(options: Namespace) -> Path:
 
 def run_profile(options: Namespace, console: Console) -> bool:
     models = load_models(options)
+    if options.show:
+        return _show_table(models, console)
     settings = (options.batch_sizes, options.context_lengths, options.repetitions)
     profile = profile_throughput(models.target, models.draft, *settings)
-    places = [str(cache_folder() / f"{profile.machine.key}.json")]
-    if options.output_file is not None:
+    places = [] if profile.fault else [str(cache_folder() / f"{profile.machine.key}.json")]
+    if places and options.output_file is not None:
         profile.save(options.output_file)
         places.append(options.output_file)
+    _show_rates(profile.table, console)
+    if places:
+        console.note(f"the table is in {' and '.join(places)}")
     table = profile.table.to_sglang()
-    rows = zip(table["sample_batch_tokens"], table["sample_steps_per_sec"], strict=True)
-    console.show(markdown_table(["verified tokens", "steps per second"], [[n, f"{rate:.1f}"] for n, rate in rows]))
-    console.note(f"the table is in {' and '.join(places)}")
-    console.document({"table": table, "fit": profile.fit, "machine": asdict(profile.machine), "files": places})
+    document = {"table": table, "fit": profile.fit, "machine": asdict(profile.machine), "files": places}
+    console.document(document | {"fault": profile.fault})
+    return profile.fault is None
+
+
+def _show_table(models: Models, console: Console) -> bool:
+    table = find_cost(models.target, models.draft)
+    if table is None:
+        console.show("no table fits these models on this machine: generate() verifies whole blocks")
+        console.document({"table": None})
+        return True
+    _show_rates(table, console)
+    origin = table.provenance
+    console.show(f"\n{origin['table']}\nmeasured on {origin.get('device')}, {origin.get('threads')} threads")
+    if "measured" in origin:
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(origin["measured"])
+        console.show(f"{age.days} days old; repetitions of a pass lay {origin['spread']:.0%} apart at most")
+    console.document({"table": table.to_sglang()})
     return True
+
+
+def _show_rates(table: ThroughputTable, console: Console) -> None:
+    rows = zip(table.verify_tokens, table.steps_per_second, strict=True)
+    console.show(markdown_table(["verified tokens", "steps per second"], [[n, f"{rate:.1f}"] for n, rate in rows]))

@@ -14,9 +14,9 @@ from transformers import (
 )
 
 from hf_dspark.data.prompts import PromptFile
-from hf_dspark.decoding.hook import default_policy
+from hf_dspark.decoding.hook import default_policy, scheduled_by
 from hf_dspark.decoding.step_costs import find_cost
-from hf_dspark.maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
+from hf_dspark.maths.policies import ConfidenceThreshold, FullBlock, Policy
 from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
 
@@ -33,8 +33,18 @@ class Models:
     draft: DraftModel | None = None
 
 
+def require_roles(options: Namespace) -> None:
+    """Raise a `ValueError` if `--target` names a draft; nothing but a config is read."""
+    if not names_a_draft(options.target, revision=options.target_revision):
+        return
+    if options.draft is not None and not names_a_draft(options.draft):
+        raise ValueError(f"--target {options.target} and --draft {options.draft}: the wrong way round, exchange them")
+    raise ValueError(f"--target {options.target} is a draft: the target decodes, and --draft names its draft")
+
+
 def load_models(options: Namespace) -> Models:
     """Load what `--target` and `--draft` name. The draft is small, so that mistakes show soon."""
+    require_roles(options)
     if options.draft is None:
         return load_target(options)
     draft = load_draft(options.draft, dtype=options.dtype, revision=options.draft_revision).eval()
@@ -48,8 +58,6 @@ def load_models(options: Namespace) -> Models:
 
 def load_target(options: Namespace) -> Models:
     """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer."""
-    if names_a_draft(options.target):
-        raise ValueError(f"--target {options.target} is a draft: the target decodes, and --draft names its draft")
     hub = {"revision": options.target_revision, "trust_remote_code": options.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **hub)
     if getattr(options, "no_chat_template", False):
@@ -92,7 +100,7 @@ def choose_policy(name: str, models: Models) -> Policy:
         raise ValueError(
             "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and draft"
         )
-    return AdaptiveDrafting(PrefixScheduler(cost))
+    return scheduled_by(cost)
 
 
 def generate_kwargs(options: Namespace, target: PreTrainedModel) -> dict[str, Any]:

@@ -29,7 +29,8 @@ def run_push(options: Namespace, console: Console) -> bool:
     results = options.results or ([str(beside)] if beside.is_dir() else [])
     card = values_of(options, "target", "license")
     private = True if options.private else None  # else as the Hub does it: some organisations make everything private
-    url = hub.push_draft(options.folder, options.repository, results, private=private, **card)
+    facts = card | {"private": private, "complete": not options.private}
+    url = hub.push_draft(options.folder, options.repository, results, **facts)
     console.show(url)
     console.document({"repo_id": options.repository, "url": url, "results": results})
     return True

@@ -1,9 +1,12 @@
 """`hf-dspark train`: a draft for any causal LM, from a file of rows to weights and a result file."""
 
+import io
 import random
 from argparse import SUPPRESS, Namespace
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from transformers import HfArgumentParser, PreTrainedModel
 
 from hf_dspark.data.prompts import read_json_lines
 from hf_dspark.evaluation.results import read_results
+from hf_dspark.evaluation.tables import markdown_table, number
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS, DSparkConfig
 from hf_dspark.models.configuration_eagle3 import Eagle3Config
@@ -23,7 +27,7 @@ from hf_dspark.training.arguments import DSparkTrainingArguments
 from hf_dspark.training.resume import last_checkpoint
 
 from . import Console
-from .models import load_target, values_of
+from .models import load_target, require_roles, values_of
 from .words import PROGRAM, Parser
 
 LOSS_WEIGHTS = ("cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight")
@@ -35,6 +39,9 @@ LAST = "last"
 class TrainerParser(Parser, HfArgumentParser):
     """Reads the arguments of the training as transformers' own scripts do."""
 
+    def __init__(self) -> None:
+        super().__init__(DSparkTrainingArguments, prog=f"{PROGRAM} train", usage=SUPPRESS, allow_abbrev=False)
+
 
 def run_train(options: Namespace, console: Console) -> bool:
     arguments = _training_arguments(options, console)
@@ -42,29 +49,65 @@ def run_train(options: Namespace, console: Console) -> bool:
     rows, held_out, faults = _read_rows(options, arguments.seed)
     for fault in faults:
         console.note(f"skipped {fault}")
+    arguments.eval_on_start = held_out is not None
+    require_roles(options)
+    # In float32; small, so that mistakes show soon.
+    draft = None if options.draft is None else load_draft(options.draft, dtype=torch.float32)
     models = load_target(options)
-    draft = _draft(options, models.target, arguments.seed)
+    if draft is None:
+        draft = _new_draft(options, models.target, arguments.seed)
     trainer = DSparkTrainer(
         draft, models.target, arguments, train_dataset=rows, eval_dataset=held_out, processing_class=models.tokenizer
     )
-    trainer.train(checkpoint)
-    if held_out is not None:
-        trainer.evaluate()
+    with redirect_stdout(io.StringIO()) if console.quiet else nullcontext():  # reports of losses
+        trainer.train(checkpoint)
+        if held_out is not None:
+            trainer.evaluate()
     trainer.save_model()
     trainer.create_model_card()  # and the result file that it is made from
     trainer.accelerator.end_training()  # NCCL warns of processes that end with their group open
     if trainer.is_world_process_zero():
         result_file = Path(arguments.output_dir) / RESULTS_FOLDER / "training.json"
         (result,) = read_results([result_file])
+        if gain := _gain(result, options.eval_rows):
+            console.show(gain)
         console.show(f"the draft is in {arguments.output_dir}, the result in {result_file}")
+        console.note(_next_commands(options, draft.config.enable_confidence_head))
         console.document(result | {"output_dir": arguments.output_dir, "skipped_lines": faults})
     return True
 
 
+def _gain(result: dict[str, Any], held_out: int) -> str | None:
+    """Return a table of tau and acceptance by position, before training and after it; `None` if none was logged."""
+    prefix, title = ("eval_", f"{held_out} held-out rows") if held_out else ("", "last batches")
+    reports = {"before": result["before"] if held_out else {}, "after": result["metrics"]}
+    rows = []
+    for name, report in reports.items():
+        rates = [value for key, value in report.items() if key.startswith(f"{prefix}acceptance_")]
+        rows += [[name, number(report[f"{prefix}tau"]), *map(number, rates)]] if rates else []
+    if not rows:
+        return None
+    return markdown_table(
+        [f"{title}, estimated", "tau", "acceptance at 1", *map(str, range(2, len(rows[-1]) - 1))], rows
+    )
+
+
+def _next_commands(options: Namespace, calibrated: bool) -> str:
+    folder = quote(options.output_dir)
+    pair = f"--target {quote(options.target)} --draft {folder}"
+    measured = f"--prompts held_out.jsonl --compare --result_file {folder}/{RESULTS_FOLDER}/eval.json"
+    commands = [
+        *([f"calibrate {pair} --prompts_file held_out.jsonl --temperature 0"] if calibrated else []),
+        f"eval {pair} {measured}",
+        f"push {folder} user/name --license mit",
+    ]
+    hint = "" if options.eval_rows else "--eval_rows N shows tau before and after, on rows that are held out\n"
+    return "\n  ".join([f"{hint}next:", *(f"{PROGRAM} {command}" for command in commands)])
+
+
 def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingArguments:
     words = ["--output_dir", options.output_dir, *options.trainer_words]
-    parser = TrainerParser(DSparkTrainingArguments, prog=f"{PROGRAM} train", usage=SUPPRESS, allow_abbrev=False)
-    (arguments,) = parser.parse_args_into_dataclasses(words)
+    (arguments,) = TrainerParser().parse_args_into_dataclasses(words)
     arguments.disable_tqdm = arguments.disable_tqdm or not console.progress
     defaults = {part.name: part.default for part in fields(DSparkTrainingArguments)}
     given = any(getattr(arguments, name) != defaults[name] for name in LOSS_WEIGHTS)
@@ -80,7 +123,7 @@ def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
     if wanted == LAST:
         newest = last_checkpoint(folder)
         if newest is None:
-            raise ValueError(f"--resume_from_checkpoint {LAST}: there is no checkpoint in {folder}")
+            raise ValueError(f"--resume_from_checkpoint {LAST}: there is no whole checkpoint in {folder}")
         return newest
     if wanted is not None and Path(wanted).resolve().parent == folder.resolve():
         return wanted
@@ -111,7 +154,7 @@ def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
 def _read_file(path: str) -> tuple[Any, list[str]]:
     """Read JSON Lines into a list, and Parquet, for data larger than memory, into a table on disk."""
     faults: list[str] = []
-    if path.endswith(".parquet"):
+    if path.endswith(".parquet") and Path(path).is_file():
         from datasets import Dataset
 
         rows = Dataset.from_parquet(path)
@@ -125,10 +168,8 @@ def _read_file(path: str) -> tuple[Any, list[str]]:
     return rows, faults
 
 
-def _draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftModel:
-    """Return a draft in float32; a new one has the same weights in every process."""
-    if options.draft is not None:
-        return load_draft(options.draft, dtype=torch.float32)
+def _new_draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftModel:
+    """Return an untrained draft in float32, with the same weights in every process."""
     facts = values_of(options, "block_size", "num_hidden_layers", "target_layer_ids")
     torch.manual_seed(seed)
     if options.draft_kind == "eagle3":

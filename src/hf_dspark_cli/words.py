@@ -4,13 +4,14 @@ Imports the standard library alone, so that help and mistakes are answered at on
 """
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
 from textwrap import fill
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PROGRAM = "hf-dspark"
 WRONG_WORDS = 2
@@ -22,8 +23,21 @@ EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 exit codes: 0 done, 1 failed, 2 wrong words or input, 130 interrupted.
 HF_DSPARK_DEBUG=1 shows where an error came from."""
 POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1]"
+COMPARED = "also decode without the draft"
 GOES_ON = "the same command goes on from there"
 PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
+
+
+TRAINING = """arguments of the training: these, and all others of transformers' Trainer, which --help_all shows
+  --num_train_epochs N, --max_steps N, --learning_rate X, --per_device_train_batch_size N, --bf16, --seed N
+  --max_length N        rows are cut to so many tokens (2048)
+  --packing             join short documents into rows of max_length
+  --num_anchors N       blocks per document and step at most (64)
+  --feature_cache_dir FOLDER
+                        where the target's states are kept for later epochs
+  --resume_from_checkpoint FOLDER
+                        a checkpoint to go on from; last is the last whole one
+  --logging_steps N     steps between two reports of losses and tau (500)"""
 
 
 class Parser(ArgumentParser):
@@ -97,7 +111,7 @@ def generate(parser: ArgumentParser) -> None:
     given("--prompts_file", metavar="FILE", help=PROMPTS)
     add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
-    add("--compare", action="store_true", help="also decode without the draft; show both times, and equal answers")
+    add("--compare", action="store_true", help=f"{COMPARED}; show both times, equal answers, and best tokens")
     _add_models(parser)
     parser.set_defaults(kept="finished answers stand above")
 
@@ -129,12 +143,11 @@ def train(parser: ArgumentParser) -> None:
     Trains on what the target writes (see regenerate). Writes the draft, its card, checkpoints and results into
     --output_dir. On several GPUs: torchrun --nproc_per_node 8 -m hf_dspark train ...
 
-    All arguments of DSparkTrainingArguments can be given, and with them those of transformers' Trainer: --num_anchors,
-    --packing, --max_length, --learning_rate, --bf16, --resume_from_checkpoint (a folder, or last), ...
-
-    example: hf-dspark train --target Qwen/Qwen3-4B --train_file answers.jsonl --eval_rows 200 --output_dir my-draft
-      --bf16 --packing --max_length 4096 --num_anchors 512 --learning_rate 6e-4 --num_train_epochs 6
+    example: hf-dspark train --target examples/gsm8k_pair/target --train_file out/answers.jsonl --eval_rows 5
+      --output_dir out/my-draft --packing --max_length 1024 --num_anchors 64 --learning_rate 6e-4 --num_train_epochs 6
     """
+    parser.epilog = TRAINING
+    parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")
     add = parser.add_argument_group("data and draft").add_argument
     add("--train_file", required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help="rows to hold out of the file (%(default)s)")
@@ -172,7 +185,9 @@ def calibrate(parser: ArgumentParser) -> None:
 def profile(parser: ArgumentParser) -> None:
     """Measure what a step costs on this machine, which schedulers rely on.
 
-    Times drafting and verifying. Writes the table where generate() finds it by itself, and to --output_file.
+    Times drafting and verifying. Writes the table where generate() finds it by itself, and to --output_file. Nothing
+    else should run meanwhile: what cannot be believed is measured again, and not kept in the end. --show measures
+    nothing, and shows the table in use, its age, and how far apart repetitions lay.
 
     example: hf-dspark profile --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --batch_sizes 1 4 16 --output_file out/sps.json
@@ -182,6 +197,7 @@ def profile(parser: ArgumentParser) -> None:
     add("--context_lengths", type=count, nargs="+", default=[64, 512], metavar="N", help="cached tokens per request")
     add("--repetitions", type=count, default=5, metavar="N", help="timed passes per setting (%(default)s)")
     add("--output_file", type=new, metavar="FILE", help="also write the table to this file; SGLang reads it, too")
+    add("--show", action="store_true", help="show the table that generate() uses, and measure nothing")
     _add_models(parser, decodes=False)
 
 
@@ -199,7 +215,7 @@ def eval_(parser: ArgumentParser) -> None:
     add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
-    add("--compare", action="store_true", help="also decode each turn without the draft; show the speed-up")
+    add("--compare", action="store_true", help=f"{COMPARED}; show speed-up, equal answers, and best tokens")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
     parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}")
@@ -227,9 +243,9 @@ def push(parser: ArgumentParser) -> None:
     """Publish a draft on the Hub, with a card made from results.
 
     Publishes weights, config, results, card, and the code that lets the draft decode where only transformers is
-    installed. Log in first: hf auth login.
+    installed. A public repository needs a license and a target on the Hub. Log in first: hf auth login.
 
-    example: hf-dspark push my-draft me/my-draft --private --results my-draft/results evaluation.json
+    example: hf-dspark push out/my-draft me/my-draft --private --results out/my-draft/results
     """
     add = parser.add_argument
     add("folder", type=model, metavar="FOLDER", help="folder of the draft")
@@ -287,6 +303,15 @@ def _add_target(parser: ArgumentParser, named: str = "") -> None:
     add = group.add_mutually_exclusive_group().add_argument
     add("--load_in_8bit", action="store_true", help="quantise the target (needs bitsandbytes)")
     add("--load_in_4bit", action="store_true", help="quantise the target (needs bitsandbytes)")
+
+
+class _HelpAll(Action):
+    """Shows the help of a command and that of transformers' Trainer, which takes seconds to import."""
+
+    def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
+        parser.print_help()
+        import_module(".train", __package__).TrainerParser().print_help()
+        parser.exit()
 
 
 # ---- values

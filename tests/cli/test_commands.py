@@ -1,6 +1,7 @@
 """`hf-dspark`: what every command does with a tiny pair, and what it says about models and files that are wrong."""
 
 import io
+import itertools
 import json
 import shlex
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel
@@ -74,6 +76,7 @@ def refusal(capsys):
 def test_generate_gives_the_tokens_of_plain_generate_and_says_so(answer):
     found = answer(f"generate {PAIR} --temperature 0 --max_new_tokens 12 --compare 'what is up' 'much'")
     assert found["plain"]["identical_answers"] == 2 and len(found["answers"]) == 2
+    assert found["plain"]["best_tokens"] == 24
     assert [len(part["token_ids"]) for part in found["answers"]] == [12, 12]
     assert found["tokens"] == 24 and found["rounds"] > 0 and found["tau"] >= 1 and found["seconds"] > 0
     assert found["sampling"] == {"do_sample": False, "max_new_tokens": 12}
@@ -134,6 +137,26 @@ def test_answers_are_written_trained_on_and_kept_when_run_again(answer, refusal)
     answer("generate --target target --draft trained --max_new_tokens 4 --temperature 0 up")
 
 
+def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer, capsys):
+    row = '{"input_ids": [5, 6, 7, 8, 7, 8, 7], "labels": [-100, 6, 7, 8, 7, 8, 7]}\n'
+    Path("rows.jsonl").write_text(row + 3 * '{"input_ids": [6, 7, 8, 7, 8, 7]}\n')
+    words = f"{TRAIN.removesuffix(' --json')} --train_file rows.jsonl --learning_rate 0.1"
+    assert main(shlex.split(f"{words} --eval_rows 2 --output_dir out")) == 0
+    printed = capsys.readouterr()
+    result = json.loads(Path("out/results/training.json").read_text())
+    head, _, before, after, last = printed.out.strip().split("\n")
+    assert head == "| 2 held-out rows, estimated | tau | acceptance at 1 | 2 | 3 |"
+    assert before.startswith(f"| before | {result['before']['eval_tau']:.2f} | ")
+    assert after.startswith(f"| after | {result['metrics']['eval_tau']:.2f} | ")
+    assert result["before"]["eval_tau"] != result["metrics"]["eval_tau"] and "the draft is in out" in last
+    for command in ("calibrate --target target --draft out", "eval --target target --draft out", "push out user/name"):
+        assert f"hf-dspark {command}" in printed.err
+    assert main(shlex.split(f"{words} --draft_kind eagle3 --output_dir other --logging_steps 1")) == 0
+    printed = capsys.readouterr()
+    assert "| last batches, estimated | tau | acceptance at 1 |" in printed.out and "| before |" not in printed.out
+    assert "hf-dspark calibrate" not in printed.err and "--eval_rows" in printed.err
+
+
 @pytest.mark.parametrize("kind", ["dflash", "eagle3"])
 def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind):
     Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
@@ -190,6 +213,7 @@ def test_eval_compares_with_plain_decoding_and_lists_what_failed(capsys):
     (result,) = read_results(["out.json"])
     assert sorted((part["task"], part["line"]) for part in result["failed"]) == [("talk", 2), ("talk", 4), ("talk", 5)]
     assert result["tasks"]["talk"]["speedup"]["identical"] == 3
+    assert "18 of 18 tokens" in printed.out and result["rounding"] in printed.out
 
 
 def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
@@ -225,13 +249,59 @@ def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refu
     assert all(result["num_prompts"] == 3 and len(result["temperatures"]) == 4 for result in results)
 
 
-def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal):
+def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal, steady_clock):
     assert "hf-dspark profile" in refusal(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")
     words = f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 1"
     table = answer(f"{words} --output_file sps.json")["table"]
     assert json.loads(Path("sps.json").read_text()).items() >= table.items()
+    assert answer(f"profile {PAIR} --show")["table"]["provenance"]["spread"] == 0.0
     policy = answer(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")["policy"]
-    assert policy.startswith("AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
+    assert policy.startswith("CheckedPolicy(policy=AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
+
+
+def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock):
+    assert main(shlex.split(f"profile {PAIR} --show")) == 0
+    assert "no table fits these models" in capsys.readouterr().out
+    assert main(shlex.split(f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 2")) == 0
+    before = capsys.readouterr().out
+    assert main(shlex.split(f"profile {PAIR} --show")) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(before) and "cache/" in shown and "0 days old; repetitions of a pass lay 0% apart" in shown
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_measurement_that_cannot_be_believed_is_not_kept_and_fails(capsys, monkeypatch):
+    seconds = itertools.cycle((0.009, 0.001, 0.001, 0.009, 0.009))
+    monkeypatch.setattr("hf_dspark.evaluation.profile._seconds_of", lambda one_pass, device: next(seconds))
+    words = f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 4 --output_file sps.json --quiet"
+    assert main(shlex.split(words)) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("warning: this measurement is not kept: repetitions of one pass lay")
+    assert not Path("sps.json").exists() and not Path("cache").exists()
+
+
+@pytest.mark.parametrize("load", [0.5, 99.0])
+def test_commands_that_need_cores_say_when_others_hold_them(capsys, monkeypatch, load):
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    rows = 2 * '{"prompt": "what is", "completion": " up not much up not much"}\n'
+    Path("rows.jsonl").write_text(rows)
+    for words in (
+        f"eval {PAIR} --prompts prompts.jsonl --max_new_tokens 2 --temperature 0 --result_file out.json",
+        f"{TRAIN} --train_file rows.jsonl --output_dir out",
+        f"generate {PAIR} --max_new_tokens 2 up",
+    ):
+        assert main(shlex.split(words)) == 0
+        told = "other processes hold the cores (load 99.0 on" in capsys.readouterr().err
+        assert told == (load > 50 and not words.startswith("generate"))
+    assert main(shlex.split(f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 8 --quiet")) == 0
+    assert "other processes" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always")
+def test_warnings_are_one_line_without_the_place_in_the_code(capsys):
+    assert main(shlex.split(f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 8")) == 0
+    (told,) = [line for line in capsys.readouterr().err.split("\n") if "warning" in line.lower()]
+    assert told.startswith("warning: temperatures fitted on") and ".py" not in told
 
 
 def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
@@ -259,12 +329,33 @@ def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
         patch.setattr("hf_dspark.sharing.hub.push_draft", push_draft)
         assert answer("push draft me/mine --private")["url"] == "https://hub/me/mine"
     assert calls == [("draft", "me/mine", ["draft/results"], True)]
-    assert "the draft could not be uploaded to me/mine" in refusal("push draft me/mine", code=1)  # there is no Hub
+    line = refusal("push draft me/mine")
+    assert "a license (--license mit, or another id of the Hub; in Python license=...)" in line and "--private" in line
+    assert "its target on the Hub (--target user/name; in Python target=...)" in line
+    words = "push draft me/mine --license mit --target someone/target"
+    assert "the draft could not be uploaded to me/mine on https://" in refusal(words, code=1)  # there is no Hub
+    refusal("push draft me/mine --private", code=1)
+    assert "there is no result file and no folder nowhere" in refusal(f"{words} --results nowhere")
 
 
 WRONG = {
-    "a target as draft": ("generate --target target --draft target up", "holds a 'qwen3' model, which is no draft"),
-    "swapped": ("generate --target draft --draft target up", "holds a 'qwen3' model, which is no draft"),
+    "a target as draft": ("generate --target target --draft target up", "target holds a 'qwen3' model, which is no"),
+    "swapped": ("generate --target draft --draft target up", "--target draft and --draft target: the wrong way round"),
+    "swapped to calibrate": ("calibrate --target draft --draft target --prompts_file prompts.jsonl", "way round"),
+    "swapped to train": (
+        f"{TRAIN.replace('target target', 'target draft --draft target')} --train_file prompts.jsonl --output_dir o",
+        "wrong way round",
+    ),
+    "a target as a draft to train": (
+        f"{TRAIN} --draft target --train_file prompts.jsonl --output_dir o", "target holds a 'qwen3' model",
+    ),
+    "a target to convert": ("convert --to deepspec target out", "target/config.json (model_type 'qwen3'"),
+    "a table that is not there": (
+        f"{TRAIN} --train_file nowhere.parquet --output_dir o", "nowhere.parquet: there is no such file",
+    ),
+    "a folder for a file": (
+        "regenerate --target target --prompts_file prompts.jsonl --output_file target", "target is a folder",
+    ),
     "a draft as target": ("eval --target draft --prompts prompts.jsonl", "--target draft is a draft"),
     "draft of another target": ("generate --target other --draft draft up", "does not fit the target other"),
     "no prompts": (f"eval {PAIR} --prompts empty.jsonl", "empty.jsonl holds no prompt"),
@@ -284,7 +375,7 @@ WRONG = {
         "not one on a server",
     ),
     "no checkpoint": (
-        f"{TRAIN} --train_file prompts.jsonl --output_dir out --resume_from_checkpoint last", "there is no checkpoint",
+        f"{TRAIN} --train_file prompts.jsonl --output_dir out --resume_from_checkpoint last", "no whole checkpoint",
     ),
     "argument of nothing": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --speed 9", "['--speed', '9']"),
     "wrong argument": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --num_anchors 0", "must be at least 1"),
@@ -305,3 +396,15 @@ def test_wrong_models_and_files_are_one_line_and_end_with_two(refusal, make_targ
     foreign = next(path.parent for path in sorted((fixtures / "speculators").rglob("config.json")))
     line = refusal(f"eval --target target --draft {foreign} --prompts prompts.jsonl")  # of another target, but a draft
     assert f"the draft {foreign} does not fit the target target" in line
+
+
+def test_a_full_disk_is_named_with_what_is_kept(refusal, monkeypatch):
+    Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
+
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    line = refusal(f"{TRAIN} --train_file rows.jsonl --output_dir out", code=1)
+    assert "error: the disk of out is full" in line and "free" in line and "Make room" in line
+    assert line.endswith("checkpoints are kept: --resume_from_checkpoint last goes on from the newest")

@@ -46,6 +46,9 @@ def test_help_of_every_command_describes_all_options_and_shows_an_example_that_p
     options = parse(shlex.split(text.replace("\n", " ").replace("$'", "'")))
     assert options.command == name and options.module and options.kept
     assert all(action.help for action in build_parsers()[1][name]._actions)
+    lines = printed.partition("\noptions:")[2].split("\n")
+    listed = [line.split()[0].strip("-") for line in lines if line.startswith("  --")]
+    assert len(listed) == len({word.replace("-", "_") for word in listed})  # each in one spelling
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,15 @@ def test_help_and_wrong_words_are_answered_without_loading_anything(words):
     program = "import sys; from hf_dspark_cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     program += "heavy = {'torch', 'transformers', 'hf_dspark', 'numpy'} & sys.modules.keys()\nassert not heavy, heavy"
     subprocess.run([sys.executable, "-c", program, *words.split()], check=True, capture_output=True)
+
+
+def test_help_of_training_shows_the_drafts_options_first_and_says_where_all_are(capsys):
+    assert run("train --help") == 0
+    own = capsys.readouterr().out
+    assert "--help_all" in own and "--num_anchors" in own and "--draft_kind" in own and len(own.splitlines()) < 80
+    assert run("train --help_all") == 0
+    everything = capsys.readouterr().out
+    assert "--warmup_steps" in everything and "--num_anchors" in everything and "--draft_kind" in everything
 
 
 def test_the_script_and_the_module_run_main(capsys, monkeypatch):

@@ -116,8 +116,8 @@ def test_answers_that_the_template_renders_otherwise_later_are_context_only():
         (HOSTILE, {"messages": ONCE}, r"(?s)a/model.*1 messages.*2 messages.*{% generation %}.*'prompt'"),
         (STRICT, {"messages": [message("tool", "2"), ONCE[1]]}, "refuses this conversation: no tools here"),
         (None, {"messages": TWO_TURNS}, "no chat template.*tokenizer.chat_template"),
-        (CHATML, {"input_ids": [1], "answer": "b", "messages": None},
-         r"\['answer', 'input_ids'\] are not understood.*'messages'"),
+        (CHATML, {"prompt_ids": [1], "answer": "b", "messages": None},
+         r"\['answer', 'prompt_ids'\] are not understood.*'messages'"),
         (CHATML, {"prompt": ONCE[:1], "completion": "not much"},
          "two strings or two lists of messages, got list and str"),
     ],
@@ -188,6 +188,29 @@ def test_tokenised_rows_pass_through_and_two_masks_supervise_what_both_allow(nam
     assert tokenize_row(row, make_tokenizer()) == {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
     two = {"input_ids": [3, 4, 5], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
     assert tokenize_row(two, make_tokenizer())["loss_mask"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"labels": [-100, 4, 5, -100]}, ([3, 4, 5, 6], [0, 1, 1, 0])),
+        ({"labels": torch.tensor([-100, 4, 5, 6]), "completion_mask": [0, 0, 1, 1]}, ([3, 4, 5, 6], [0, 0, 1, 1])),
+        ({}, ([3, 4, 5, 6], [1, 1, 1, 1])),
+        ({"attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 5, 6]}, ([4, 5, 6], [0, 1, 1])),  # padding is dropped
+        ({"attention_mask": [1, 1, 0, 0]}, ([3, 4], [1, 1])),
+    ],
+)
+def test_tokenised_rows_are_read_as_other_trainers_take_them(columns, expected):
+    row = tokenize_row({"input_ids": [3, 4, 5, 6]} | columns, make_tokenizer())
+    assert (row["input_ids"], row["loss_mask"]) == expected
+
+
+def test_labels_that_are_shifted_or_of_another_sequence_are_refused():
+    for labels in ([4, 5, 6, -100], [-100, 9, 5, 6]):
+        with pytest.raises(ValueError, match="row 0: labels must be the token of their own place, or -100 .*place"):
+            prepare_rows([{"input_ids": [3, 4, 5, 6], "labels": labels}], make_tokenizer(), 2, 200)
+    with pytest.raises(ValueError, match=r"input_ids \(4 tokens\) and labels \(3\) differ in length"):
+        tokenize_row({"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5]}, make_tokenizer())
 
 
 @pytest.mark.parametrize("wrong", [{"role": "user"}, {"content": "a"}, "hello", {"role": "user", "content": None}])

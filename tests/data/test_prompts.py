@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+import hf_dspark
 from hf_dspark.data.prompts import Prompt, as_chat, read_prompt, read_prompt_file, read_prompts, token_ids
 
 HI = [{"role": "user", "content": "what is"}]
@@ -60,6 +61,47 @@ def test_a_single_prompt_is_refused_where_several_are_needed(prompts):
         read_prompts(prompts)
     with pytest.raises(ValueError, match="there are no prompts"):
         read_prompts([])
+
+
+def tokens_of(function: str, target, draft, prompts, tokenizer, folder) -> list[list[int]]:
+    """Return what a function that takes prompts decodes of them, greedily."""
+    options = {"do_sample": False, "max_new_tokens": 8}
+    if function == "generate_many":
+        found = hf_dspark.generate_many(target, draft, prompts, tokenizer, **options)
+        return [done.token_ids.tolist() for done in sorted(found, key=lambda done: done.index)]
+    if function == "regenerate":
+        hf_dspark.regenerate(target, prompts, tokenizer, folder / "answers.jsonl", **options)
+        return [json.loads(line)["completion_ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
+    if function == "evaluate":
+        hf_dspark.evaluate(target, draft, {"task": prompts}, tokenizer, folder / "result.json", **options)
+        return [record["num_tokens"] for record in json.loads((folder / "result.json").read_text())["records"]]
+    hf_dspark.calibrate(target, draft, prompts, tokenizer, output_file=folder / "rounds.jsonl", **options)
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+
+
+FUNCTIONS = ("generate_many", "regenerate", "evaluate", "calibrate")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("prompts", ["what is up", b"what", {"question": "what is"}, Prompt("up"), 5, None])
+def test_every_function_that_takes_prompts_refuses_a_single_one(pair, chat_tokenizer, tmp_path, function, prompts):
+    message = r"prompts must be several, got \w+: pass \[prompt\] for a single one"
+    if function == "evaluate" and isinstance(prompts, str):
+        message = "task 'task': there is no file what is up: name a JSON Lines file, or pass a list of prompts"
+    with pytest.raises((TypeError, ValueError), match=message):
+        tokens_of(function, *pair, prompts, chat_tokenizer, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_function_that_takes_prompts_reads_all_forms_alike(pair, chat_tokenizer, tmp_path, function):
+    def decoded(name: str, prompt):
+        (tmp_path / name).mkdir()
+        return tokens_of(function, *pair, [prompt] * 8, chat_tokenizer, tmp_path / name)
+
+    found = decoded("messages", HI)
+    assert len(found) == 8
+    assert decoded("question", {"question": "what is"}) == decoded("row", {"messages": TALK}) == found
 
 
 def test_files_name_their_faults_and_keep_their_order(tmp_path):

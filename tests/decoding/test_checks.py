@@ -11,6 +11,7 @@ from transformers import (
     LogitsProcessorList,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RepetitionPenaltyLogitsProcessor,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -26,10 +27,12 @@ from hf_dspark import (
     FullBlock,
     PrefixScheduler,
     SLOLimit,
+    decode_with,
+    generate_many,
 )
 from hf_dspark.decoding.request import copy_of
 from tests.laws import TABLE
-from tests.rows import GREEDY, assert_no_hooks, assert_same_tokens, padded
+from tests.rows import GREEDY, alone, assert_no_hooks, assert_same_tokens, padded
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 0}
 
@@ -55,6 +58,53 @@ class Rows(LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         return scores + torch.zeros(3, scores.shape[-1])
+
+
+class BansByRow(LogitsProcessor):
+    """Legal in plain `generate()`: each row has a banned token of its own."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[torch.arange(len(scores)), 5 + torch.arange(len(scores))] = -torch.inf
+        return scores
+
+
+class Three(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if len(scores) != 3:
+            raise RuntimeError("needs three rows")
+        return scores
+
+
+class AgainstTheMean(LogitsProcessor):
+    """Looks at all rows of a batch."""
+
+    def __call__(self, input_ids, scores):
+        return scores - scores.mean(dim=0, keepdim=True)
+
+
+class LengthOf(LogitsProcessor):
+    """Lowers what was generated after a prompt: it holds the prompt's length, padding included, or finds it out."""
+
+    def __init__(self, prompt_length=None):
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids, scores):
+        if self.prompt_length is None:
+            self.prompt_length = input_ids.shape[1]
+        return scores - 4.0 * by_row(input_ids[:, self.prompt_length :], scores.shape[-1])
+
+
+class RaisesPresent(LogitsProcessor):
+    """Reads its rows one after the other; padding is a token to it."""
+
+    def __call__(self, input_ids, scores):
+        return scores + by_row(input_ids, scores.shape[-1])
+
+
+def by_row(input_ids, vocab_size):
+    """Return how often each token stands in each row."""
+    return torch.stack([row.bincount(minlength=vocab_size) for row in input_ids])
 
 
 class WithModel(LogitsProcessor):
@@ -96,7 +146,10 @@ REFUSED = {
     ),
     "empty_prompt": (1, {"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, None),
     "streamer_of_a_batch": (6, {"streamer": Quiet()}, "streamer takes one sequence"),
-    "processor_that_knows_rows": (3, {"logits_processor": LogitsProcessorList([Rows()])}, "Rows returned 3 rows"),
+    "processor_that_knows_rows": (3, {"logits_processor": [Rows()]}, "Rows treats rows differently.*returned 3 rows"),
+    "processor_by_row": (3, {"logits_processor": [BansByRow()]}, "BansByRow treats rows differently.*row 1 alone"),
+    "processor_of_all_rows": (3, {"logits_processor": [AgainstTheMean()]}, "AgainstTheMean treats rows differently"),
+    "processor_of_the_batch_size": (3, {"logits_processor": [Three()]}, "Three treats rows differently.*needs three"),
 }
 
 
@@ -109,8 +162,72 @@ def test_option_is_refused_by_name(target, draft, prompts, rows, options, messag
     assert_no_hooks(target)
 
 
+def test_gradient_checkpointing_in_training_mode_is_refused(make_target, make_draft, prompt_ids):
+    target = make_target()
+    target.gradient_checkpointing_enable()
+    target.train()
+    ids = torch.arange(6)[None]
+    with pytest.raises(ValueError, match=r"gradient checkpointing .* target\.eval\(\)"):
+        target.generate(ids, assistant_model=make_draft(target), max_new_tokens=4)
+    target.eval()
+    assert target.generate(ids, assistant_model=make_draft(target), max_new_tokens=4).shape == (1, 10)
+
+
+@pytest.mark.parametrize("part", ["layer", "config"])
+def test_layers_and_configs_may_be_replaced_between_calls(make_target, make_draft, part):
+    target, ids = make_target(), torch.arange(12).view(2, 6)
+    draft = make_draft(target)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
+    assert_same_tokens(target, draft, ids, **options)
+    if part == "layer":
+        target.model.layers[2] = copy.deepcopy(target.model.layers[1])
+        target.model.layers[2].self_attn.layer_idx = 2
+    else:
+        target.model.config = target.config = copy.deepcopy(target.config)
+    assert_same_tokens(target, draft, ids, **options)
+
+
 def test_stateless_custom_processor_is_accepted(target, draft, prompt_ids):
     assert_same_tokens(target, draft, prompt_ids[0], logits_processor=LogitsProcessorList([Halve()]))
+
+
+def test_processors_that_treat_rows_differently_are_refused_by_every_door(target, draft, prompts):
+    processors = {"logits_processor": LogitsProcessorList([BansByRow()])}
+    with pytest.raises(ValueError, match="BansByRow treats rows differently"):
+        target.generate(**padded(prompts[:3]), custom_generate=decode_with(draft), **GREEDY, **processors)
+    with pytest.raises(ValueError, match="BansByRow treats rows differently"):
+        sampled = SAMPLED | processors | {"num_return_sequences": 2}
+        target.generate(**padded(prompts[:1]), assistant_model=draft, **sampled)
+    # Of one row there is no other.
+    found = generate_many(target, draft, prompts[:3], progress=False, **GREEDY, **processors)
+    for completion in found:
+        assert completion.token_ids.tolist() == alone(target, prompts[completion.index], **processors)
+
+
+HELD = 12  # columns of the padded prompts
+OF_ROWS = {
+    "padded_length_held": lambda: {"logits_processor": [LengthOf(HELD)]},
+    "padded_length_found_out": lambda: {"logits_processor": [LengthOf()]},
+    "padding_read": lambda: {"logits_processor": [RaisesPresent()]},
+    "padded_length_held_by_a_penalty": lambda: {
+        "logits_processor": [RepetitionPenaltyLogitsProcessor(3.0, prompt_ignore_length=HELD)]
+    },
+    "penalty_of_some_padding": lambda: {
+        "logits_processor": [RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=4)]
+    },
+    "padded_length_held_by_a_constraint": lambda: {
+        "prefix_allowed_tokens_fn": lambda batch, ids: [t for t in range(64) if t not in ids[HELD:].tolist()]
+    },
+    "constraint_by_row": lambda: {"prefix_allowed_tokens_fn": lambda batch, ids: range(20 * batch, 20 * batch + 20)},
+}
+
+
+@pytest.mark.parametrize("make", OF_ROWS.values(), ids=OF_ROWS)
+def test_processors_of_padded_rows_see_what_plain_generate_shows_them(target, draft, prompts, make):
+    batch = padded([prompts[1], [15], (prompts[2] * HELD)[:HELD]])
+    assert batch["input_ids"].shape[1] == HELD
+    plain = target.generate(**batch, **GREEDY, **make())
+    assert torch.equal(target.generate(**batch, assistant_model=draft, **GREEDY, **make()), plain)
 
 
 @pytest.mark.parametrize("rows", [1, 6])

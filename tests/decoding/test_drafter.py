@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
 from hf_dspark import (
@@ -17,6 +17,7 @@ from hf_dspark import (
     PrefixScheduler,
     SLOLimit,
     ThroughputTable,
+    generate_many,
 )
 from hf_dspark.maths.costs import ForwardCost, LinearCost
 from hf_dspark.maths.sampling import greedy_sampler
@@ -195,3 +196,146 @@ def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, mon
     assert output[0, ids.shape[1] :].tolist() == alone(target, prompts[0], max_new_tokens=70, eos_token_id=None)
     block = drafted[0][1].token_ids
     assert block.tolist() == late.token_ids[:, : block.shape[1]].tolist()
+
+
+# ---- numbers that overflow
+
+
+def overflowing(target, make_draft, **overrides):
+    """Return the target with massive activations, as real ones have them, and a draft that cannot hold them."""
+    with torch.no_grad():
+        target.model.layers[0].mlp.down_proj.weight.mul_(3e5)
+    return make_draft(target, **overrides).half()
+
+
+HALF = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 0},
+    "top_k": {"do_sample": True, "top_k": 20, "top_p": 0.9},
+    "forbidding": {"do_sample": True, "suppress_tokens": [1, 2]},
+    "threshold": {"assistant_confidence_threshold": 0.5},
+    "transformers": {"do_sample": True, "use_transformers_loop": True},
+}
+
+
+@pytest.mark.parametrize("options", HALF.values(), ids=HALF)
+@pytest.mark.parametrize("head", [{}, {"draft_top_k": 8}, {"draft_vocab_size": 24}], ids=["dense", "top_k", "pruned"])
+def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, make_draft, head, options):
+    target = make_target()
+    draft = overflowing(target, make_draft, **head)
+    draft.name_or_path = "me/draft"
+    options = {"max_new_tokens": 12} | options
+    by_transformers = options.pop("use_transformers_loop", False)
+    draft.decoding = DecodingOptions(policy=FullBlock(), use_transformers_loop=by_transformers)
+    batch = {"input_ids": torch.randint(1, 48, (1 if by_transformers else 3, 9))}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    with pytest.warns(UserWarning, match="NaN or infinite") as warnings:
+        output = target.generate(**batch, assistant_model=draft, **options)
+    said = [str(each.message) for each in warnings if "NaN or infinite" in str(each.message)]
+    assert len(said) == 1 and "me/draft" in said[0] and "torch.float16" in said[0]
+    assert set(draft.last_stats.proposed) == {0}
+    if "do_sample" not in options:
+        options.pop("assistant_confidence_threshold", None)
+        assert torch.equal(output, target.generate(**batch, **options))
+
+
+def test_rows_whose_numbers_do_not_overflow_go_on_drafting(make_target, make_draft):
+    target = make_target()
+    draft = make_draft(target)
+    draft.decoding = DecodingOptions(policy=FullBlock())
+    ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
+    plain = target.generate(ids, **options)
+    broken = next(token for token in plain[0, 5:].tolist() if token not in plain[1])
+    with torch.no_grad():
+        draft.markov_head.markov_w1.weight[broken] = torch.nan
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        assert torch.equal(target.generate(ids, **options, assistant_model=draft), plain)
+    rounds = list(zip(draft.last_stats.request_ids, draft.last_stats.proposed, strict=True))
+    first, second = ([length for row, length in rounds if row == each] for each in (0, 1))
+    assert first[0] == 4 and first[-2:] == [0, 0] and 0 not in second[:-1]
+
+
+def nan_after(target, token):
+    """Let the target give no numbers after a token."""
+
+    def spoil(module, arguments, output):
+        hidden = output.last_hidden_state
+        hidden[..., 0] = torch.where(module.seen == token, torch.nan, hidden[..., 0])
+        return output
+
+    target.model.register_forward_pre_hook(
+        lambda module, _, kwargs: setattr(module, "seen", kwargs["input_ids"]), with_kwargs=True
+    )
+    target.model.register_forward_hook(spoil)
+
+
+class ForbidsAllFrom(LogitsProcessor):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] < self.length else torch.full_like(scores, -torch.inf)
+
+
+MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
+
+
+@pytest.mark.parametrize("use_transformers_loop", [False, True])
+@pytest.mark.parametrize("length", [0, 9], ids=["at_once", "later"])
+@pytest.mark.parametrize("truncation", [{"top_k": 0}, {"top_k": 20, "top_p": 0.9}], ids=["all", "top_k"])
+def test_forbidding_all_tokens_fails_as_in_plain_sampling_and_goes_on_greedily(
+    target, draft, prompt_ids, length, truncation, use_transformers_loop
+):
+    draft.decoding = DecodingOptions(use_transformers_loop=use_transformers_loop)
+    processors = LogitsProcessorList([ForbidsAllFrom(prompt_ids[0].shape[1] + length)])
+    sampled = GREEDY | {"do_sample": True, "eos_token_id": None, "logits_processor": processors} | truncation
+    for assistant in (None, draft):
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            target.generate(prompt_ids[0], assistant_model=assistant, **sampled)
+    assert_same_tokens(target, draft, prompt_ids[0], logits_processor=processors)
+
+
+@pytest.mark.filterwarnings("error:the draft .* NaN")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+def test_a_draft_is_not_blamed_for_what_processors_do(target, draft, prompt_ids, value, options):
+    class Spoils(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, value) if input_ids.shape[1] > 20 else scores
+
+    processors = LogitsProcessorList([Spoils()])
+    options = GREEDY | options | {"logits_processor": processors, "eos_token_id": None}
+    if not options["do_sample"]:
+        assert_same_tokens(target, draft, prompt_ids[0], **options)
+    else:
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            target.generate(prompt_ids[0], assistant_model=draft, **options)
+
+
+def test_a_target_without_numbers_fails_as_in_plain_sampling_and_goes_on_greedily(make_target, make_draft):
+    target = make_target()
+    draft = make_draft(target)
+    ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30}
+    nan_after(target, int(target.generate(ids, **options, do_sample=False)[0, 8]))
+    plain = target.generate(ids, **options, do_sample=False)
+    assert (plain[0, 9:] == 0).any(), "the arg-max of what is no number is token 0"
+    assert torch.equal(target.generate(ids, **options, do_sample=False, assistant_model=draft), plain)
+    for assistant in (None, draft):
+        with pytest.raises(RuntimeError, match=MESSAGE):
+            target.generate(ids, **options, assistant_model=assistant, do_sample=True, temperature=1e-3)
+
+
+def test_of_many_prompts_only_those_without_a_possible_token_fail(target, draft, prompts):
+    processors = LogitsProcessorList([ForbidsAllFrom(25)])
+    options = GREEDY | {"do_sample": True, "top_k": 1, "eos_token_id": None, "max_new_tokens": 10}
+    found = generate_many(target, draft, prompts, progress=False, **options, logits_processor=processors)
+    for each in found:
+        if len(prompts[each.index]) + 10 <= 25:
+            assert each.token_ids.tolist() == alone(target, prompts[each.index], **options)
+        else:
+            assert MESSAGE in str(each.error) and (each.token_ids >= 0).all()
+    everything_forbidden = LogitsProcessorList([ForbidsAllFrom(10)])
+    found = generate_many(target, draft, prompts, progress=False, **options, logits_processor=everything_forbidden)
+    assert all(MESSAGE in str(each.error) for each in found)

@@ -20,7 +20,8 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.decoding import hook, install
-from tests.laws import STEEP, TABLE
+from hf_dspark.maths.checked import CheckedPolicy
+from tests.laws import TABLE
 from tests.rows import GREEDY, assert_same_tokens, padded
 
 
@@ -83,14 +84,16 @@ def test_drafts_are_scheduled_when_they_are_calibrated_and_the_machine_is_known(
     monkeypatch.setattr(hook, "find_cost", lambda *_: TABLE)
     assert hook.default_policy(draft, target) == FullBlock()
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
-    assert hook.default_policy(draft, target) == AdaptiveDrafting(PrefixScheduler(TABLE))
+    assert hook.default_policy(draft, target) == CheckedPolicy(AdaptiveDrafting(PrefixScheduler(TABLE)))
+    monkeypatch.setattr(hook.evidence_about("in use"), "contradicted", True)
+    assert hook.default_policy(draft, target) == FullBlock()  # in this process rounds took other times
     monkeypatch.setattr(hook, "find_cost", lambda *_: None)
     assert hook.default_policy(draft, target) == FullBlock()
 
 
 def test_default_scheduler_runs_in_generate(target, draft, prompt_ids, monkeypatch, caplog):
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
-    monkeypatch.setattr(hook, "find_cost", lambda *_: STEEP)
+    monkeypatch.setattr(hook, "find_cost", lambda *_: TABLE)
     with caplog.at_level(logging.WARNING):
         assert_same_tokens(target, draft, prompt_ids[0])
     assert min(draft.last_stats.proposed[:-1]) < draft.config.block_size

@@ -80,7 +80,7 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
     honest_verify = sampling.verify_block
 
     def invert(probs, uniform):
-        return torch.tensor([[paths.choose(row.double())] for row in probs])
+        return torch.tensor([[0 if row.isnan().any() else paths.choose(row.double())] for row in probs])
 
     def verify_block(block, scheduled, *rest):
         def ratio(target_probs, draft_probs):
@@ -132,6 +132,19 @@ def test_a_round_of_two_rows_has_the_joint_law_of_both_targets(monkeypatch, make
     assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
     if policy != FullBlock():
         assert len(lengths) > 1, "the budget must depend on what was drafted"
+
+
+@pytest.mark.filterwarnings("ignore:the draft .* NaN or infinite")
+@pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE)])
+def test_a_round_has_the_joint_law_when_the_draft_overflows_after_some_tokens(monkeypatch, make_target, policy):
+    target, draft = make_pair(make_target, gamma=GAMMA)
+    with torch.no_grad():
+        draft.markov_head.markov_w1.weight[1] = torch.nan
+    distance, mass, lengths = enumerate_round(
+        monkeypatch, target, draft, policy, LogitsProcessorList([TopKLogitsWarper(2)])
+    )
+    assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
+    assert any(2 in pair for pair in lengths) and any(1 in pair for pair in lengths)
 
 
 def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make_target):

@@ -229,3 +229,24 @@ def test_stop_strings_work(target, draft, many, assert_alone, prompts, tokenizer
     assert all(result.text == tokenizer.decode(result.token_ids) for result in results.values())
     with pytest.raises(ValueError, match="need a tokenizer"):
         generate_many(target, draft, prompts, **GREEDY, **stop)
+
+
+def test_progress_is_shown_on_terminals_only(pair, capsys, monkeypatch):
+    for is_terminal, progress in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr("sys.stderr.isatty", lambda shown=is_terminal: shown, raising=False)
+        list(generate_many(*pair, [[5, 6, 7]], **GREEDY | {"progress": progress}))
+        assert ("prompt" in capsys.readouterr().err) == (is_terminal and progress)
+
+
+def test_a_processor_that_finds_out_the_prompts_length_has_one_for_each_prompt(many, assert_alone, prompts):
+    class Finds(LogitsProcessor):
+        length = None
+
+        def __call__(self, input_ids, scores):
+            self.length = self.length or input_ids.shape[1]
+            generated = input_ids[0, self.length :]
+            return scores - 4.0 * generated.bincount(minlength=scores.shape[-1])
+
+    results = many(prompts, logits_processor=[Finds()])
+    for index in range(len(prompts)):
+        assert_alone(results, prompts, [index], logits_processor=[Finds()])

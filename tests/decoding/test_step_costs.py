@@ -10,12 +10,15 @@ import torch
 
 from hf_dspark import AdaptiveDrafting, PrefixScheduler, profile_throughput
 from hf_dspark.decoding import step_costs as profiling
-from hf_dspark.decoding.step_costs import Machine, ThroughputProfile, find_cost, known_profiles
+from hf_dspark.decoding.step_costs import Machine, Sample, ThroughputProfile, find_cost, known_profiles
+from hf_dspark.maths.checked import CheckedPolicy
 from hf_dspark.maths.costs import ThroughputTable
+
+SHIPPED = profiling.SHIPPED_TABLES
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def own_cache(tmp_path, monkeypatch, steady_clock):
     """Each test has an empty cache and no shipped tables, and has been told nothing."""
     shipped = tmp_path / "package"
     shipped.mkdir()
@@ -74,20 +77,21 @@ def test_measurements_hold_less_with_other_versions_or_threads_and_not_for_other
     assert machine.distance(cores) == 2
 
 
-def test_a_table_of_other_threads_is_taken_with_a_warning(target, draft, profile, caplog):
+def test_a_table_of_other_threads_is_taken_and_named(target, draft, profile, caplog):
     other = dataclasses.replace(profile, machine=dataclasses.replace(profile.machine, threads=99))
     (profiling.cache_folder() / f"{profile.machine.key}.json").unlink()
     save(other, profiling.cache_folder() / "other.json")
-    with caplog.at_level(logging.WARNING, logger="hf_dspark"):
+    with caplog.at_level(logging.INFO, logger="hf_dspark"):
         assert find_cost(target, draft) is not None and find_cost(target, draft) is not None
     assert caplog.text.count("with 99 threads") == 1
 
 
-def test_a_missing_table_is_warned_of_once(target, draft, caplog):
-    with caplog.at_level(logging.WARNING, logger="hf_dspark"):
+def test_a_missing_table_is_no_reason_for_a_warning(target, draft, caplog):
+    with caplog.at_level(logging.INFO, logger="hf_dspark"):
         assert find_cost(target, draft) is None and find_cost(target, draft) is None
     assert caplog.text.count("no throughput table fits these models") == 1
     assert "profile_throughput(target, draft)" in caplog.text
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
 def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_cache):
@@ -110,6 +114,23 @@ def test_a_broken_table_is_ignored_with_a_warning(target, draft, profile, caplog
     assert "ignoring the throughput table" in caplog.text and "broken.json" in caplog.text
 
 
+def test_a_table_that_cannot_be_believed_is_ignored_with_a_warning(target, draft, profile, caplog):
+    (path,) = profiling.cache_folder().glob("*.json")
+    samples = [Sample(1, 1 + length, 8, 1.2 if length == 5 else 0.1) for length in range(8)]  # 6 tokens beside 7
+    save(dataclasses.replace(profile, samples={"target": samples, "draft": samples[:1]}), path)
+    with caplog.at_level(logging.WARNING, logger="hf_dspark"):
+        assert find_cost(target, draft) is None
+    assert "a pass over 6 tokens took 12.0 times as long as one over 7" in caplog.text
+    scattered = [dataclasses.replace(samples[0], spread=0.8)]
+    assert profiling.fault_of(scattered) == "repetitions of one pass lay 80% of its time apart"
+    assert profiling.fault_of(profile.samples["target"]) is profile.fault is None
+
+
+@pytest.mark.parametrize("table", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.name)
+def test_shipped_tables_can_be_believed(table):
+    assert ThroughputProfile.from_dict(json.loads(table.read_text())).fault is None
+
+
 def test_machine_names_the_device_and_the_threads(target, draft):
     machine = Machine.of(target, draft)
     assert machine.dtype == "float32" and machine.threads == torch.get_num_threads() and "cores" in machine.device
@@ -121,6 +142,6 @@ def test_measured_tables_drive_the_scheduler_of_generate(target, draft, profile)
     ids = torch.tensor([[5, 6, 7]])
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
     used = draft.last_stats.policy
-    assert isinstance(used, AdaptiveDrafting) and isinstance(used.policy, PrefixScheduler)
+    assert isinstance(used, CheckedPolicy) and used.policy == AdaptiveDrafting(PrefixScheduler(used.cost))
     assert used.cost.provenance["table"].endswith(f"{profile.machine.key}.json")
     assert used.cost.verify_tokens == profile.table.verify_tokens

@@ -155,9 +155,12 @@ def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batc
     assert speedup.identical == 6 == found.metrics["t"].turns  # float32
     assert speedup.lower_quartile <= speedup.median <= speedup.upper_quartile and speedup.ratio_of_medians > 0
     assert all(record.plain.num_tokens == record.num_tokens for record in found.records)
-    assert "6 of 6" in found.table()
+    assert speedup.best_tokens == found.metrics["t"].tokens == sum(record.plain.num_best for record in found.records)
+    assert "| 6 of 6 turns | 120 of 120 tokens |" in found.table()
+    assert "128 units in the last place of float32" in found.table() and found.facts["rounding"] in found.table()
     sampled = evaluate(*pair, {"t": TEXTS[:2]}, text_tokenizer, compare_plain=True, **SAMPLED)
-    assert sampled.metrics["t"].speedup.identical is None
+    assert sampled.metrics["t"].speedup.identical is sampled.metrics["t"].speedup.best_tokens is None
+    assert sampled.facts["rounding"] is None
 
 
 def test_a_different_answer_is_counted_as_such(pair, text_tokenizer, monkeypatch):
@@ -168,6 +171,16 @@ def test_a_different_answer_is_counted_as_such(pair, text_tokenizer, monkeypatch
     monkeypatch.setattr(evaluation_run, "timed_call", wrong_when_plain)
     found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY)
     assert found.metrics["t"].speedup.identical == 0
+
+
+def test_wrong_tokens_of_drafted_answers_are_not_taken_for_rounding(pair, text_tokenizer, monkeypatch):
+    def one_wrong_when_drafted(target, prompts, seed, draft=None, **options):
+        call = timed_call(target, prompts, seed, draft, **options)
+        return call if draft is None else replace(call, token_ids=[[*ids[:-1], 7] for ids in call.token_ids])
+
+    monkeypatch.setattr(evaluation_run, "timed_call", one_wrong_when_drafted)
+    found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY).metrics["t"]
+    assert found.speedup.identical == 0 and found.speedup.best_tokens == found.tokens - len(TEXTS)
 
 
 def test_evaluating_leaves_the_users_random_state_alone(pair, text_tokenizer):
@@ -231,7 +244,7 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place
 def wrong_calls():
     good = {"t": ["up"]}
     return [
-        ({"tasks": {"t": "nowhere.jsonl"}}, "nowhere.jsonl: there is no such file"),
+        ({"tasks": {"t": "nowhere.jsonl"}}, "task 't': there is no file nowhere.jsonl: name a JSON Lines file"),
         ({"tasks": {"t": []}}, "t holds no prompt"),
         ({"tasks": {}}, "there is no task"),
         ({"tasks": {"all": ["up"]}}, "a task cannot be called 'all'"),

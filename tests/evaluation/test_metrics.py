@@ -80,7 +80,7 @@ def test_rounds_that_drafted_nothing_say_nothing_of_calibration():
 
 def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     def pair(place, plain_seconds, identical):
-        plain = PlainTurn(10, 0.5, plain_seconds, identical)
+        plain = PlainTurn(10, 0.5, plain_seconds, identical, 10 if identical else 9)
         return turn([], [], prompt=place, num_tokens=10, seconds=10.0, plain=plain)
 
     records = [pair(place, 10.0 * factor, factor != 4) for place, factor in enumerate((1, 2, 3, 4, 10))]
@@ -88,9 +88,9 @@ def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     assert found.ratio_of_medians == found.median == 3.0
     assert (found.lower_quartile, found.upper_quartile) == (2.0, 4.0)
     assert found.plain_tokens_per_second == 50 / 200 and found.plain_time_to_first_token == 0.5
-    assert found.identical == 4
+    assert found.identical == 4 and found.best_tokens == 49
     sampled = [turn([], [], num_tokens=1, plain=PlainTurn(1, 0.5, 2.0, None))]
-    assert Metrics.of(sampled, 4).speedup.identical is None
+    assert Metrics.of(sampled, 4).speedup.identical is Metrics.of(sampled, 4).speedup.best_tokens is None
 
 
 def test_tasks_are_summed_up_alone_and_together():

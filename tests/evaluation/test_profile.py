@@ -1,11 +1,16 @@
 """Measuring a machine: what is timed, for which targets, and which settings are refused."""
 
+import itertools
+import random
+import warnings
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
 from hf_dspark import profile_throughput
-from hf_dspark.decoding.step_costs import find_cost, known_profiles
+from hf_dspark.decoding.step_costs import cache_folder, find_cost, known_profiles
+from hf_dspark.evaluation import profile as profiling
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +23,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def profile(target, draft):
+def profile(target, draft, steady_clock):
     return profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
 
 
@@ -72,3 +77,53 @@ def test_targets_with_sliding_windows_can_be_measured(family, make_draft):
 def test_bad_settings_are_refused_before_anything_is_measured(target, draft, settings, message):
     with pytest.raises(ValueError, match=message):
         profile_throughput(target, draft, **{"context_lengths": (8, 16)} | settings)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let passes take the seconds that a function returns, given their number, in place of their own."""
+
+    def set_to(seconds_of_pass) -> None:
+        def seconds_of(one_pass, device):
+            one_pass()
+            return seconds_of_pass(next(number))
+
+        number = itertools.count()
+        monkeypatch.setattr(profiling, "_seconds_of", seconds_of)
+
+    return set_to
+
+
+SETTINGS = {"batch_sizes": (1, 2), "context_lengths": (8, 16), "repetitions": 4}
+
+
+def test_a_steady_machine_is_remembered_with_time_and_spread(target, draft, clock):
+    clock(lambda number: 1.0 + 0.001 * (number % 7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = profile_throughput(target, draft, **SETTINGS)
+    assert 0 < profile.table.provenance["spread"] < 0.01 and profile.table.provenance["measured"].startswith("20")
+    assert find_cost(target, draft).provenance["spread"] == profile.table.provenance["spread"]
+
+
+def test_a_pass_that_scattered_is_measured_again_and_the_steady_times_are_kept(target, draft, clock):
+    noise = random.Random(0)
+    clock(lambda number: 1.0 if number >= 40 else noise.choice((1.0, 9.0)))  # other work ends after 40 passes
+    profile = profile_throughput(target, draft, **SETTINGS)
+    assert find_cost(target, draft) is not None and profile.table.provenance["spread"] < 0.5
+    assert all(sample.seconds == 1.0 for part in profile.samples.values() for sample in part)
+
+
+def test_what_scatters_to_the_end_is_not_kept(target, draft, clock):
+    noise = random.Random(0)
+    clock(lambda number: noise.choice((1.0, 9.0)))
+    with pytest.warns(UserWarning, match="is not kept: .* lay .* apart.* measure again when nothing else runs"):
+        profile_throughput(target, draft, **SETTINGS)
+    assert find_cost(target, draft) is None and not cache_folder().exists()
+
+
+def test_one_token_slower_than_a_block_is_not_believed(target, draft, clock):
+    clock(lambda number: 5.0 if number % 25 < 5 else 1.0)  # of five settings of one request, the first
+    with pytest.warns(UserWarning, match="is not kept: .* over 1 token took 5.0 times as long as one over"):
+        profile_throughput(target, draft, **SETTINGS)
+    assert find_cost(target, draft) is None

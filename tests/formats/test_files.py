@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from hf_dspark.formats import files as checkpoint_files
@@ -90,6 +92,27 @@ def test_sharded_checkpoint_is_read_also_in_the_hubs_cache(sharded, tmp_path):
     assert_complete(open_checkpoint(str(sharded)))
     hub_cache(tmp_path / "hub", sharded)
     assert_complete(open_checkpoint("someone/draft", cache_dir=tmp_path / "hub", local_files_only=True))
+
+
+def test_a_hub_that_cannot_be_reached_is_named_at_once_and_the_cache_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    start = time.monotonic()
+    with pytest.raises(
+        OSError, match=r"someone/draft .* http://127.0.0.1:9 does not answer \(.*refused.*HF_HUB_OFFLINE"
+    ):
+        open_checkpoint("someone/draft", cache_dir=tmp_path / "hub")
+    hub_cache(tmp_path / "hub", folder)
+    assert_complete(open_checkpoint("someone/draft", cache_dir=tmp_path / "hub"))
+    assert time.monotonic() - start < 5  # it would be tried again and again
+
+
+def test_what_the_cache_lacks_is_named_when_the_hub_may_not_be_asked(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="someone/draft has no config.json in the local cache .HF_HUB_OFFLINE asks"):
+        open_checkpoint("someone/draft", cache_dir=tmp_path)  # as in all tests
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match="someone/draft has no config.json in the local cache .local_files_only asks"):
+        open_checkpoint("someone/draft", cache_dir=tmp_path, local_files_only=True)
 
 
 def test_headers_are_read_without_the_tensors(folder, monkeypatch):

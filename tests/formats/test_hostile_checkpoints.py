@@ -23,6 +23,7 @@ from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftM
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.sharing.convert import convert_checkpoint
 from hf_dspark.training.resume import require_same_run
 
 resource = pytest.importorskip("resource")  # not on Windows
@@ -577,6 +578,69 @@ def test_flipped_bit_in_the_data_is_refused_or_leaves_finite_weights(folder):
                 assert "not finite" in str(found)
             else:
                 assert all(torch.isfinite(tensor).all() for tensor in found.values())
+
+
+@pytest.fixture(params=["hf_dspark", "deepspec", "speculators", "sglang", "eagle3"])
+def whole(request, tmp_path, make_target) -> tuple[Path, Path]:
+    """A calibrated draft in a format, in shards where that can be, and a folder for a damaged copy of it."""
+    target, folder = make_target(), tmp_path / "draft"
+    target.config.name_or_path = "someone/target"
+    if request.param == "eagle3":
+        Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=4)).save_pretrained(folder)
+    else:
+        draft = DSparkDraftModel(DSparkConfig(**SIZES, sts_temperatures={"default": [1.5] * 4}))
+        if request.param == "hf_dspark":
+            draft.save_pretrained(folder, max_shard_size="40KB")
+        else:
+            convert_checkpoint(draft.bind(target), folder, request.param, target)
+    return folder, Path(shutil.copytree(folder, tmp_path / "damaged"))
+
+
+def loaded_or_refused(folder: Path, path: Path, expected: dict[str, torch.Tensor]) -> bool:
+    """Load a damaged draft: one error that names the file or its folder, or the weights that were saved."""
+    try:
+        found = load_draft(folder).state_dict()
+    except ValueError as error:
+        message = str(error)
+        assert path.name in message or str(folder) in message, message
+        assert error.__cause__ is None and len(message) < 1500
+        return False
+    if path.suffix == ".safetensors":  # there is no checksum of its data
+        assert all(torch.isfinite(tensor).all() for tensor in found.values() if tensor.is_floating_point())
+    else:
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), path
+    return True
+
+
+def test_every_file_that_is_cut_short_is_refused(whole):
+    sound, folder = whole
+    expected, draw = load_draft(sound).state_dict(), random.Random(4)
+    for path in sorted(sound.iterdir()):
+        content = path.read_bytes()
+        for length in sorted({0, 1, 8, len(content) // 2, len(content) - 2, *draw.choices(range(len(content)), k=12)}):
+            (folder / path.name).write_bytes(content[:length])
+            assert not loaded_or_refused(folder, folder / path.name, expected), (path.name, length)
+        (folder / path.name).unlink()
+        assert not loaded_or_refused(folder, folder / path.name, expected) or path.name in MAY_BE_MISSING
+        (folder / path.name).write_bytes(content)
+    assert loaded_or_refused(folder, folder / "config.json", expected)
+
+
+MAY_BE_MISSING = ("sts.json", "README.md")
+
+
+def test_flipped_bits_of_any_file_are_refused_or_change_no_weight_unseen(whole):
+    sound, folder = whole
+    expected, draw = load_draft(sound).state_dict(), random.Random(5)
+    for path in sorted(sound.iterdir()):
+        content = path.read_bytes()
+        for _ in range(40):
+            flipped = bytearray(content)
+            for place in draw.choices(range(len(content)), k=draw.choice((1, 1, 4))):
+                flipped[place] ^= 1 << draw.randrange(8)
+            (folder / path.name).write_bytes(flipped)
+            loaded_or_refused(folder, folder / path.name, expected)
+        (folder / path.name).write_bytes(content)
 
 
 STRANGE_VALUES = [

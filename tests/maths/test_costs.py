@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,6 +137,11 @@ def test_forward_cost_refuses_impossible_coefficients(value):
 # ---- files
 
 
+def test_a_table_in_memory_is_no_file():
+    with pytest.raises(TypeError, match=r"a file is needed, got dict: ThroughputTable.from_sglang\(table\)"):
+        ThroughputTable.load({"sample_batch_tokens": [1]})
+
+
 def test_tables_follow_sglangs_rules_and_are_read_again(tmp_path):
     path = tmp_path / "folder" / "sps.json"
     for table in (ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0])), JAGGED):
@@ -149,7 +155,23 @@ def test_tables_follow_sglangs_rules_and_are_read_again(tmp_path):
     assert ThroughputTable.load(path) == JAGGED
     path.write_text(json.dumps(SGLANG_1D))
     ThroughputTable.load(path).save(path)
+    assert list(path.parent.iterdir()) == [path]
     assert SGLANG_1D.items() <= json.loads(path.read_text()).items()
+
+
+def test_a_table_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "sps.json"
+    JAGGED.save(path)
+
+    def half(file, text):
+        with file.open("w") as stream:
+            stream.write(text[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        ThroughputTable((1, 2), (9.0, 8.0)).save(path)
+    assert ThroughputTable.load(path) == JAGGED
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ next slot. All joint draft paths of all requests are enumerated, with every coin
 and zero means zero up to float64 rounding. Rules known to be lossy are measured the same way.
 """
 
+import dataclasses
 import itertools
 import math
 import random
@@ -16,6 +17,7 @@ import torch
 
 from benchmarks.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from hf_dspark.maths import policies
+from hf_dspark.maths.checked import COMPARISONS, CheckedPolicy, Evidence
 from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.policies import (
     AdaptiveDrafting,
@@ -279,6 +281,52 @@ REMEMBERING = {
     "expected_limit": lambda cost: SLOLimit(PrefixScheduler(cost), 1.1, mode="expected", cost=LINEAR),
     "running_limit": lambda cost: SLOLimit(PrefixScheduler(cost), 1.1, mode="running", cost=LINEAR),
 }
+
+
+class DecidesInTheFirstRound(CheckedPolicy):
+    """One whose first round is the last comparison. The more was accepted, the longer the round took."""
+
+    def fresh(self):
+        fresh = type(self)(self.policy.fresh(), Evidence())
+        for _ in range(COMPARISONS - 1):
+            fresh.evidence.add(1, 1.0 if not fresh.evidence._comparisons else 2.0)
+        fresh._rounds, fresh._chosen = 4, {1: [2.0, 1.0]}
+        return fresh
+
+    def observe(self, outcome):
+        super().observe(dataclasses.replace(outcome, seconds=0.5 + 2.0 * float(outcome.num_accepted[0])))
+
+
+class DecidesInTheRoundItself(DecidesInTheFirstRound):
+    """The same, if it could know how long this round will take."""
+
+    def plan_verify(self, confidence, max_lengths, load):
+        lengths = self.policy.plan_verify(confidence, max_lengths, load)
+        return max_lengths.clone() if float(confidence[0, -1]) > 0.5 else lengths
+
+
+@pytest.mark.filterwarnings("ignore:the step cost does not hold")
+def test_a_cost_that_is_given_up_keeps_the_law_over_two_rounds():
+    for seed in range(6):
+        policy = DecidesInTheFirstRound(PrefixScheduler(jagged_curve(seed)))
+        assert policy.is_causal(confidence_reads_tokens=True)
+        assert bias_of_two_rounds(policy, World.random(seed, 6), 2) < EXACT
+    worlds = [World.random(seed, 6) for seed in range(6)]
+    lossy = [DecidesInTheRoundItself(PrefixScheduler(jagged_curve(seed))) for seed in range(6)]
+    assert max(bias_of_two_rounds(policy, world, 2) for policy, world in zip(lossy, worlds, strict=True)) > 0.01
+
+
+@pytest.mark.filterwarnings("ignore:the step cost does not hold")
+def test_what_was_accepted_decides_in_that_enumeration_whether_the_cost_is_given_up():
+    given_up = set()
+    for accepted in (0, 2):
+        policy = DecidesInTheFirstRound(PrefixScheduler(jagged_curve(0))).fresh()
+        policy.plan_draft(Load())
+        confidence, two = torch.full((1, 2), 0.9), torch.tensor([2])
+        assert policy.plan_verify(confidence, two, Load()).tolist() == [2]
+        policy.observe(RoundOutcome((0,), confidence, two, torch.tensor([accepted]), 1.0))
+        given_up.add((accepted, policy.evidence.contradicted))
+    assert given_up == {(0, True), (2, False)}
 
 
 @pytest.fixture

@@ -18,11 +18,10 @@ from hf_dspark.maths.policies import (
     LaggedScheduler,
     Policy,
     PrefixScheduler,
-    Ranking,
     RoundOutcome,
     SLOLimit,
-    survival,
 )
+from hf_dspark.maths.ranking import Ranking, survival
 
 FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
 LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B
@@ -98,6 +97,21 @@ def test_confidence_threshold_refuses_values_outside_the_unit_interval():
 
 
 # ---- schedulers
+
+
+@pytest.mark.parametrize("scheduler", [PrefixScheduler, LaggedScheduler])
+def test_schedulers_say_where_the_cost_of_a_step_comes_from(scheduler):
+    for wrong, found in ((None, "None"), ({"sample_batch_tokens": [1]}, "dict"), ("sps.json", "str")):
+        with pytest.raises(TypeError, match=rf"{scheduler.__name__} needs the cost .*, got {found}: .*Table.load"):
+            scheduler(wrong)
+    with pytest.raises(TypeError, match=f"{scheduler.__name__} needs the cost of a step on this machine, got None"):
+        scheduler()
+
+    class Profile:
+        table = ThroughputTable([1, 2], [2.0, 1.0])
+
+    with pytest.raises(TypeError, match=r"got Profile: pass its table"):
+        scheduler(Profile())
 
 
 def test_survival_is_the_product_of_the_confidences_and_never_rises():

@@ -8,6 +8,7 @@ from hf_dspark.maths.sampling import (
     DraftBlock,
     TokenLaw,
     acceptance_probability,
+    draw,
     greedy_sampler,
     largest,
     residual_distribution,
@@ -177,6 +178,25 @@ def test_verify_block_recovers_the_targets_law(length):
         torch.testing.assert_close(bonus, target_probs[0, 1], atol=0.01, rtol=0)
     else:
         assert not one.any()
+
+
+# ---- laws that are none
+
+
+@pytest.mark.parametrize("scores", [[0.0, torch.nan, 1.0], [0.0, torch.inf, 1.0], [-torch.inf] * 3])
+@pytest.mark.parametrize("candidate_ids", [None, torch.tensor([[5, 6, 7], [8, 9, 4]])])
+def test_no_token_is_drawn_where_there_is_no_law(scores, candidate_ids):
+    law = TokenLaw(torch.tensor([scores, [-torch.inf, 0.0, -torch.inf]]).softmax(dim=-1), candidate_ids)
+    assert draw(law, torch.tensor([0.7, 0.7])).tolist() == [-1, 1 if candidate_ids is None else 9]
+
+
+def test_verify_block_rejects_and_draws_nothing_where_the_target_has_no_law():
+    target_probs = laws_of(2, 3, 5)
+    target_probs[:, 1] = torch.nan
+    block = DraftBlock(torch.ones(2, 2, dtype=torch.long), TokenLaw(target_probs[:, :2]), None)
+    verified = verify(block, torch.tensor([2, 0]), target_probs, torch.zeros(2, 2))
+    assert verified.num_accepted.tolist() == [1, 0]
+    assert verified.next_token_ids[0] == -1 and verified.next_token_ids[1] >= 0
 
 
 # ---- samplers

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import (
     AutoConfig,
     CohereConfig,
@@ -15,7 +16,7 @@ from transformers import (
     T5Config,
 )
 
-from hf_dspark import DSparkConfig, DSparkDraftModel
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config
 from hf_dspark.models.configuration_draft import default_target_layer_ids
 
 SIZES = {
@@ -253,3 +254,18 @@ def test_checkpoint_of_another_model_is_refused(fixtures):
     for load in (DSparkConfig.from_pretrained, DSparkDraftModel.from_pretrained):
         with pytest.raises(ValueError, match="holds a 'qwen3' model.*which is no DSpark draft"):
             load(fixtures / "deepspec" / "target_qwen3")
+
+
+@pytest.mark.parametrize("kind", [DSparkConfig, Eagle3Config])
+def test_a_target_itself_is_as_good_as_its_config(target, kind):
+    assert kind.from_target(target).to_dict() == kind.from_target(target.config).to_dict()
+    for wrong in ("someone/target", None, {"hidden_size": 8}):
+        with pytest.raises(TypeError, match=r"a target or its config is needed, got .*AutoConfig.from_pretrained"):
+            kind.from_target(wrong)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 49])
+def test_an_impossible_draft_top_k_that_is_set_later_is_refused_when_the_draft_meets_its_target(draft, target, value):
+    draft.config.draft_top_k = value
+    with pytest.raises(ValueError, match=rf"draft_top_k must lie in \[1, 48\], or be None, got {value}"):
+        target.generate(torch.tensor([[5]]), assistant_model=draft, max_new_tokens=4, do_sample=True)

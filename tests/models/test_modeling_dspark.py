@@ -1,6 +1,8 @@
 """The draft model: parity with DeepSpec's numbers, and with formulas written out here."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -178,6 +180,18 @@ def test_draft_owns_neither_embedding_nor_head_and_borrows_the_targets_storage(d
     assert borrowed == lent
     assert not {value.data_ptr() for value in [*draft.parameters(), *state.values()]} & set(lent)
     assert not [key for key in state if "embed_tokens" in key or "lm_head" in key]
+
+
+def test_pickled_draft_leaves_the_targets_tensors_behind_and_a_copy_borrows_them(draft, target):
+    size = len(pickle.dumps(DSparkDraftModel(draft.config)))
+    stored = pickle.dumps(draft)
+    assert len(stored) < size + 1000, "the embedding alone takes more"
+    loaded, copied = pickle.loads(stored), copy.deepcopy(draft)
+    assert loaded.get_input_embeddings() is None
+    assert copied.get_input_embeddings() is target.get_input_embeddings()
+    for each in (loaded.bind(target), copied):
+        assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in each.state_dict().items())
+        assert torch.equal(each.embed(torch.tensor([[1, 2]])), draft.embed(torch.tensor([[1, 2]])))
 
 
 def test_draft_leaves_the_targets_tensors_alone_when_cast(draft, target):

@@ -2,14 +2,33 @@
 
 import pytest
 
-from hf_dspark import DecodingOptions, DSparkConfig, PrefixScheduler
+from hf_dspark import DecodingOptions, DSparkConfig, FullBlock, PrefixScheduler
 
 
 def test_what_is_no_policy_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"must be a hf_dspark.Policy, got str"):
-        DecodingOptions(policy="full")
+    cure = r"FullBlock\(\), ConfidenceThreshold\(0.5\), PrefixScheduler\(cost\), .*, or None for the default"
+    for wrong, found in (("scheduled", "'scheduled'"), (0.5, "0.5")):
+        with pytest.raises(TypeError, match=f"policy must be a hf_dspark.Policy, got {found}: pass {cure}"):
+            DecodingOptions(policy=wrong)
     with pytest.raises(TypeError, match="got the class PrefixScheduler: call it"):
         DecodingOptions(policy=PrefixScheduler)
+
+
+@pytest.mark.parametrize("name", ["policy", "load", "domain", "observer", "other_tokens", "use_transformers_loop"])
+def test_an_option_that_is_set_on_the_draft_itself_is_refused_with_the_place_where_it_belongs(draft, name):
+    option = "other_tokens" if name == "load" else name
+    with pytest.raises(AttributeError, match=rf"set draft.decoding = DecodingOptions\({option}=...\)"):
+        setattr(draft, name, None)
+    assert not hasattr(draft, name)
+
+
+@pytest.mark.parametrize("wrong", ["full", FullBlock(), {"policy": None}, DecodingOptions])
+def test_decoding_options_of_another_type_are_refused(draft, wrong):
+    with pytest.raises(
+        TypeError, match=r"draft.decoding must be DecodingOptions, got .*: DecodingOptions\(policy=...\)"
+    ):
+        draft.decoding = wrong
+    assert draft.decoding == DecodingOptions()
 
 
 @pytest.mark.parametrize("tokens", [-1, float("nan"), float("inf"), None, "5", lambda: -5])

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import sys
 
 import pytest
 import yaml
@@ -149,7 +150,10 @@ def test_the_metadata_is_that_of_a_draft(draft, write):
 def test_a_local_target_is_no_base_model(draft, write):
     card = model_card(draft, [write("acceptance", ACCEPTANCE, {"name": "target"})])
     assert card.data.base_model is None and "draft for `target`:" in card.text
-    assert [fact.split(":")[0] for fact in missing_facts(card)] == ["a license", "its target on the Hub"]
+    assert missing_facts(card) == [
+        "a license (--license mit, or another id of the Hub; in Python license=...)",
+        "its target on the Hub (--target user/name; in Python target=...)",
+    ]
     with pytest.raises(ValueError, match="different targets"):
         model_card(draft, [write("acceptance", ACCEPTANCE, {"name": "target"})], target="someone/other")
     first = {"name": "someone/a", "revision": "1"}
@@ -165,17 +169,59 @@ def test_a_fine_tuned_draft_has_its_own_name_keeps_its_results_and_says_where_it
     draft.config._name_or_path = "someone/base"
     folder = tmp_path / "fine-tuned"
     draft.save_pretrained(folder)
-    text = write_card(draft, folder, [write("training", TRAINING)]).read_text()
+    text = write_card(draft, folder, [write("training", TRAINING)], repo_id=None).read_text()
     assert "# fine-tuned\n" in text and 'from_pretrained("fine-tuned"' in text
     assert "Fine-tuned from [someone/base](https://huggingface.co/someone/base)." in text
     assert '"someone/base"' not in text
     assert "Fine-tuned" not in model_card(draft, [write("training", TRAINING, of_draft={"name": ""})]).text
+    both = model_card(draft, [write("training", TRAINING)], repo_id="someone/mine", target="someone/target").data
+    assert both.base_model == ["someone/target", "someone/base"] and both.base_model_relation == "finetune"
     assert "3.46" in model_card(draft, [write("acceptance", ACCEPTANCE, of_draft={"name": "someone/old"})]).text
+
+
+def test_a_card_of_a_trained_draft_says_what_the_training_brought(draft, write):
+    before = {"eval_tau": 3.81, "eval_acceptance_1": 0.7, "eval_acceptance_2": 0.6, "eval_loss": 1.25}
+    after = TRAINING["metrics"] | {"eval_loss": 0.5}
+    parts = sections(model_card(draft, [write("training", TRAINING | {"before": before, "metrics": after})]))
+    assert "**4.29 tokens** per pass of the target, as estimated on held-out rows of its training" in parts[""]
+    assert "(3.81 before it)" in parts[""]
+    for line in (
+        "| tau on held-out rows, estimated | 3.81 before, 4.29 after |", "| loss on held-out rows | 1.25 before, 0.50",
+        "| acceptance by position on held-out rows, estimated | 0.70 0.60 before, 0.81 0.70 after |",
+    ):  # fmt: skip
+        assert line in parts["Training"]
+    metrics = {"loss": 0.75, "tau": 3.5, "acceptance_1": 0.8, "learning_rate": 0.0}
+    text = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))["Training"]
+    assert "| loss on the last batches | 0.75 |" in text and "| tau on the last batches, estimated | 3.50 |" in text
+
+
+def test_a_saved_card_has_a_picture_of_what_was_measured_if_it_can_be_drawn(draft, write, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    folder, results = tmp_path / "draft", [write("evaluation", EVALUATION), write("acceptance", ACCEPTANCE)]
+    draft.save_pretrained(folder)
+    text = write_card(draft, folder, results).read_text()
+    (place,) = re.findall(r"!\[Speed-up by task, and acceptance by position]\((.*)\)", text)
+    assert (folder / place).read_bytes().startswith(b"\x89PNG") and text.index(place) < text.index("## Use")
+    text = write_card(draft, folder, [write("training", TRAINING)]).read_text()
+    assert "![Acceptance by position](" in text
+    assert "![" not in write_card(draft, folder).read_text() and not (folder / place).exists()  # nothing measured
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "![" not in write_card(draft, folder, results).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("metrics", {"eval_tau": "x"}), ("provenance", {"device": {}}), ("before", 5)]
+)
+def test_a_result_file_with_unsound_values_is_named(draft, write, tmp_path, name, value):
+    path = write("training", TRAINING)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=f"a result file is damaged .*leave out one of .*{path.name}"):
+        write_card(draft, tmp_path, [path])
 
 
 def test_a_saved_repository_warns_about_what_its_card_does_not_name(draft, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_dspark.sharing.hub.write_remote_code", lambda folder: [])  # has tests of its own
-    with pytest.warns(UserWarning, match="does not name a license: pass license=.*"):
+    with pytest.warns(UserWarning, match="does not name a license .*license=.*"):
         save_repository(draft, tmp_path / "draft", target="someone/target")
     assert "# draft\n" in (tmp_path / "draft" / "README.md").read_text()
 

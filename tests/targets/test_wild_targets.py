@@ -237,7 +237,7 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         call = SimpleNamespace(keeps_some_logits=True, streamer=None, logits_processor=LogitsProcessorList())
         loop = DecodingLoop(target, SimpleNamespace(draft=draft), call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
-        with loop._at_work():
+        with torch.no_grad():
             prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), logits_at=[4, 7], verifying=False)
             cache.commit(0, 5), cache.commit(1, 3)
             blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)), verifying=True)

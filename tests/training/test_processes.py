@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import hf_dspark
+from tests.training.tiny import tiny_pair, tiny_rows
 
 FOLDER = Path(__file__).parent
 PLACES = (Path(hf_dspark.__file__).parent.parent, FOLDER.parent.parent, os.environ.get("PYTHONPATH", ""))
@@ -59,6 +61,23 @@ def test_several_processes_train_on_streams(tmp_path):
     run("train_tiny.py", tmp_path / "run", tmp_path / "log.json", -1, "stream", processes=2)
     log = json.loads((tmp_path / "log.json").read_text())
     assert log["processes"] == 2 and len(log["loss"]) == 10
+
+
+@pytest.mark.slow
+def test_the_manuals_torchrun_line_trains_in_two_processes(tmp_path):
+    target, _ = tiny_pair()
+    target.save_pretrained(tmp_path / "target")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in tiny_rows(12)))
+    (line,) = re.findall(r"^torchrun .*", (FOLDER.parents[1] / "docs" / "training.md").read_text(), re.MULTILINE)
+    for words, path in (("Qwen/Qwen3-4B", "target"), ("answers.jsonl", "rows.jsonl"), ("my-draft", "draft")):
+        line = line.replace(words, str(tmp_path / path))
+    options = "--max_steps 2 --num_hidden_layers 1 --markov_rank 4 --block_size 3 --target_layer_ids 0 2 --use_cpu"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()[1:], *options.split()]
+    done = subprocess.run(torchrun, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    result = json.loads((tmp_path / "draft" / "results" / "training.json").read_text())
+    assert result["steps"] == 2 and result["arguments"]["processes"] == 2
 
 
 def test_sharded_parameters_get_the_same_gradients(tmp_path):

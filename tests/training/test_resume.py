@@ -1,11 +1,19 @@
 """Resuming: at every step as if never interrupted, and never as another run."""
 
+import random
+import re
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Trainer
 
-from hf_dspark.training.resume import last_checkpoint
+from hf_dspark import DSparkTrainer
+from hf_dspark.training.resume import last_checkpoint, require_whole
+from tests.training.tiny import KINDS, tiny_arguments, tiny_pair, tiny_rows
+from tests.training.train_tiny import Stream
 
 
 def test_resumed_run_continues_as_if_never_interrupted(make_trainer, make_draft, target, logged, tmp_path):
@@ -18,6 +26,43 @@ def test_resumed_run_continues_as_if_never_interrupted(make_trainer, make_draft,
         assert logged(resumed, "loss") == logged(whole, "loss")
         for name, value in whole.model.state_dict().items():
             assert torch.equal(resumed.model.state_dict()[name], value), (step, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dspark", "gated", "fill-in", "pruned", "eagle3", "packed", "stream", "dropout"])
+def test_resumed_run_of_every_kind_ends_in_the_same_bits_from_each_of_its_steps(tmp_path, kind):
+    """Accumulation, packing and streams pick up their place; dropout draws what it would have drawn."""
+    known = kind if kind in KINDS else "dspark"
+
+    def trainer() -> DSparkTrainer:
+        target, draft = tiny_pair(known)
+        if kind == "dropout":
+            draft.config.attention_dropout = 0.3
+        options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 1}
+        rows = Stream(tiny_rows(30)) if kind == "stream" else tiny_rows(23)
+        return DSparkTrainer(draft, target, tiny_arguments(str(tmp_path), known, **options), rows)
+
+    whole = trainer()
+    whole.train()
+    weights, history = whole.model.state_dict(), [entry for entry in whole.state.log_history if "loss" in entry]
+    for step in range(1, 10):
+        resumed = trainer()
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert [entry for entry in resumed.state.log_history if "loss" in entry] == history, step
+        assert all(torch.equal(weights[name], value) for name, value in resumed.model.state_dict().items()), step
+
+
+def test_resuming_a_stream_that_had_begun_again_says_that_its_place_is_not_known(tmp_path):
+    def trainer() -> DSparkTrainer:
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+        return DSparkTrainer(*tiny_pair()[::-1], tiny_arguments(str(tmp_path), **options), Stream(tiny_rows(6)))
+
+    trainer().train()  # two steps go through the rows
+    for step in (2, 3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer().train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert any("Where it was is not known" in str(each.message) for each in caught) == (step == 3)
 
 
 def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, rows, tmp_path):
@@ -39,16 +84,98 @@ def test_resuming_with_other_facts_is_refused(make_trainer, make_draft, target, 
         make_trainer().train(resume_from_checkpoint=True)
 
 
-def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(make_trainer, tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of two whole checkpoints, of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    target, draft = tiny_pair()
+    arguments = tiny_arguments(str(folder), max_steps=2, save_strategy="steps", save_steps=1)
+    DSparkTrainer(draft, target, arguments, tiny_rows(8)).train()
+    return folder
+
+
+DAMAGES = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "two bytes short": lambda content: content[:-2],
+    "zeros": lambda content: bytes(len(content)),
+    "a long file": lambda content: content + b"x",
+}
+PARTS = (
+    "model.safetensors", "config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
+    "dspark_run.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_checkpoint_with_a_damaged_file_is_passed_over_and_named(saved, tmp_path, part, damage):
+    for step in (1, 2):
+        shutil.copytree(saved / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-best").mkdir()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    path = tmp_path / "checkpoint-2" / part
+    content = DAMAGES[damage](path.read_bytes())
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        require_whole(tmp_path / "checkpoint-2")
+    with pytest.warns(UserWarning, match=f"{re.escape(str(path))}.*checkpoint-2 is passed over"):
+        assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_flipped_bits_of_a_checkpoint_are_found_where_a_file_has_a_checksum(saved, tmp_path):
+    """Of weights only the header can be checked: a wrong weight makes a worse draft, never a wrong token."""
+    draw, folder = random.Random(0), Path(shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2"))
+    for part in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        content, found = (folder / part).read_bytes(), 0
+        for _ in range(40):
+            flipped = bytearray(content)
+            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+            (folder / part).write_bytes(flipped)
+            try:
+                require_whole(folder)
+            except ValueError as error:
+                assert str(folder / part) in str(error)
+                found += 1
+        (folder / part).write_bytes(content)
+        assert part.endswith(".json") or found > 10, part  # the others are in what the format pads with
+
+
+def test_resuming_from_a_damaged_checkpoint_is_refused_or_goes_on_from_the_last_whole_one(make_trainer, tmp_path):
     folder = tmp_path / "run"
-    with pytest.raises(ValueError, match="there is no checkpoint to resume from"):
+    with pytest.raises(ValueError, match="there is no whole checkpoint to resume from"):
         make_trainer().train(resume_from_checkpoint=True)
-    make_trainer(save_strategy="steps", save_steps=2).train()
-    assert last_checkpoint(folder) == str(folder / "checkpoint-4")
-    (folder / "checkpoint-4" / "trainer_state.json").unlink()
-    (folder / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
-    (folder / "checkpoint-best").mkdir()
-    with pytest.warns(UserWarning, match="checkpoint-4 was not saved to its end, and is passed over"):
-        assert last_checkpoint(folder) == str(folder / "checkpoint-2")
-    with pytest.warns(UserWarning, match="checkpoint-4 was not saved to its end"):
-        make_trainer().train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="there is no checkpoint .*nowhere"):
+        make_trainer().train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+    whole = make_trainer(save_strategy="steps", save_steps=2)
+    whole.train()
+    weights = folder / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"norm.weight"', b'"norm.weighs"'))
+    with pytest.raises(ValueError, match="checkpoint-4 does not match its config.*missing: norm.weight"):
+        make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-4"))  # Trainer would keep what it has
+    weights.write_bytes(b"half")
+    with pytest.raises(ValueError, match="checkpoint-4/model.safetensors has 4 bytes"):
+        make_trainer().train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    with pytest.warns(UserWarning, match="checkpoint-4 is passed over"):
+        resumed = make_trainer(save_strategy="steps", save_steps=2)
+        resumed.train(resume_from_checkpoint=True)
+    assert all(
+        torch.equal(resumed.model.state_dict()[name], value) for name, value in whole.model.state_dict().items()
+    )
+    assert last_checkpoint(folder) == str(folder / "checkpoint-4")  # written anew
+
+
+def test_checkpoint_that_is_being_written_over_is_not_whole(make_trainer, tmp_path, monkeypatch):
+    make_trainer(save_strategy="steps", save_steps=4).train()
+    monkeypatch.setattr(Trainer, "_save_rng_state", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(save_strategy="steps", save_steps=4).train()
+    with pytest.warns(UserWarning, match="checkpoint-4 is passed over"):
+        assert last_checkpoint(tmp_path / "run") is None
+
+
+def interrupt(*args):
+    raise KeyboardInterrupt

@@ -1,9 +1,11 @@
 """Training: the loss falls, only the draft moves, what is reported is so, and bad input is refused at once."""
 
+import warnings
+
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer
 from hf_dspark.maths.calibration import expected_calibration_error
@@ -27,6 +29,41 @@ def test_every_kind_of_draft_learns(make_trainer, logged, target, kind):
     for name in ("eval_confidence_loss", "eval_confidence_ece", "confidence_auc"):
         assert bool(logged(trainer, name)) == with_confidence, name
     assert draft.get_output_embeddings() is target.lm_head
+
+
+def test_a_data_set_that_cannot_be_used_is_named(make_trainer, rows):
+    for options, message in (
+        ({"data": []}, "train_dataset: the data set is empty"),
+        ({"eval_data": [{"text": "x"}]}, "eval_dataset: the rows are not tokenised"),
+        (
+            {"eval_data": {"math": rows, "code": [{"input_ids": [99] * 9}]}},
+            r"eval_dataset\['code'\]: row 0: token id 99",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_trainer(**options)
+
+
+def test_calibration_of_earlier_weights_is_dropped_and_the_user_told_in_the_end(make_trainer):
+    trainer, when = make_trainer(), []
+    trainer.draft.config.sts_temperatures = {"default": [1.5] * 4}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.add_callback(Noting(lambda: when.append([str(each.message) for each in caught])))
+        trainer.train()
+    told = "the draft was calibrated before this training: calibrate it again"
+    assert told not in when[0] and told in [str(each.message) for each in caught]
+    assert trainer.draft.config.sts_temperatures is None
+
+
+class Noting(TrainerCallback):
+    """Calls a function when training ends."""
+
+    def __init__(self, note):
+        self.note = note
+
+    def on_train_end(self, *args, **kwargs):
+        self.note()
 
 
 def test_training_moves_every_draft_parameter_and_none_of_the_target(make_trainer, target):

@@ -21,9 +21,9 @@ class fast_linears:
     same kernels to plain `generate()`, or to keep packed copies of the weights, which are faster still:
 
     ```python
-    with fast_linears(model, draft, packed=True):
-        model.generate(**inputs)  # the stronger baseline
-        model.generate(**inputs, assistant_model=draft)
+    with fast_linears(target, draft, packed=True):
+        target.generate(**inputs, max_new_tokens=64)  # the stronger baseline
+        target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
     ```
 
     Nothing changes, and nothing is copied, on kinds of CPU that were not measured (`hf_dspark/cpu/few_rows.py` lists
@@ -64,9 +64,15 @@ class fast_linears:
             raise
 
     def __exit__(self, *exception: Any) -> None:
-        for attributes, forward in self._entries.pop():
+        for attributes, forward in self._entries[-1]:
             if attributes.get("forward") is forward:
                 del attributes["forward"]
+        self._entries.pop()
+
+    def close(self) -> None:
+        """Leave all entries that are still open, which an interrupt may have kept from being left."""
+        while self._entries:
+            self.__exit__()
 
 
 def _by_copies(routes: list[Route]) -> list[Route]:

@@ -19,9 +19,10 @@ from ..messages import shortened
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask")
 UNDERSTOOD = (
     "'messages' (also with 'tools' and 'chat_template_kwargs'), 'conversations', 'prompt' with 'completion' or "
-    "'completion_ids', 'prompt_ids' with 'completion_ids', 'text', or 'input_ids' with one of "
+    "'completion_ids', 'prompt_ids' with 'completion_ids', 'text', or 'input_ids', alone or with 'labels' or one of "
     + ", ".join(f"'{name}'" for name in MASK_COLUMNS)
 )
+IGNORED_LABEL = -100
 ROLES_OF_SHAREGPT = {"human": "user", "gpt": "assistant"}
 STREAM_CHECK = 1000
 FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
@@ -40,12 +41,13 @@ def tokenize_row(
 
     The form of a row is the first of these whose columns it has:
 
-    - `input_ids` with `loss_mask`, `assistant_masks` or `completion_mask`: taken as it is.
+    - `input_ids` with `loss_mask`, `assistant_masks`, `completion_mask` or `labels` (-100 where there is no loss):
+      taken as they are, without what an `attention_mask` leaves out.
     - `prompt_ids` or `prompt` with `completion_ids` (the lines of [`regenerate`]): the completion is supervised.
     - `messages` (or ShareGPT's `conversations`): the assistant's answers are supervised, see below.
     - `prompt` with `completion`: two texts, joined as they are with an end-of-sequence token, or two lists of
       messages, of which the answers in the completion are supervised.
-    - `text`: everything is supervised.
+    - `text`, or `input_ids` alone: everything is supervised.
 
     A row with `finished` false was cut by its length: no end-of-turn token is taught there. A conversation without an
     answer teaches nothing.
@@ -348,7 +350,7 @@ def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, wh
 
 def _form_of(columns: Collection[str]) -> str:
     has = set(columns)
-    if "input_ids" in has and has.intersection(MASK_COLUMNS):
+    if "input_ids" in has and has.intersection((*MASK_COLUMNS, "labels")):
         return "tokens"
     if "completion_ids" in has and has & {"prompt_ids", "prompt"}:
         return "completion_ids"
@@ -358,6 +360,8 @@ def _form_of(columns: Collection[str]) -> str:
         return "completion"
     if "text" in has:
         return "text"
+    if "input_ids" in has:
+        return "tokens"
     if "error" in has:  # a prompt whose regeneration failed
         return "failed"
     raise ValueError(f"columns {sorted(has)} are not understood; needed are {UNDERSTOOD}")
@@ -365,12 +369,26 @@ def _form_of(columns: Collection[str]) -> str:
 
 def _with_given_mask(row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     token_ids = list(map(int, row["input_ids"]))
-    names = ["loss_mask"] if "loss_mask" in row else [name for name in MASK_COLUMNS if name in row]
-    masks = {name: list(map(int, row[name])) for name in names}
-    for name, mask in masks.items():
-        if len(mask) != len(token_ids):
-            raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(mask)}) differ in length")
-    return token_ids, [int(all(values)) for values in zip(*masks.values(), strict=True)]
+    names = ["loss_mask"] if "loss_mask" in row else [name for name in (*MASK_COLUMNS, "labels") if name in row]
+    columns = {name: list(map(int, row[name])) for name in (*names, "attention_mask") if name in row}
+    for name, column in columns.items():
+        if len(column) != len(token_ids):
+            raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(column)}) differ in length")
+    if "labels" in columns:
+        columns["labels"] = [_has_loss(*place) for place in enumerate(zip(token_ids, columns["labels"], strict=True))]
+    kept = columns.pop("attention_mask", [1] * len(token_ids))
+    mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
+    return list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
+
+
+def _has_loss(place: int, token_and_label: tuple[int, int]) -> bool:
+    token, label = token_and_label
+    if label not in (token, IGNORED_LABEL):
+        raise ValueError(
+            f"labels must be the token of their own place, or {IGNORED_LABEL} where there is no loss, got {label} for "
+            f"the token {token} in place {place}: do not shift them"
+        )
+    return label == token
 
 
 def _joined(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[int]]:

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
 from ..models.modeling_draft import DraftModel
-from ..targets.feature_capture import FeatureCapture
-from ..targets.int8_outliers import has_outliers, outliers_of_each
+from ..targets.feature_capture import FeatureCapture, remove_hook
+from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from .drafter import Drafter, Proposal
-from .processing import Scores
+from .processing import Scores, watched
 from .request import Call, Request, StopRule
 from .rounds import RoundSeconds
 
@@ -32,18 +32,27 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
         self._request: Request | None = None
         self._proposal: Proposal | None = None
+        self._hooks = (self._start_pass, self._end_pass)
         self._entered = ExitStack()
         self._pass_started = self._pass_seconds = 0.0
         self._round_started: float | None = None  # None in the prefill
 
     def __enter__(self) -> "DSparkCandidateGenerator":
-        self._entered.enter_context(self._capture)
-        self._entered.callback(self._target.register_forward_pre_hook(self._start_pass).remove)
-        self._entered.callback(self._target.register_forward_hook(self._end_pass).remove)
+        self._capture.attach()
+        self._target.register_forward_pre_hook(self._hooks[0])
+        self._target.register_forward_hook(self._hooks[1])
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the target as it was; also after an interrupt has kept it from being entered or left."""
+        for hook in self._hooks:
+            remove_hook(self._target, hook)
+        self._capture.detach()
         self._entered.close()
+        forget_groups()
 
     def _start_pass(self, *_: Any) -> None:
         self._pass_started = time.perf_counter()
@@ -76,7 +85,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 self._entered.enter_context(outliers_of_each(()))
             rule = StopRule(StoppingCriteriaList())  # transformers' loop stops by its own rules
             max_length = self._call.generation_config.max_length
-            self._request = Request(0, input_ids[0], max_length, self._call.logits_processor, rule)
+            self._request = Request(0, input_ids[0], max_length, watched(self._call.logits_processor), rule)
             mask = (model_kwargs or {}).get("attention_mask")
             if mask is not None:  # left padding of the prompt is no context
                 features = features[mask[0, : len(features)].bool().to(features.device)]

@@ -18,7 +18,6 @@ from .recording import Recording
 from .request import Call, Request, StopRule, own_criteria
 
 
-@torch.no_grad()
 def decode_call(
     target: PreTrainedModel, draft: DraftModel, call: Call
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
@@ -58,8 +57,7 @@ def decode_call(
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
-    num_rows = len(call.input_ids)
-    processors = processors_of_row(call.logits_processor, row, num_rows, prompt.padding, prompt.token_ids[None])
+    processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
     return Request(
         id=request_id,
         token_ids=prompt.token_ids,

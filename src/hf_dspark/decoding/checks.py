@@ -14,6 +14,7 @@ from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
 from ..targets.slot_attention import rope_parameters, slot_cache_obstacle
+from .processing import is_built_in
 from .request import KNOWN_CRITERIA, Call, copy_of
 
 # Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.
@@ -82,6 +83,15 @@ def check_adapters(target: PreTrainedModel, num_rows: int) -> None:
     if obstacle is not None:
         forget_adapters_by_row(target)
         raise ValueError(f"{type(target).__name__} cannot be assisted as it is: {obstacle}")
+
+
+def check_mode(target: PreTrainedModel) -> None:
+    """Refuse a target whose layers would forget the cache."""
+    if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
+        raise ValueError(
+            "a target in train() with gradient checkpointing keeps no keys and values, so nothing can be verified: "
+            "call target.eval(), or target.gradient_checkpointing_disable()"
+        )
 
 
 def check_options(config: GenerationConfig, schedule: str | None) -> None:
@@ -213,28 +223,58 @@ def _check_for_transformers_loop(target: PreTrainedModel, call: Call, obstacle: 
 
 
 def check_processors(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Refuse processors that remember calls: the loop calls them on tokens that may be rejected."""
+    """Refuse processors that remember calls, since the loop calls them on tokens that may be rejected, and those to
+    which a row is not what it is alone, since it calls them row by row."""
     for processor in processors:
-        name = type(processor).__name__
-        built_in = type(processor).__module__.startswith("transformers.")
-        if name in STATEFUL_PROCESSORS or not (built_in or _is_stateless(processor, input_ids, vocab_size)):
-            raise ValueError(
-                f"the logits processor {name} keeps state between calls, and would be called on tokens that may be "
-                "rejected: drop it, make its result depend on its arguments alone, or drop assistant_model"
-            )
+        if type(processor).__name__ in STATEFUL_PROCESSORS:
+            raise ValueError(_keeps_state(processor))
+        if not is_built_in(processor):
+            _try_processor(processor, input_ids, vocab_size)
 
 
-def _is_stateless(processor: LogitsProcessor, input_ids: torch.Tensor, vocab_size: int) -> bool:
-    """Call a copy with the same, other and again the same arguments: results and plain attributes must not change."""
+def _try_processor(processor: LogitsProcessor, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Call copies with the same, other and again the same arguments, all rows together and each alone."""
+    name = type(processor).__name__
     try:
-        trial = copy_of(processor)
+        together, by_row = copy_of(processor), copy_of(processor)
     except Exception as error:  # whatever a user's object does when it is copied
         raise ValueError(
-            f"the logits processor {type(processor).__name__} cannot be copied ({error}), so it cannot be told "
+            f"the logits processor {name} cannot be copied ({error}), so it cannot be told "
             "whether it keeps state between calls: give it a __deepcopy__, or drop assistant_model"
         ) from error
-    scores = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device).expand(len(input_ids), -1)
+    steps = torch.linspace(-1.0, 1.0, vocab_size, device=input_ids.device)
+    scores = torch.stack([steps.roll(row) for row in range(len(input_ids))])
     longer_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-    attributes = repr(getattr(trial, "__dict__", None))
-    results = [trial(ids, scores.clone()) for ids in (input_ids, longer_ids, input_ids)]
-    return torch.equal(results[0], results[2]) and repr(getattr(trial, "__dict__", None)) == attributes
+    results, attributes = [], []
+    for ids in (input_ids, longer_ids, input_ids):
+        results.append(together(ids, scores.clone()))
+        attributes.append(repr(getattr(together, "__dict__", None)))
+        for row in range(len(ids)) if len(ids) > 1 else ():
+            _compare_row(by_row, ids, scores, row, results[-1])
+    # The first call may set things up.
+    if not torch.equal(results[0], results[2]) or len(set(attributes)) > 1:
+        raise ValueError(_keeps_state(processor))
+
+
+def _compare_row(
+    processor: LogitsProcessor, input_ids: torch.Tensor, scores: torch.Tensor, row: int, expected: torch.Tensor
+) -> None:
+    try:
+        found = processor(input_ids[row : row + 1], scores[row : row + 1].clone())
+        difference = "gets other scores" if len(found) == 1 else f"returned {len(found)} rows"
+        if len(found) == 1 and torch.allclose(found[0], expected[row], rtol=1e-3, atol=1e-3, equal_nan=True):
+            return
+    except Exception as error:  # whatever a user's object does with other rows than it knows
+        difference = f"fails with {type(error).__name__}: {error}"
+    raise ValueError(
+        f"the logits processor {type(processor).__name__} treats rows differently: row {row} alone {difference}. "
+        f"With a draft these {len(input_ids)} rows are processed one by one: make the result for a row depend on its "
+        "own input_ids and scores, call generate() per prompt, or drop assistant_model"
+    )
+
+
+def _keeps_state(processor: LogitsProcessor) -> str:
+    return (
+        f"the logits processor {type(processor).__name__} keeps state between calls, and would be called on tokens "
+        "that may be rejected: drop it, make its result depend on its arguments alone, or drop assistant_model"
+    )

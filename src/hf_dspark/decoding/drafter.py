@@ -1,8 +1,9 @@
 """The drafting half of a decoding round: features in, cut draft blocks out, for any number of requests."""
 
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -31,34 +32,51 @@ class Proposal:
     seconds: float = 0.0  # host time that drafting took
 
 
-@dataclass(frozen=True)
 class ProcessedSampler:
     """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
-    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn."""
+    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn. `broken` tells of each slot where
+    the draft gave no law, `[R]`: its numbers overflowed. It is known before the slot's token is drawn."""
 
-    processor: BlockProcessor
-    requests: Sequence[Request]
-    uniform: torch.Tensor | None
-    vocab_size: int
+    def __init__(
+        self, processor: BlockProcessor, requests: Sequence[Request], uniform: torch.Tensor | None, vocab_size: int
+    ) -> None:
+        self.broken: list[torch.Tensor] = []
+        self._processor, self._requests = processor, requests
+        self._uniform, self._vocab_size = uniform, vocab_size
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
     ) -> tuple[torch.Tensor, TokenLaw | None]:
-        prefixes = []
-        if self.processor.reads_prefixes:
-            prefixes = [request.prefix(drafts) for request, drafts in zip(self.requests, drafted_ids, strict=True)]
-        scores = self.processor(logits, candidate_ids, prefixes)
-        if self.processor.may_forbid_all:
-            # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
-            dead = scores.values.amax(dim=-1, keepdim=True) == -torch.inf
-            if bool(dead.any()):
-                if candidate_ids is not None:
-                    logits = scatter_to_vocabulary(logits, candidate_ids, self.vocab_size)
-                scores = self.processor(logits.masked_fill(dead, 0.0), None, prefixes)
-        if self.uniform is None:
-            return scores.best(), None
+        scores = self._process(logits, candidate_ids, drafted_ids)
+        if self._uniform is None:
+            token_ids = scores.best()
+            best = scores.values if scores.candidate_ids is not None else scores.values.gather(-1, token_ids[:, None])
+            self.broken.append(best.amax(dim=-1).isnan())
+            return token_ids, None
         law = scores.law()
-        return draw(law, self.uniform[:, drafted_ids.shape[1]]), law
+        token_ids = draw(law, self._uniform[:, drafted_ids.shape[1]])
+        self.broken.append(token_ids < 0)
+        return token_ids.clamp_min(0), law
+
+    def _process(self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor) -> Scores:
+        prefixes = []
+        if self._processor.reads_prefixes:
+            prefixes = [request.prefix(drafts) for request, drafts in zip(self._requests, drafted_ids, strict=True)]
+        scores = self._processor(logits, candidate_ids, prefixes)
+        if not self._processor.may_forbid_all or not bool((dead := _have_no_law(scores.values)).any()):
+            return scores
+        dead &= ~_have_no_law(logits)  # by the processors' fault, not the draft's
+        # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
+        if candidate_ids is not None:
+            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
+        scores = self._processor(logits.masked_fill(dead, 0.0), None, prefixes)
+        # Or every token: the target will say so, if plain decoding comes here.
+        return Scores(scores.values.masked_fill(dead & _have_no_law(scores.values), 0.0), scores.candidate_ids)
+
+
+def _have_no_law(scores: torch.Tensor) -> torch.Tensor:
+    """Tell which rows have no possible token, or one that is NaN or infinite, `[R, 1]`."""
+    return ~scores.amax(dim=-1, keepdim=True).isfinite()
 
 
 class Drafter:
@@ -79,6 +97,8 @@ class Drafter:
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)
+        self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
+        self._has_warned = False
 
     def noise(self, requests: Sequence[Request]) -> BlockNoise | None:
         """Return the noise of the coming block of each request; `None` when decoding is greedy."""
@@ -109,17 +129,21 @@ class Drafter:
             self._read(requests)
             return Proposal(torch.zeros_like(max_lengths), seconds=time.perf_counter() - started)
         block = self._draft_blocks(requests, noise, num_tokens)
-        confidence = None
+        confidence, broken = None, block.broken
         if block.confidence_logits is not None:
             temperatures = None if self._temperatures is None else self._temperatures[:num_tokens]
             confidence = calibrated_confidence(block.confidence_logits, temperatures)
-            confidence = confidence.cpu() if self.policy.requires_confidence else confidence
+            if self.policy.requires_confidence:
+                broken = confidence.isnan() if broken is None else broken | confidence.isnan()
+                confidence = confidence.nan_to_num(0.0).cpu()
         lengths = self._planned_lengths(confidence, max_lengths, load)
-        lengths = self._cut_after_eos(block.token_ids, lengths)
+        lengths = self._cut(requests, block.token_ids, broken, lengths)
         return Proposal(lengths, block, confidence, time.perf_counter() - started)
 
     def _room(self, request: Request) -> int:
         """Return how many drafts of a request may be sent: not beyond its end, nor the target's last position."""
+        if request.id in self._given_up:
+            return 0
         room = request.max_length - request.length - 1
         return room if self._num_positions is None else min(room, self._num_positions - 1 - request.anchor_position)
 
@@ -132,7 +156,8 @@ class Drafter:
     def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None, num_tokens: int) -> DraftBlock:
         uniform = None if noise is None else noise.draft
         sampler = ProcessedSampler(self._processor, requests, uniform, self.draft.config.vocab_size)
-        return self._read(requests, sampler, num_tokens)
+        block = self._read(requests, sampler, num_tokens)
+        return replace(block, broken=torch.stack(sampler.broken, dim=1))
 
     def _read(
         self, requests: Sequence[Request], sampler: ProcessedSampler | None = None, num_tokens: int | None = None
@@ -159,6 +184,19 @@ class Drafter:
                 if length > known:  # in the cache now, even if a processor failed afterwards
                     request.features.clear()
 
+    def _give_up(self, requests: Sequence[Request], is_broken: torch.Tensor) -> None:
+        """Draft no more for requests whose blocks begin with a broken slot: what a cache holds stays broken."""
+        if not self._has_warned:
+            name, dtype = self.draft.name_or_path or type(self.draft).__name__, self.draft.dtype
+            warnings.warn(
+                f"the draft {name} gives numbers that are NaN or infinite in {dtype}. Sequences in which it does are "
+                "decoded without drafts: exact, but slower. Large activations overflow in float16: load the draft "
+                "with dtype=torch.bfloat16 or torch.float32, or look for broken weights",
+                stacklevel=2,
+            )
+            self._has_warned = True
+        self._given_up |= {request.id for request, row in zip(requests, is_broken.tolist(), strict=True) if row[0]}
+
     def _planned_lengths(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
         if not bool(((lengths >= 0) & (lengths <= max_lengths)).all()):
@@ -168,14 +206,23 @@ class Drafter:
             )
         return lengths
 
-    def _cut_after_eos(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return lengths up to and including the first end-of-sequence token. It must stay: dropping a token because
-        of its value would bias the output."""
+    def _cut(
+        self,
+        requests: Sequence[Request],
+        token_ids: torch.Tensor,
+        broken: torch.Tensor | None,
+        lengths: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return lengths up to the first slot without a law, and up to and including the first end-of-sequence token.
+        That must stay: dropping a token because of its value would bias the output."""
+        token_ids = (token_ids if broken is None else token_ids.masked_fill(broken, -1)).cpu()  # one transfer
+        is_broken = token_ids < 0
+        if bool(is_broken.any()):
+            self._give_up(requests, is_broken)
+            lengths = torch.minimum(lengths, _first(is_broken))
         if self._eos_token_ids is None:
             return lengths
-        is_eos = torch.isin(token_ids.cpu(), self._eos_token_ids)
-        first = torch.where(is_eos.any(dim=-1), is_eos.long().argmax(dim=-1), token_ids.shape[1])
-        return torch.minimum(lengths, first + 1)
+        return torch.minimum(lengths, 1 + _first(torch.isin(token_ids, self._eos_token_ids)))
 
     def learn(
         self,
@@ -215,6 +262,11 @@ class Drafter:
         self.policy.observe(outcome)
         if observer is not None:
             observer(outcome)
+
+
+def _first(found: torch.Tensor) -> torch.Tensor:
+    """Return where each row `[R, n]` is first true, n where it never is."""
+    return torch.where(found.any(dim=-1), found.long().argmax(dim=-1), found.shape[1])
 
 
 def _num_features(requests: Sequence[Request]) -> list[int]:

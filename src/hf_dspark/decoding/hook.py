@@ -12,16 +12,26 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from ..maths.checked import CheckedPolicy
+from ..maths.costs import ThroughputTable
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel, check_fits
 from ..models.options import DecodingOptions
-from ..targets.slot_attention import require_no_state
+from ..targets.slot_attention import heal, require_no_state
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
-from .checks import check_adapters, check_options, check_policy, check_processors, check_rows, loop_obstacle
+from .checks import (
+    check_adapters,
+    check_mode,
+    check_options,
+    check_policy,
+    check_processors,
+    check_rows,
+    loop_obstacle,
+)
 from .request import Call
-from .step_costs import find_cost
+from .step_costs import evidence_about, find_cost
 
 # transformers fills these with defaults that are meant for other assistants.
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
@@ -33,6 +43,7 @@ def _prepare_generation_config(
     original: Callable, target: PreTrainedModel, /, generation_config: GenerationConfig | None, **kwargs: Any
 ):
     """Remember which cut-off arguments the user set, before they are filled with defaults: the call's come first."""
+    heal(target)
     configs = [config for config in (generation_config, target.generation_config) if config is not None]
     sources = [kwargs, *map(vars, configs)]
     chosen = {}
@@ -81,12 +92,15 @@ def _assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids
     if obstacle is None:
         return decode_call(target, draft, call)
     generator = DSparkCandidateGenerator(target, draft, call)
-    token = _active_generator.set(generator)
     try:
-        with generator:
-            return by_transformers()
+        _active_generator.set(generator)
+        try:
+            with generator:
+                return by_transformers()
+        finally:
+            generator.close()  # for an interrupt while it is entered or left
     finally:
-        _active_generator.reset(token)
+        _active_generator.set(None)
 
 
 WRAPS = {
@@ -105,6 +119,13 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
     Args:
         draft ([`DraftModel`]): The target's draft.
         options ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
+
+    Example:
+
+    ```python
+    options = DecodingOptions(policy=FullBlock())
+    output = target.generate(**inputs, custom_generate=decode_with(draft, options), max_new_tokens=64)
+    ```
     """
     prepare = prepare_with(draft, 1, options)
 
@@ -138,6 +159,7 @@ def _plan(
 ) -> tuple[Policy, int | None]:
     """Check what is known before the prompt is read; return the policy of the call and its limit of draft tokens."""
     check_fits(draft.config, target)
+    check_mode(target)
     check_adapters(target, num_rows)
     cutoff = getattr(config, "_hf_dspark_cutoff", dict.fromkeys(CUTOFF_ARGUMENTS))
     threshold, max_drafts, schedule = (cutoff[name] for name in CUTOFF_ARGUMENTS)
@@ -155,4 +177,10 @@ def _plan(
 def default_policy(draft: DraftModel, target: PreTrainedModel) -> Policy:
     """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block."""
     cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
-    return FullBlock() if cost is None else AdaptiveDrafting(PrefixScheduler(cost))
+    return FullBlock() if cost is None else scheduled_by(cost)
+
+
+def scheduled_by(cost: ThroughputTable) -> Policy:
+    """Return the scheduler as long as rounds agree with a measured cost, and the full block if they did not."""
+    evidence = evidence_about(cost.provenance.get("table", "in use"))
+    return FullBlock() if evidence.contradicted else CheckedPolicy(AdaptiveDrafting(PrefixScheduler(cost)), evidence)

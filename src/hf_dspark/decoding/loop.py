@@ -1,9 +1,11 @@
 """The decoding loop for any number of requests: draft, cut, verify, commit. A request that ends leaves it at once.
 Every pass through the target is packed: it costs what its tokens cost, however uneven blocks and rows are."""
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,13 +16,31 @@ from ..maths.sampling import VerifiedBlock, draw, verify_block, verify_greedily
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..targets.feature_capture import FeatureCapture
-from ..targets.int8_outliers import has_outliers, outliers_of_each
-from ..targets.slot_attention import attending_by_slots, packed_pass
+from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
+from ..targets.slot_attention import PackedTarget
 from .drafter import Drafter, Proposal
-from .processing import BlockProcessor, Scores
+from .processing import BlockProcessor, Scores, require_token
 from .recording import Recording, TargetOutput
 from .request import Call, Request
 from .rounds import RoundSeconds
+
+
+def _at_work(step: Callable[..., None]) -> Callable[..., None]:
+    """Make the CPU's products fast for one step: between two, models are the caller's. Other threads wait."""
+
+    @functools.wraps(step)
+    def method(loop: "DecodingLoop", *args: Any) -> None:
+        gradients = torch.is_grad_enabled()
+        with loop._packed_target.lock:
+            try:
+                with torch.no_grad(), loop._fast_linears:
+                    step(loop, *args)
+            finally:  # for an interrupt while these are left
+                loop._fast_linears.close()
+                forget_groups()
+                torch.set_grad_enabled(gradients)
+
+    return method
 
 
 class DecodingLoop:
@@ -38,11 +58,11 @@ class DecodingLoop:
         self.drafter = drafter
         self.cache = cache
         self.recording = record or Recording()
-        self._target = target
         self._keeps_some_logits = call.keeps_some_logits
         self._streamer = call.streamer
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
         self._capture = FeatureCapture(target, drafter.draft.config.target_layer_ids)
+        self._packed_target = PackedTarget(target, self._capture)
         # accelerate would bring an index to another device than the head's; a number stays what it is.
         self._is_spread = len(set(getattr(target, "hf_device_map", {}).values())) > 1
         self._device = drafter.draft.device
@@ -50,27 +70,21 @@ class DecodingLoop:
         self._has_outliers = has_outliers(target)
         self._fast_linears = fast_linears(target, drafter.draft)
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Switch and hook the target for one step: between two, it is the caller's."""
-        with torch.no_grad(), attending_by_slots(self._target), self._fast_linears, self._capture:
-            yield
-
+    @_at_work
     def run_round(self) -> None:
         """One decoding round of all requests. DSpark Section 3.1 and Algorithm 1."""
-        with self._at_work():
-            started = time.perf_counter()
-            requests, noise = list(self.requests), self.drafter.noise(self.requests)
-            proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
-            verifying = time.perf_counter()
-            output = self._forward(*self._packed_blocks(requests, proposal), verifying=True)
-            verify_seconds = time.perf_counter() - verifying
-            scores = self._process(requests, proposal, output.logits)
-            verified = self._verify(proposal, scores, output.layout, noise)
-            num_committed = self._commit(proposal, verified, scores, output)
-            self.release_ended()
-            seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
-            self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
+        started = time.perf_counter()
+        requests, noise = list(self.requests), self.drafter.noise(self.requests)
+        proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
+        verifying = time.perf_counter()
+        output = self._forward(*self._packed_blocks(requests, proposal), verifying=True)
+        verify_seconds = time.perf_counter() - verifying
+        scores = self._process(requests, proposal, output.logits)
+        verified = self._verify(proposal, scores, output.layout, noise)
+        num_committed = self._commit(proposal, verified, scores, output)
+        self.release_ended()
+        seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
+        self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
 
     def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:
         counts = tuple(1 + length for length in proposal.lengths.tolist())
@@ -96,14 +110,13 @@ class DecodingLoop:
             inputs["logits_to_keep"] = 0  # all of them
         # LLM.int8 looks for outliers in a whole prompt, but in each generated token by itself.
         outliers = outliers_of_each(() if verifying else layout.counts) if self._has_outliers else nullcontext()
-        with packed_pass(self.cache, layout), outliers:
-            outputs = self._target(
+        with outliers:
+            outputs = self._packed_target(
+                self.cache,
+                layout,
                 **inputs,
                 position_ids=layout.position_ids(self._input_device),
-                past_key_values=self.cache,
-                use_cache=True,
                 output_hidden_states=self.recording.wants_hidden_states,
-                return_dict=True,
             )
         logits = outputs.logits[0]
         if logits_at is not None and not target_picks:
@@ -143,6 +156,7 @@ class DecodingLoop:
         on_host = torch.cat(columns, dim=1).tolist()  # the round's one synchronisation
         for row, (accepted, following, *drafted) in enumerate(on_host):
             request, first = self.requests[row], output.layout.first_tokens[row]
+            require_token(request.id, following)
             new_tokens = [*drafted[:accepted], following]
             tokens = slice(first, first + len(new_tokens))
             self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
@@ -177,28 +191,30 @@ class DecodingLoop:
             self.requests[row] = self.requests[last]
             self.requests.pop()
 
+    @_at_work
     def admit(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None = None
     ) -> None:
         """Prefill new requests, in the rows after those in use, and draw the first token of each. `prompts` are their
         parts that are not cached, ids `[n]` or embeddings `[n, d]`; a pass gets `chunk_size` positions of each."""
-        with self._at_work():
-            started = time.perf_counter()
-            logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
-            self.drafter.statistics.prefill_seconds += time.perf_counter() - started
-            scores = self._processor(logits, None, [request.prefix() for request in requests])
-            tokens = _next_tokens(scores, self.drafter.noise(requests)).tolist()
-            # All rows are in order before any criterion is asked: one that fails must not leave others unfinished.
-            for request, prompt, token in zip(requests, prompts, tokens, strict=True):
-                self.cache.commit(len(self.requests), len(prompt))
-                self.requests.append(request)
-                request.append([token])
-            for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-                self.recording.add(request.id, logits[row : row + 1], scores[row : row + 1])
-                kept = self.recording.scores.get(request.id, ())
-                request.ended = request.stop_rule.cut(request.token_ids, [token], request.max_length, kept)[1]
-                self._stream([token])
-            self.release_ended()
+        started = time.perf_counter()
+        logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
+        self.drafter.statistics.prefill_seconds += time.perf_counter() - started
+        scores = self._processor(logits, None, [request.prefix() for request in requests])
+        tokens = _next_tokens(scores, self.drafter.noise(requests)).tolist()
+        for request, token in zip(requests, tokens, strict=True):
+            require_token(request.id, token)
+        # All rows are in order before any criterion is asked: one that fails must not leave others unfinished.
+        for request, prompt, token in zip(requests, prompts, tokens, strict=True):
+            self.cache.commit(len(self.requests), len(prompt))
+            self.requests.append(request)
+            request.append([token])
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            self.recording.add(request.id, logits[row : row + 1], scores[row : row + 1])
+            kept = self.recording.scores.get(request.id, ())
+            request.ended = request.stop_rule.cut(request.token_ids, [token], request.max_length, kept)[1]
+            self._stream([token])
+        self.release_ended()
 
     def _read_prompts(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int

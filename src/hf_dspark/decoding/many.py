@@ -23,7 +23,8 @@ from .conversation import num_layers, read_prompt
 from .drafter import Drafter
 from .hook import prepare_with
 from .loop import DecodingLoop
-from .request import Call, Request, own_criteria
+from .processing import NoTokenError
+from .request import Call, Request, copies_of, own_criteria
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def generate_many(
         prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; needed for strings and stop strings.
         batch_size (`int`): Sequences decoded together at most.
-        progress (`bool`): Whether to show a progress bar.
+        progress (`bool`): Whether to show a progress bar; none is shown where stderr is no terminal.
         decoding ([`DecodingOptions`], *optional*): How to decode. Default: `draft.decoding`.
         generate_kwargs: Options of `generate()`.
 
@@ -80,6 +81,13 @@ def generate_many(
     Raises:
         ValueError: If `batch_size` is not positive, or an option does not fit many prompts.
         TypeError: If these are no target and no draft, or `prompts` is a single one.
+
+    Example:
+
+    ```python
+    for done in generate_many(target, draft, prompts, tokenizer, batch_size=16, max_new_tokens=64):
+        print(done.index, done.text if done.error is None else done.error)
+    ```
     """
     require_pair(target, draft)
     if batch_size < 1:
@@ -114,6 +122,7 @@ class _Queue:
         self._returned: deque[_Job] = deque()
         self._options = generate_kwargs
         self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
+        self._processors = LogitsProcessorList(self._options.pop("logits_processor", None) or [])
         stop_strings = self._options.pop("stop_strings", None)
         if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
             if tokenizer is None:
@@ -122,8 +131,11 @@ class _Queue:
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
-        mask, criteria = torch.ones_like(ids[None]), own_criteria(self._criteria)
-        return self.target.generate(ids[None], attention_mask=mask, stopping_criteria=criteria, **self._options)
+        own = {
+            "stopping_criteria": own_criteria(self._criteria),
+            "logits_processor": LogitsProcessorList(copies_of(self._processors)),
+        }
+        return self.target.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **own, **self._options)
 
     def take_back(self, running: list[_Job], leaving: list[_Job]) -> None:
         for job in leaving:
@@ -175,7 +187,7 @@ class _Guarded:
 def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> Iterator[Completion]:
     running: list[_Job] = []
     loop: DecodingLoop | None = None
-    with tqdm(total=queue.total, disable=not progress, unit="prompt") as bar:
+    with tqdm(total=queue.total, disable=None if progress else True, unit="prompt") as bar:
         while True:
             new: list[_Job] = []
             while len(running) + len(new) < batch_size and (job := queue.take()) is not None:
@@ -200,7 +212,9 @@ def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> I
                     loop.run_round()
             except (MemoryError, torch.OutOfMemoryError) as error:
                 shortage = str(error)  # the error itself would keep the failed pass in memory
-            except Exception:
+            except Exception as error:
+                if isinstance(error, NoTokenError):
+                    next(job for job in running if job.request.id == error.request_id).error = error
                 if not any(job.error for job in running):
                     raise
                 for job in running:

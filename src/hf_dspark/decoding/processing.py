@@ -2,6 +2,7 @@
 alone. Temperature, top-k, top-p and min-p are computed together on the few tokens that survive."""
 
 import copy
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,6 +39,8 @@ PADDED_LENGTHS = {
     "SuppressTokensAtBeginLogitsProcessor": "begin_index",
 }
 TIE_MARGIN = 32
+ROUNDING = 1e-6  # of a sum of probabilities
+SMALL_CONTAINER = 64  # items; of larger ones, only the length is watched
 TOP_P_CANDIDATES = 1024
 
 
@@ -61,6 +64,22 @@ class Scores:
         """Return the scores over the whole vocabulary, `[n, V]`, in float32."""
         values = self.values.float()
         return values if self.candidate_ids is None else scatter_to_vocabulary(values, self.candidate_ids, vocab_size)
+
+
+class NoTokenError(RuntimeError):
+    """Raised where no token can be drawn from the target; begins as PyTorch's error in plain decoding does."""
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        super().__init__(
+            "probability tensor contains either `inf`, `nan` or element < 0: logits processors forbid every token, or "
+            f"the target's logits are no numbers, in sequence {request_id}. Plain generate() fails here, too"
+        )
+
+
+def require_token(request_id: int, token_id: int) -> None:
+    if token_id < 0:
+        raise NoTokenError(request_id)
 
 
 @dataclass(frozen=True)
@@ -131,11 +150,6 @@ def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix 
         row = scores[index : index + 1]
         for processor in prefix.processors[stretch]:
             row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
-            if row.shape[0] != 1:
-                raise ValueError(
-                    f"the logits processor {type(processor).__name__} returned {row.shape[0]} rows for one: in a "
-                    "batch each row is processed by itself, so its result must not depend on the row's number"
-                )
         scores[index] = row[0]
     return scores
 
@@ -182,39 +196,161 @@ class Truncation:
                 return None
             scores = scores.masked_fill(scores < last_kept, -torch.inf)
         if self.top_p is not None:
-            probs = scores.softmax(dim=-1)
+            probs, rest = scores.softmax(dim=-1), 0.0
             if self.top_k is None and not is_whole:
                 probs = (scores - (logits.float() / self.temperature).logsumexp(dim=-1, keepdim=True)).exp()
-            removed = probs.cumsum(dim=-1) - probs >= self.top_p  # the better tokens have the mass already
-            if not (self.top_k is not None or is_whole or self.tie_margin == 0 or bool(removed[:, -1].all())):
-                return None  # the candidates do not reach p
-            if self.top_p == 0.0:
-                removed[:, 0] = False  # the best token stays
-            scores = scores.masked_fill_(removed, -torch.inf)
+                rest = 1.0 - probs.sum(dim=-1, keepdim=True)  # of the tokens that are no candidates
+            above_edge = probs.flip(-1).cumsum(dim=-1).flip(-1) + rest - (1.0 - self.top_p)
+            removed = above_edge <= 0.0  # the worst tokens, as long as their mass allows
+            removed[:, 0] = False
+            if self.tie_margin:
+                if self.top_k is None and not is_whole:
+                    last_kept = scores.masked_fill(removed, torch.inf).amin(dim=-1)
+                    if bool((scores[:, -1] >= last_kept).any()):
+                        return None  # the candidates do not reach p, or what ties at the edge goes on after them
+                self._settle_edges(logits, scores, candidate_ids, above_edge, removed)
+            scores = scores.masked_fill(removed, -torch.inf)
         return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
+
+    def _settle_edges(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        above_edge: torch.Tensor,
+        removed: torch.Tensor,
+    ) -> None:
+        """Correct what top-p removes where equal scores or rounding decide: transformers sorts the whole vocabulary,
+        and which of equal scores are removed is up to that sort."""
+        is_edge = removed[:, 1:] != removed[:, :-1]
+        ties = is_edge & (scores[:, 1:] == scores[:, :-1])
+        unsure = (ties | (above_edge[:, 1:].abs() < ROUNDING)).any(dim=-1)
+        if not bool(unsure.any()):
+            return
+        ids = candidate_ids[unsure]
+        if self.top_k is None:
+            whole = logits[unsure].float() / self.temperature
+        else:
+            whole = scatter_to_vocabulary(scores[unsure], ids, logits.shape[-1])
+        removed[unsure] = TopPLogitsWarper(self.top_p)(None, whole).gather(-1, ids) == -torch.inf
 
     def _above_min_p(self, scores: torch.Tensor) -> torch.Tensor:
         probs = scores.softmax(dim=-1)
         return scores.masked_fill(probs < self.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
 
 
+def is_built_in(processor: LogitsProcessor) -> bool:
+    """Tell whether transformers' authors wrote a processor; a user's subclass may do anything."""
+    return type(processor).__module__.startswith("transformers.")
+
+
+class UsersProcessor:
+    """Calls what a user wrote, and sees that it keeps no state: it is called on tokens that may be rejected. It is
+    shown what plain decoding would: the columns of a padded prompt, `[1, S]`, in place of the prompt's tokens."""
+
+    def __init__(
+        self, processor: LogitsProcessor, columns: torch.Tensor | None = None, prompt_length: int = 0
+    ) -> None:
+        self._processor, self._columns, self._prompt_length = processor, columns, prompt_length
+        self._attributes: dict[str, Any] | None = None  # after the first call, which may set things up
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._columns is not None:
+            input_ids = torch.cat([self._columns, input_ids[:, self._prompt_length :]], dim=1)
+        before = _random_states(scores.device)
+        scores = self._processor(input_ids, scores)
+        has_drawn = not all(map(torch.equal, before, _random_states(scores.device)))  # it, or another thread
+        if has_drawn and self._is_random(input_ids, scores):
+            raise ValueError(
+                f"the result of the logits processor {type(self._processor).__name__} is random: make it depend on "
+                "its arguments alone (a torch.Generator seeded from input_ids in each call is fine), drop it, or drop "
+                "assistant_model"
+            )
+        self._require_no_state()
+        return scores
+
+    def _is_random(self, input_ids: torch.Tensor, scores: torch.Tensor) -> bool:
+        first, second = (self._processor(input_ids, scores.clone()).nan_to_num() for _ in range(2))
+        return not torch.equal(first, second)
+
+    def _require_no_state(self) -> None:
+        attributes = plain_attributes(self._processor)
+        if self._attributes is None:
+            self._attributes = attributes
+        elif attributes != self._attributes:
+            changed = {key for key, value in attributes.items() if self._attributes.get(key, self) != value}
+            what = ", ".join(sorted(changed | (self._attributes.keys() - attributes.keys())))
+            raise ValueError(
+                f"the logits processor {type(self._processor).__name__} changed its attribute {what} while it was "
+                "called on tokens that may be rejected: make its result depend on its arguments alone, drop it, or "
+                "drop assistant_model"
+            )
+
+
+def watched(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Return the same processors, and watch those of the user."""
+    return LogitsProcessorList(each if is_built_in(each) else UsersProcessor(each) for each in processors)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of PyTorch's global generators, the CPU's and the device's."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
+
+
+def plain_attributes(processor: LogitsProcessor) -> dict[str, Any]:
+    """Return what can be compared in microseconds: numbers, strings, tensors and small containers of them."""
+    return {name: _comparable(value) for name, value in getattr(processor, "__dict__", {}).items()}
+
+
+def _comparable(value: Any, depth: int = 3) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+        return _Same(value)
+    if depth == 0 or len(value) > SMALL_CONTAINER:
+        return len(value)
+    parts = value.items() if isinstance(value, dict) else value
+    return [_comparable(part, depth - 1) for part in parts]
+
+
+class _Same:
+    """Equal to the same object, unless it is a tensor that was written to, and to one that reads the same."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._version = 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        if self._value is other._value:
+            return self._version == other._version
+        return repr(self._value) == repr(other._value)
+
+
 def processors_of_row(
-    processors: LogitsProcessorList, row: int, num_rows: int, left_padding: int, prompt_ids: torch.Tensor
+    processors: LogitsProcessorList, input_ids: torch.Tensor, row: int, prompt_ids: torch.Tensor
 ) -> LogitsProcessorList:
-    """Return the processors of a padded batch as they are for one of its rows without its padding: `prompt_ids`,
-    `[1, S]`, have none. Several sequences per prompt count as rows."""
+    """Return the processors of a padded batch `[B, S]` as they are for one of its rows, of which `prompt_ids` `[1, n]`
+    have no padding. Several sequences per prompt count as rows. What the user wrote is shown the padding."""
+    num_rows, left_padding = len(input_ids), input_ids.shape[1] - prompt_ids.shape[1]
+    columns = input_ids[row : row + 1] if left_padding else None
     row_processors = LogitsProcessorList()
     for processor in processors:
         name = type(processor).__name__
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
             allowed = processor._prefix_allowed_tokens_fn
             own = PrefixConstrainedLogitsProcessor(lambda _, ids, allowed=allowed: allowed(row, ids), num_beams=1)
+            own = UsersProcessor(own, columns, prompt_ids.shape[1])
+        elif not is_built_in(processor) or isinstance(getattr(processor, "prompt_ignore_length", None), int):
+            own = UsersProcessor(processor, columns, prompt_ids.shape[1])  # which may count the columns
         elif name == "EncoderRepetitionPenaltyLogitsProcessor":
             own = _changed(processor, encoder_input_ids=prompt_ids)
         elif name == "EncoderNoRepeatNGramLogitsProcessor":
             prompt = row // (num_rows // processor.batch_size)
             own = _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[prompt]])
-        elif name == "RepetitionPenaltyLogitsProcessor" and isinstance(processor.prompt_ignore_length, torch.Tensor):
+        elif name == "RepetitionPenaltyLogitsProcessor" and processor.prompt_ignore_length is not None:
             own = _changed(processor, prompt_ignore_length=None)  # the padding of each row, of which there is none
         elif name in PADDED_LENGTHS and left_padding:
             attribute = PADDED_LENGTHS[name]

@@ -103,6 +103,13 @@ def regenerate(
         ValueError: If the options do not fit, several samples would all be the same, the file is of another run, or
             the server refuses key or model.
         ConnectionError: If the server cannot be reached at all.
+
+    Example:
+
+    ```python
+    report = regenerate(target, prompts, tokenizer, "out/own_words.jsonl", draft=draft, max_new_tokens=64)
+    print(report.num_answers, report.num_unfinished)
+    ```
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")

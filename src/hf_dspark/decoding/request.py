@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,15 +164,18 @@ class Request:
 
 
 def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own. What
-    cannot be copied (a criterion that waits for an event, say) is shared."""
-    own = StoppingCriteriaList()
-    for criterion in criteria:
-        if not type(criterion).__module__.startswith("transformers."):
+    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own."""
+    return StoppingCriteriaList(copies_of(criteria))
+
+
+def copies_of(user_objects: Iterable[Any]) -> Iterator[Any]:
+    """Yield processors or criteria for one more sequence, copies of those that transformers did not write. What cannot
+    be copied (a criterion that waits for an event, say) is shared."""
+    for each in user_objects:
+        if not type(each).__module__.startswith("transformers."):
             with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
-                criterion = copy_of(criterion)
-        own.append(criterion)
-    return own
+                each = copy_of(each)
+        yield each
 
 
 def copy_of(user_object: Any) -> Any:

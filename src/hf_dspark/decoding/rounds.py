@@ -37,6 +37,13 @@ class RoundStatistics:
         first_round_at (`float`, *optional*): When the first round began, right after the first new token, by
             `time.perf_counter`.
         policy ([`Policy`], *optional*): Decided how much was drafted and verified.
+
+    Example:
+
+    ```python
+    target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
+    print(draft.last_stats.rounds, draft.last_stats.tau, draft.last_stats.accepted)
+    ```
     """
 
     proposed: list[int] = field(default_factory=list)

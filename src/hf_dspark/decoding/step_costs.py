@@ -1,14 +1,15 @@
 """What a round costs on this machine: finds the measurement that fits two models, this user's own or a shipped one."""
 
 import hashlib
+import itertools
 import json
 import logging
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
 from ..files import replace_text
+from ..maths.checked import Evidence
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
 from ..models.modeling_draft import DraftModel
 from ..provenance import device_name
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 GEOMETRY = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
             "vocab_size")  # fmt: skip
+LARGEST_FALL = 1.5  # of a pass over fewer tokens against one over more, which steps of the hardware can explain
+LARGEST_SPREAD = 0.5  # of the repetitions of a pass
 SHIPPED_TABLES = Path(__file__).parents[1] / "tables"
 
 
@@ -80,6 +84,22 @@ class Sample:
     verify_tokens: int  # of the pass; for a draft the requests, one block each
     context_tokens: int  # cached, of all requests together
     seconds: float
+    spread: float = 0.0  # how far apart the middle half of its repetitions lies, as a part of the median
+
+
+def fault_of(samples: Iterable[Sample]) -> str | None:
+    """Return why passes of target or draft cannot be believed; `None` if they can. Other work slows some of them."""
+    settings: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        if sample.spread > LARGEST_SPREAD:
+            return f"repetitions of one pass lay {sample.spread:.0%} of its time apart"
+        settings.setdefault((sample.requests, sample.context_tokens), []).append(sample)
+    for few, many in (pair for part in settings.values() for pair in itertools.permutations(part, 2)):
+        if few.verify_tokens < many.verify_tokens and few.seconds > LARGEST_FALL * many.seconds:
+            tokens = f"{few.verify_tokens} token{'s' * (few.verify_tokens > 1)}"
+            times = few.seconds / many.seconds
+            return f"a pass over {tokens} took {times:.1f} times as long as one over {many.verify_tokens}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -91,6 +111,11 @@ class ThroughputProfile:
     linear: LinearCost  # least squares over all samples
     fit: dict[str, float]  # R squared of `linear` for `target` and `draft`
     samples: dict[str, list[Sample]]  # of `target` and `draft`
+
+    @property
+    def fault(self) -> str | None:
+        """Why the measurement cannot be believed; `None` if it can."""
+        return next(filter(None, map(fault_of, self.samples.values())), None)
 
     def save(self, path: str | Path) -> None:
         """Write JSON that SGLang reads as a 1-D SPS table."""
@@ -127,18 +152,33 @@ def known_profiles() -> dict[str, ThroughputProfile]:
     profiles = {}
     for origin, path in origins.items():
         try:
-            profiles[origin] = ThroughputProfile.from_dict(json.loads(path.read_text()), origin)
+            profile = ThroughputProfile.from_dict(json.loads(path.read_text()), origin)
+            if profile.fault is not None:
+                raise ValueError(f"{profile.fault}. Measure again when nothing else runs")
+            profiles[origin] = profile
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("ignoring the throughput table %s: %s", origin, error)
     return profiles
+
+
+@cache
+def evidence_about(table: str) -> Evidence:
+    """Return what the rounds of this process have said about a table."""
+    return Evidence(f"the throughput table {table}")
+
+
+def forget_profiles() -> None:
+    """Read all tables again when the next one is needed."""
+    known_profiles.cache_clear()
+    evidence_about.cache_clear()
 
 
 _told: set[str] = set()
 
 
 def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | None:
-    """Return the measured cost that fits these models on this machine best, or `None` with a warning, once: the
-    nearest by `Machine.distance`, among equals this user's own. Other cores or threads are warned of."""
+    """Return the measured cost that fits these models on this machine best, or `None`: the nearest by
+    `Machine.distance`, among equals this user's own. What is found is logged once, at the level of information."""
     machine = Machine.of(target, draft)
     distances = {name: profile.machine.distance(machine) for name, profile in known_profiles().items()}
     fitting = sorted((name for name in distances if distances[name] is not None), key=distances.get)  # own ones first
@@ -147,21 +187,18 @@ def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | N
     here = f"{machine.device}, {machine.dtype}, {machine.threads} threads"
     if not fitting:
         if first_time:
-            logger.warning(
+            logger.info(
                 f"no throughput table fits these models on this machine ({here}): verifying full blocks. A table is "
                 "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... "
                 "--draft ...` or hf_dspark.profile_throughput(target, draft) measures one."
             )
         return None
-    name, profile = fitting[0], known_profiles()[fitting[0]]
-    if first_time and distances[name] == 2:
-        logger.warning(
-            f"the throughput table {name} was measured on {profile.machine.device} with {profile.machine.threads} "
-            f"threads, this is {here}: scheduling by it all the same. hf_dspark.profile_throughput(target, draft) "
-            "measures this machine."
+    profile = known_profiles()[fitting[0]]
+    if first_time:
+        logger.info(
+            f"scheduling verification by the throughput table {fitting[0]}, measured on {profile.machine.device} with "
+            f"{profile.machine.threads} threads; this is {here}"
         )
-    elif first_time:
-        logger.info("scheduling verification by the throughput table %s", name)
     return profile.table
 
 

@@ -89,6 +89,14 @@ def calibrate(
         TypeError: If `prompts` is a single one.
         ValueError: If there is nothing to calibrate on.
 
+    Example:
+
+    ```python
+    report = calibrate(target, draft, prompts, tokenizer, do_sample=False, max_new_tokens=64)
+    print(report.mean_ece)  # before and after
+    draft.save_pretrained("out/calibrated")
+    ```
+
     DSpark Section 3.2.1.
     """
     rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)

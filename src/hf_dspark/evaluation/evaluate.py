@@ -7,16 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, read_task
+from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, read_task
 from ..decoding.batch import refuse_made_here
 from ..files import Journal, digest, plain_json
 from ..maths.policies import FullBlock, Policy
+from ..messages import shortened
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..targets.fingerprint import fingerprint
 from .metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
 from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
+from .rounding import tolerance_of
 from .run import EvaluationRun, FailedPrompt, Setup
 from .timed_decoding import decoding_as
 
@@ -46,7 +48,8 @@ class Evaluation:
     def table(self) -> str:
         """Return a Markdown table, one row per task; `all` only if there are several."""
         shown = {name: part for name, part in self.metrics.items() if name != ALL or len(self.metrics) > 2}
-        return metrics_table(shown)
+        rounding = self.facts["rounding"]
+        return metrics_table(shown) + (f"\n\nBest up to rounding: {rounding}." if rounding else "")
 
 
 def evaluate(
@@ -83,7 +86,9 @@ def evaluate(
         output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; replaces what was there.
         policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
         batch_size (`int`): Conversations decoded together.
-        compare_plain (`bool`): Decode each turn without the draft, too, right before. Answers are the draft's.
+        compare_plain (`bool`): Decode each turn without the draft, too, right before. Answers are the draft's. Of
+            greedy ones, those that are identical are counted, and the tokens that are the target's best up to
+            rounding ([`count_best`]): in bfloat16 an answer may differ where two tokens are as good.
         seed (`int`): Of all draws.
         enable_thinking (`bool`, *optional*): For the chat template, if given.
         generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config` among
@@ -96,6 +101,14 @@ def evaluate(
         TypeError: If tasks are no mapping, or a task is a single prompt.
         ValueError: If a file is missing or holds no prompt, the draft does not fit, an option is not for many prompts,
             an unfinished run had other settings (naming them), or no prompt could be answered.
+
+    Example:
+
+    ```python
+    tasks = {"math": prompts, "code": "code.jsonl"}
+    found = evaluate(target, draft, tasks, tokenizer, "out/eval.json", compare_plain=True, max_new_tokens=64)
+    print(found.table(), found.metrics["math"].tau)
+    ```
     """
     if not isinstance(tasks, Mapping):
         raise TypeError(f"tasks must map names to prompts, got {type(tasks).__name__}: pass {{'math': 'math.jsonl'}}")
@@ -140,7 +153,12 @@ def evaluate(
 def _read_task(name: str, task: Task) -> PromptFile:
     if isinstance(task, PromptFile):
         return task
-    return read_prompt_file(str(task)) if isinstance(task, str | Path) else read_task(name, task)
+    if not isinstance(task, str | Path):
+        return read_task(name, task)
+    if str(task) != STDIN and not Path(task).is_file():
+        wanted = "name a JSON Lines file, or pass a list of prompts"
+        raise ValueError(f"task {name!r}: there is no file {shortened(task, quote=False)}: {wanted}")
+    return read_prompt_file(str(task))
 
 
 def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Policy | None) -> dict[str, Any]:
@@ -187,6 +205,7 @@ def _summed_up(run: EvaluationRun, setup: Setup, read: Mapping[str, PromptFile],
         "policy": None if policy is None else describe_policy(policy),
         "max_new_tokens": options["max_new_tokens"],
         "batch_size": setup.batch_size,
+        "rounding": tolerance_of(setup.target.dtype) if setup.compare_plain and not sampling["do_sample"] else None,
     }
     block_size = 0 if draft is None else draft.config.block_size
     return Evaluation(metrics_by_task(records, read, block_size), records, failed, facts)

@@ -18,7 +18,7 @@ COLUMNS = (
     "task", "prompts", "turns", "tokens", "rounds", "tau", "acceptance by position", "ECE", "tokens/s",
     "draft / verify / rest, ms", "first token, ms",
 )  # fmt: skip
-COMPARED_COLUMNS = ("speed-up, median over median (quartiles of single turns)", "identical")
+COMPARED_COLUMNS = ("speed-up, median over median (quartiles of single turns)", "identical", "best up to rounding")
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class PlainTurn:
     prefill_seconds: float
     seconds: float
     identical: bool | None  # whether the tokens are the same; `None` where both are drawn at random
+    num_best: int | None = None  # drafted tokens that are the target's best up to rounding; `None` if not checked
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Speedup:
     plain_tokens_per_second: float  # tokens over seconds of all turns
     plain_time_to_first_token: float  # median over the turns, in seconds
     identical: int | None  # turns whose tokens are the same; `None` if sampled
+    best_tokens: int | None  # drafted tokens that are the target's best up to rounding; `None` if not checked
 
 
 @dataclass(frozen=True)
@@ -232,12 +234,14 @@ def speedup(records: Iterable[TurnRecord]) -> Speedup | None:
     ratios = torch.tensor([slow / fast for slow, fast in zip(plain, drafted, strict=True)], dtype=torch.double)
     quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double)).tolist()
     same = [turn.identical for _, turn in pairs if turn.identical is not None]
+    best = [turn.num_best for _, turn in pairs]
     return Speedup(
         statistics.median(plain) / statistics.median(drafted),
         *quartiles,
         plain_tokens_per_second=sum(turn.num_tokens for _, turn in pairs) / sum(turn.seconds for _, turn in pairs),
         plain_time_to_first_token=statistics.median(turn.prefill_seconds for _, turn in pairs),
         identical=sum(same) if same else None,
+        best_tokens=None if None in best else sum(best),
     )
 
 
@@ -273,9 +277,10 @@ def _row(name: str, part: Metrics, compared: bool) -> list[Any]:
         None if first is None else f"{1e3 * first:.1f}",
     ]  # fmt: skip
     if not compared or speed is None:
-        return cells + [None] * (2 * compared)
+        return cells + [None] * (3 * compared)
     spread = f"{speed.ratio_of_medians:.2f}× ({speed.lower_quartile:.2f}–{speed.upper_quartile:.2f})"
-    return [*cells, spread, None if speed.identical is None else f"{speed.identical} of {part.turns}"]
+    counts = ((speed.identical, f"{part.turns} turns"), (speed.best_tokens, f"{part.tokens} tokens"))
+    return [*cells, spread, *(None if count is None else f"{count} of {whole}" for count, whole in counts)]
 
 
 def _known(value: float) -> float | None:

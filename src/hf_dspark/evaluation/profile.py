@@ -3,8 +3,10 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -12,14 +14,17 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from ..cpu import fast_linears
-from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, known_profiles
+from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, forget_profiles
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
 from ..maths.sampling import TokenLaw, draw
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
-from ..targets.slot_attention import attending_by_slots, packed_pass, slot_cache_obstacle
+from ..provenance import load_hint
+from ..targets.slot_attention import PackedTarget, slot_cache_obstacle
 from .timed_decoding import synchronize
+
+ATTEMPTS = 3  # at a setting whose samples cannot be believed
 
 
 @torch.inference_mode()
@@ -42,13 +47,22 @@ def profile_throughput(
         batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
         context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
         repetitions (`int`): Timed passes per setting, after one that warms up.
-        cache (`bool`): Store the result for [`find_cost`].
+        cache (`bool`): Store the result for [`find_cost`]. One with a fault after three attempts is not stored, and a
+            warning says so: repetitions far apart, or few tokens that take longer than many, show that other work
+            held the machine.
 
     Returns:
         [`ThroughputProfile`]
 
     Raises:
         ValueError: If the settings are empty, not increasing, or longer than the target's context.
+
+    Example:
+
+    ```python
+    profile = profile_throughput(target, draft, batch_sizes=(1, 4))
+    draft.decoding = DecodingOptions(policy=PrefixScheduler(profile.table))
+    ```
     """
     require_pair(target, draft)
     _check_settings(target, batch_sizes, context_lengths, repetitions)
@@ -56,23 +70,31 @@ def profile_throughput(
     gamma = draft.config.block_size
     samples: dict[str, list[Sample]] = {"target": [], "draft": []}
     lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
-    total = len(context_lengths) * sum(len(part) + 1 for part in lengths.values())
+    settings = list(itertools.product(context_lengths, batch_sizes))
     # transformers' own loop, which decodes the others, keeps PyTorch's products.
     fast = fast_linears(target, draft) if slot_cache_obstacle(target) is None else nullcontext()
-    with fast, tqdm(total=total, desc="profiling", disable=None) as bar:
-        for context_length, requests in itertools.product(context_lengths, batch_sizes):
-            context = requests * context_length
-            for length, seconds in _time_verify(target, requests, context_length, lengths[requests], repetitions):
-                samples["target"].append(Sample(requests, requests * (1 + length), context, seconds))
-                bar.update()
-            seconds = _time_draft(draft, requests, context_length, repetitions)
-            samples["draft"].append(Sample(requests, requests, context, seconds))
-            bar.update()
+    with fast:
+        for context_length, requests in tqdm(settings, desc="profiling", disable=None):
+            setting = (requests, context_length, repetitions)
+            samples["target"] += _believable(_time_verify, target, lengths[requests], *setting)
+            samples["draft"] += _believable(_time_draft, draft, *setting)
     profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
-    if cache:
+    if profile.fault is not None:
+        again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
+        warnings.warn(f"this measurement is not kept: {profile.fault}, {ATTEMPTS} times; {again}", stacklevel=3)
+    elif cache:
         profile.save(cache_folder() / f"{profile.machine.key}.json")
-        known_profiles.cache_clear()
+        forget_profiles()
     return profile
+
+
+def _believable(measure: Callable[..., Iterable[Sample]], *settings: Any) -> list[Sample]:
+    """Measure until the samples can be believed, a few times at most."""
+    for _ in range(ATTEMPTS):
+        samples = list(measure(*settings))
+        if fault_of(samples) is None:
+            break
+    return samples
 
 
 def _check_settings(
@@ -96,16 +118,17 @@ def _check_settings(
 
 
 def _time_verify(
-    target: PreTrainedModel, requests: int, context_length: int, lengths: Sequence[int], repetitions: int
-) -> Iterator[tuple[int, float]]:
-    """Yield each draft length with the median seconds of a pass over 1 + length tokens per request."""
+    target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int, repetitions: int
+) -> Iterator[Sample]:
+    """Yield a pass over 1 + length tokens per request for each draft length."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     start_pass = _passes_by_slots if slot_cache_obstacle(target) is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
     with start_pass(target, prompt, requests) as run:
         for length in lengths:
             tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
-            yield length, _median_seconds(lambda tokens=tokens: run(tokens), repetitions, target.device)
+            times = _repeated(lambda tokens=tokens: run(tokens), repetitions, target.device)
+            yield Sample(requests, requests * (1 + length), requests * context_length, *times)
 
 
 @contextmanager
@@ -113,17 +136,15 @@ def _passes_by_slots(
     target: PreTrainedModel, prompt: torch.Tensor, requests: int
 ) -> Iterator[Callable[[torch.Tensor], None]]:
     """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt."""
-    cache = SlotCache(requests)
+    packed, cache = PackedTarget(target), SlotCache(requests)
 
     def run(tokens: torch.Tensor, start: int = prompt.shape[1], **options: Any) -> None:
         layout = SlotLayout((start,) * requests, (tokens.shape[1],) * requests)
         position_ids = layout.position_ids(tokens.device)
-        with packed_pass(cache, layout):
-            target(tokens.reshape(1, -1), position_ids=position_ids, past_key_values=cache, use_cache=True, **options)
+        packed(cache, layout, input_ids=tokens.reshape(1, -1), position_ids=position_ids, **options)
 
-    with attending_by_slots(target):
-        run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
-        yield run
+    run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
+    yield run
 
 
 @contextmanager
@@ -144,8 +165,8 @@ def _passes_by_columns(
     yield run
 
 
-def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitions: int) -> float:
-    """Return the median seconds of drafting one block per request, three tokens committed since the last one."""
+def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitions: int) -> Iterator[Sample]:
+    """Yield the drafting of one block per request, three tokens committed since the last one."""
     width = len(draft.config.target_layer_ids) * draft.config.hidden_size
     cache = SlotCache(requests)
     anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
@@ -161,7 +182,8 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
             cache.truncate(row, context_length)
 
     draft_blocks(context_length)
-    return _median_seconds(one_pass, repetitions, draft.device)
+    times = _repeated(one_pass, repetitions, draft.device)
+    yield Sample(requests, requests, requests * context_length, *times)
 
 
 def _plain_sampler(
@@ -172,15 +194,21 @@ def _plain_sampler(
     return draw(law, torch.rand(len(logits), device=logits.device)), law
 
 
-def _median_seconds(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> float:
-    times = []
-    for _ in range(1 + repetitions):
-        synchronize(device)
-        started = time.perf_counter()
-        one_pass()
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+def _repeated(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of a pass, and how far apart its middle half lies, as a part of it."""
+    times = [_seconds_of(one_pass, device) for _ in range(1 + repetitions)][1:]
+    if repetitions == 1:
+        return times[0], 0.0
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return median, (upper - lower) / median
+
+
+def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    one_pass()
+    synchronize(device)
+    return time.perf_counter() - started
 
 
 def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputProfile:
@@ -193,6 +221,8 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
         for part in (samples["target"], samples["draft"])
     )
     provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
+    provenance["measured"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
     # Each point at the shortest context, less what that context costs: the table adds the actual one.
     context_seconds = target_cost.alpha + draft_cost.alpha
     verify, drafts = (

@@ -109,11 +109,19 @@ def _as_text(result: Mapping[str, Any]) -> str:
     return f'{text[:-2]},\n "records": [\n{records}\n ]\n}}\n' if "records" in result else f"{text}\n"
 
 
-def read_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Read result files, and all `*.json` files of folders; a `ValueError` says what another file lacks."""
+def result_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Return result files, all `*.json` files of folders among them; a `ValueError` names what is not there."""
     files: list[Path] = []
-    for path in map(Path, paths):
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
+        if not path.exists():
+            raise ValueError(f"there is no result file and no folder {path}: hf-dspark eval and calibrate write some")
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return files
+
+
+def read_results(paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Read result files, and all `*.json` files of folders; a `ValueError` says what another file lacks."""
+    files = result_files(paths)
     results = [read_json(file, MAX_BYTES) for file in files]
     for file, result in zip(files, results, strict=True):
         _check(result, str(file))
@@ -129,8 +137,9 @@ def _check(result: dict[str, Any], where: str) -> None:
     if lacking:
         raise ValueError(f"{where}: a result of the kind {kind!r} needs {', '.join(lacking)}")
     wrong = [name for name, types in needed.items() if not isinstance(result[name], types)]
-    parts = {**result.get("domains", {}), **result.get("tasks", {})}
-    wrong += [name for name, part in parts.items() if not isinstance(part, dict)]
+    for parts in (result.get("domains"), result.get("tasks")):
+        if isinstance(parts, dict):
+            wrong += [name for name, part in parts.items() if not isinstance(part, dict)]
     if wrong:
         raise ValueError(f"{where}: {', '.join(wrong)} of a result of the kind {kind!r} are of another type")
 

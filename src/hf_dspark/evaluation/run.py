@@ -15,6 +15,7 @@ from ..decoding.rounds import RoundStatistics
 from ..files import Journal, digest
 from ..models.modeling_draft import DraftModel
 from .metrics import PlainTurn, TurnRecord, TurnRounds
+from .rounding import count_best
 from .timed_decoding import timed_call
 
 TOKENS_TO_WARM_UP = 16
@@ -173,7 +174,8 @@ class EvaluationRun:
             if plain is not None:
                 plain_ids = plain.token_ids[row]
                 same = None if is_sampled else plain_ids == ids
-                plain_turn = PlainTurn(len(plain_ids), plain.prefill_seconds, plain.seconds_of(row), same)
+                best = None if is_sampled else count_best(setup.target, turn.token_ids, ids, plain_ids, **options)
+                plain_turn = PlainTurn(len(plain_ids), plain.prefill_seconds, plain.seconds_of(row), same, best)
             record = TurnRecord(
                 *turn.key,
                 num_prompt_tokens=len(turn.token_ids),

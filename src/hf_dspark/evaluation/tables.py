@@ -1,6 +1,7 @@
 """Markdown tables: the one writer that summaries, cards, reports and the command line share."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 ABSENT = "–"
@@ -14,6 +15,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def number(value: float | None, digits: int = 2) -> str:
     """Return a number with a fixed count of decimals, or a dash for `None`."""
+    if not isinstance(value, Real | None):
+        raise TypeError(f"a number is needed, got {value!r}")
     return ABSENT if value is None else f"{value:.{digits}f}"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_session, is_offline_mode
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -32,6 +33,7 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_DIGITS = 19
 MAX_SHARDS = 1000
 
+_ANSWERED: set[str] = set()  # Hubs that have answered once
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _HUB_REPOSITORY = re.compile(r"(models|datasets|spaces|kernels)--.+")
@@ -167,7 +169,15 @@ class _Place:
     def find(self, file: str) -> Path | None:
         """Return a file of the checkpoint, `None` if it has none of that name."""
         if self.folder is None:
-            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False, **self.hub)
+            fault = None if self.only_cached else _hub_fault()
+            hub = self.hub | ({} if fault is None else {"local_files_only": True})
+            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False, **hub)
+            if found is None and fault is not None:
+                raise OSError(
+                    f"{self.name} is no folder here, its {file} is not in the local cache, and the Hub at "
+                    f"{constants.ENDPOINT} does not answer ({fault}): check the name, the network and its proxy. "
+                    "HF_ENDPOINT names another Hub, HF_HUB_OFFLINE=1 asks none"
+                )
             return None if found is None else Path(found)
         path = self.folder / file
         if not os.path.lexists(path):
@@ -178,7 +188,7 @@ class _Place:
     def require(self, file: str) -> Path:
         path = self.find(file)
         if path is None:
-            raise ValueError(f"{self.name} has no {file}{self.where}: it is no checkpoint, or is incomplete")
+            raise ValueError(f"{self.name} has no {file}{self.where}: it is no checkpoint, or is not all there")
         return path
 
     def pickles(self) -> list[str]:
@@ -187,8 +197,28 @@ class _Place:
         return sorted(name for name in names if name.endswith((*_PICKLE_SUFFIXES, ".bin.index.json")))
 
     @property
+    def only_cached(self) -> str | None:
+        """Return what forbids to ask the Hub, if anything does."""
+        return (
+            "HF_HUB_OFFLINE" if is_offline_mode() else "local_files_only" if self.hub.get("local_files_only") else None
+        )
+
+    @property
     def where(self) -> str:
-        return f" in {self.folder}" if self.folder is not None else " on the Hub, or none in the local cache"
+        if self.folder is not None:
+            return f" in {self.folder}"
+        return f" in the local cache ({self.only_cached} asks no Hub)" if self.only_cached else " on the Hub"
+
+
+def _hub_fault() -> str | None:
+    """Return why the Hub does not answer, `None` if it does; the Hub's own library would try for half a minute."""
+    if constants.ENDPOINT not in _ANSWERED:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        except Exception as error:  # of the network, or of the library that talks to it
+            return shortened(str(error) or type(error).__name__, quote=False)
+        _ANSWERED.add(constants.ENDPOINT)
+    return None
 
 
 def _check_inside(path: Path, folder: Path) -> None:

@@ -8,6 +8,7 @@ import bisect
 import itertools
 import json
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,14 @@ class ThroughputTable(StepCost):
     Raises:
         ValueError: If the table is empty, not increasing, or holds a rate that is not a positive number.
 
+    Example:
+
+    ```python
+    cost = ThroughputTable((1, 8, 64), (95, 94, 80))  # tokens of a pass, passes per second
+    cost.save("out/sps.json")
+    cost = ThroughputTable.load("out/sps.json")
+    ```
+
     DSpark Section 3.2.2.
     """
 
@@ -254,17 +263,23 @@ class ThroughputTable(StepCost):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the table as JSON that SGLang reads."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.to_sglang(), indent=1) + "\n")
+        """Write the table as JSON that SGLang reads, at once or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(self.to_sglang(), indent=1) + "\n")
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "ThroughputTable":
         """Read SGLang's 1-D table, what `save` wrote, or a file of [`profile_throughput`].
 
         Raises:
+            TypeError: If this is no file, but a table.
             ValueError: If the file is none of them, or breaks the rules of the format.
         """
+        if isinstance(path, Mapping):
+            raise TypeError("a file is needed, got dict: ThroughputTable.from_sglang(table) reads a table")
         try:
             table = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .costs import Load, StepCost
+from .ranking import Ranking, checked_confidence, first_drop, survival
 from .sampling import DraftBlock
 
 
@@ -43,6 +44,16 @@ class Policy:
         requires_confidence (`bool`): Whether `plan_verify` needs a draft with a confidence head.
         accept_bias (`bool`): Whether the user lets a policy that is not causal run on sampled drafts, as an
             experiment.
+
+    Example:
+
+    ```python
+    class AtMostFour(Policy):
+        def plan_verify(self, confidence, max_lengths, load):
+            return max_lengths.clamp(max=4)
+
+    draft.decoding = DecodingOptions(policy=AtMostFour())
+    ```
     """
 
     requires_confidence: bool = False
@@ -92,7 +103,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class FullBlock(Policy):
-    """Verify every drafted token."""
+    """Verify every drafted token.
+
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=FullBlock())  # whatever was measured
+    ```
+    """
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,12 @@ class ConfidenceThreshold(Policy):
     Raises:
         ValueError: If the threshold is outside [0, 1], or the draft has no confidence head.
 
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.6))
+    ```
+
     DSpark Section 4.3.3.
     """
 
@@ -118,10 +142,20 @@ class ConfidenceThreshold(Policy):
             raise ValueError(f"assistant_confidence_threshold must lie in [0, 1], got {self.threshold}")
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        confidence = _checked(confidence)
+        confidence = checked_confidence(confidence)
         score = survival(confidence) if self.cumulative else confidence
         run = (score >= self.threshold).long().cumprod(dim=-1).sum(dim=-1)
         return torch.minimum(run.cpu(), max_lengths)
+
+
+def _require_cost(policy: Policy) -> None:
+    cost = policy.cost
+    if not isinstance(cost, StepCost):
+        got = "None" if cost is None else type(cost).__name__
+        cure = "hf_dspark.profile_throughput(target, draft).table, or ThroughputTable.load(file)"
+        if isinstance(getattr(cost, "table", None), StepCost):
+            cure = "its table"
+        raise TypeError(f"{type(policy).__name__} needs the cost of a step on this machine, got {got}: pass {cure}")
 
 
 # Tokens after the stop survive less than the first one left out. Without a decay, filling goes too far where the curve
@@ -141,11 +175,21 @@ class PrefixScheduler(Policy):
     Args:
         cost ([`StepCost`]): What a round costs on this machine.
 
+    Example:
+
+    ```python
+    cost = ThroughputTable((1, 8, 64), (95, 94, 80))  # tokens of a pass, passes per second
+    draft.decoding = DecodingOptions(policy=PrefixScheduler(cost))
+    ```
+
     DSpark Algorithm 1, with a causal repair for jagged curves.
     """
 
     requires_confidence = True
-    cost: StepCost
+    cost: StepCost = None
+
+    def __post_init__(self) -> None:
+        _require_cost(self)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         ranking = Ranking.of(confidence, max_lengths)
@@ -174,14 +218,21 @@ class LaggedScheduler(Policy):
         cost ([`StepCost`]): What a round costs on this machine.
         lag (`int`): Age of the confidences in rounds, at least 1.
 
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=LaggedScheduler(cost, lag=2))
+    ```
+
     DSpark Section 5.2.
     """
 
     requires_confidence = True
-    cost: StepCost
+    cost: StepCost = None
     lag: int = 2
 
     def __post_init__(self) -> None:
+        _require_cost(self)
         if self.lag < 1:
             raise ValueError(f"lag must be at least 1 round, got {self.lag}: this round's confidences are not causal")
         self._history: deque[Ranking] = deque(maxlen=self.lag)
@@ -282,6 +333,13 @@ class SLOLimit(PolicyOverPolicy):
 
     Raises:
         ValueError: If the limit is not positive, the mode is unknown, or there is no cost.
+
+    Example:
+
+    ```python
+    policy = SLOLimit(PrefixScheduler(cost), tpot_seconds=0.030, mode="expected")
+    draft.decoding = DecodingOptions(policy=policy)
+    ```
 
     AdaSpec Algorithm 3.
     """
@@ -402,6 +460,12 @@ class AdaptiveDrafting(PolicyOverPolicy):
     Raises:
         ValueError: If there is no cost.
 
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=AdaptiveDrafting(PrefixScheduler(cost)))
+    ```
+
     AdaSpec Section 5.1 for a one-pass drafter; the difficulty-aware skip that DSpark Section 7 leaves open.
     """
 
@@ -447,85 +511,6 @@ class AdaptiveDrafting(PolicyOverPolicy):
             before = self._prospects.get(request, Prospect.unknown(len(alive)))
             self._prospects[request] = before.after(alive)
             self._latest[request] = alive
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """All draft tokens of a round in the order of admission.
-
-    Descending survival, ties by position, then by request: a tie rule that looked at later slots would not be causal.
-    """
-
-    survivals: np.ndarray  # a_{r,j}, descending, only positive ones, [n]
-    slots: np.ndarray  # where each lies: (j - 1) * R + r, [n]
-    num_requests: int  # R
-
-    @classmethod
-    def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
-        """Rank the tokens of rows of c_k, `[R, γ]`, of which `max_lengths` `[R]` may be sent."""
-        alive = survival(_checked(confidence).float()).cpu().numpy()
-        alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
-        if len(alive) == 1:
-            count = int(np.count_nonzero(alive))
-            return cls(alive[0, :count], np.arange(count), 1)
-        # One integer per token, survival above slot. The bits of non-negative floats sort like the floats, and slots
-        # count down, so that position-major order breaks ties. A stable sort of floats takes several times as long.
-        last = alive.size - 1
-        keys = alive.T.ravel().view(np.int32).astype(np.int64) << 32
-        keys |= np.arange(last, -1, -1)
-        keys.sort()
-        keys = keys[::-1]
-        survivals = (keys >> 32).astype(np.int32).view(np.float32)
-        count = int(np.count_nonzero(survivals))
-        return cls(survivals[:count], last - (keys[:count] & 0xFFFFFFFF), len(alive))
-
-    @property
-    def num_candidates(self) -> int:
-        """Tokens that could be admitted, n."""
-        return len(self.survivals)
-
-    def kept_tokens(self, load: Load) -> np.ndarray:
-        """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
-        kept = np.empty(self.num_candidates + 1)
-        kept[0] = load.base_tokens
-        np.cumsum(self.survivals, dtype=float, out=kept[1:])
-        kept[1:] += load.base_tokens
-        return kept
-
-    def throughput(self, cost: StepCost, load: Load) -> np.ndarray:
-        """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
-        return self.kept_tokens(load) / cost.round_seconds(load, self.num_candidates)
-
-    def lengths(self, count: int) -> torch.Tensor:
-        """Return the verification lengths that admit the first `count` candidates, `[R]`."""
-        requests = self.slots[:count] % self.num_requests
-        return torch.from_numpy(np.bincount(requests, minlength=self.num_requests))
-
-
-def survival(confidence: torch.Tensor) -> torch.Tensor:
-    """Return a_k, the probability that the first k draft tokens are all accepted, `[R, γ]`. DSpark Algorithm 1.
-
-    Never rises with k, also where a product is computed in parallel and rounds differently at each length.
-    """
-    return confidence.cumprod(dim=-1).cummin(dim=-1).values
-
-
-def first_drop(throughput: np.ndarray) -> int:
-    """Return the index before the first one that does not exceed its predecessor: Algorithm 1's early stop."""
-    rises = throughput[1:] > throughput[:-1]
-    return len(rises) if rises.all() else int(rises.argmin())
-
-
-def _checked(confidence: torch.Tensor | None) -> torch.Tensor:
-    if confidence is None:
-        raise ValueError(
-            "this policy needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
-            "False). Use FullBlock, or leave assistant_confidence_threshold unset."
-        )
-    least, most = confidence.aminmax() if confidence.numel() else (0.0, 0.0)
-    if not (least >= 0.0 and most <= 1.0):  # NaN fails both
-        raise ValueError(f"confidences must lie in [0, 1], got {confidence.tolist()}")
-    return confidence
 
 
 def _extended(survivals: np.ndarray, block_size: int) -> np.ndarray:

@@ -55,6 +55,8 @@ class DraftBlock:
     # are arg-max: then the law is one-hot, and any cut-off is lossless.
     law: TokenLaw | None
     confidence_logits: torch.Tensor | None  # of c_k, [B, γ], known before x_k was drawn; `None` without such a head
+    # Slots for which the draft gave no law, since its numbers overflowed, [B, γ]; known before x_k was drawn, too.
+    broken: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class VerifiedBlock:
     """What the target made of a block."""
 
     num_accepted: torch.Tensor  # draft tokens, without the bonus token, [B]
-    next_token_ids: torch.Tensor  # [B]: the residual draw after a rejection, else the bonus token
+    # [B]: the residual draw after a rejection, else the bonus token; -1 if the target has no law there.
+    next_token_ids: torch.Tensor
 
 
 class Sampler(Protocol):
@@ -101,9 +104,12 @@ def arg_max(scores: torch.Tensor) -> torch.Tensor:
 
 
 def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the token of the largest score of each row, `[n]`; the scores are those of the candidates, if given."""
-    index = arg_max(scores)
-    return index if candidate_ids is None else candidate_ids.gather(-1, index[:, None])[:, 0]
+    """Return the token of the largest score of each row, `[n]`, of equal ones the first of the vocabulary; the scores
+    are those of the candidates, if given."""
+    if candidate_ids is None:
+        return arg_max(scores)
+    is_less = scores < scores.amax(dim=-1, keepdim=True)  # nothing is less than NaN
+    return candidate_ids.masked_fill(is_less, torch.iinfo(candidate_ids.dtype).max).amin(dim=-1)
 
 
 def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
@@ -133,9 +139,13 @@ def greedy_sampler(
 
 
 def draw(law: TokenLaw, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise."""
+    """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise.
+
+    It is -1 where there is no law: a softmax of scores that are NaN or infinite, or of no possible token, is all NaN.
+    """
     index = invert(law.probs, uniform[:, None])
-    return (index if law.candidate_ids is None else law.candidate_ids.gather(-1, index))[:, 0]
+    token_ids = (index if law.candidate_ids is None else law.candidate_ids.gather(-1, index))[:, 0]
+    return token_ids.masked_fill(law.probs[:, 0].isnan(), -1)
 
 
 def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -146,7 +156,8 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """
     # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
     cumulative = probs.cumsum(dim=-1, dtype=uniform.dtype)
-    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return index.clamp_max(probs.shape[-1] - 1)  # NaN sorts after everything
 
 
 def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:

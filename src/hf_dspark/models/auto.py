@@ -24,11 +24,14 @@ def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
     return DRAFTS[kind].from_pretrained(name_or_path, **kwargs)
 
 
-def names_a_draft(name_or_path: str | os.PathLike) -> bool:
-    """Tell whether a folder or repository holds a draft of any format that can be read."""
+def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
+    """Tell whether a folder or repository holds a draft of any format that can be read.
+
+    An `OSError` says that a repository cannot be read: it does not exist, or the Hub does not answer.
+    """
     try:
-        return draft_model_type(read_config(name_or_path)) in DRAFTS
-    except (OSError, ValueError, TypeError):  # whoever loads it says what is wrong
+        return draft_model_type(read_config(name_or_path, **hub_kwargs)) in DRAFTS
+    except (ValueError, TypeError):  # whoever loads it says what is wrong
         return False
 
 

@@ -5,7 +5,7 @@ A `config.json` may come from a stranger: every value is checked before anything
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -18,6 +18,9 @@ from ..formats.rows import ROPE_TYPES, full_attention_rope
 from ..formats.translate import config_from_format, recognise
 from ..maths.calibration import check_temperatures
 from ..messages import shortened
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What each type needs besides rope_theta.
 ROPE_NUMBERS = {
@@ -129,6 +132,12 @@ class DraftConfig(PreTrainedConfig):
         if not condition:
             raise ValueError(f"{type(self).__name__}.{name} must {need}, got {shortened(getattr(self, name))}")
 
+    def check_draft_top_k(self) -> None:
+        """Raise a `ValueError` if there are not so many tokens; it may be set at any time."""
+        tokens = getattr(self, "draft_vocab_size", None) or self.vocab_size
+        sound = self.draft_top_k is None or 1 <= self.draft_top_k <= tokens
+        self._require(sound, "draft_top_k", f"lie in [1, {tokens}], or be None")
+
     def _check_values(self) -> None:
         for name, largest in MAX_SIZES.items():
             smallest = 0 if name == "markov_rank" else 1
@@ -150,8 +159,7 @@ class DraftConfig(PreTrainedConfig):
         self._require(len(ids) >= 1 and len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty")
         self._require(len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}")
         self._require(all(-1 <= i < last for i in ids), "target_layer_ids", the_last)
-        if self.draft_top_k is not None:
-            self._require(1 <= self.draft_top_k <= self.vocab_size, "draft_top_k", f"lie in [1, {self.vocab_size}]")
+        self.check_draft_top_k()
         self._require(self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows")
         self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}")
         self._check_rope()
@@ -201,21 +209,21 @@ class DraftConfig(PreTrainedConfig):
         )
 
     @classmethod
-    def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DraftConfig":
+    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DraftConfig":
         """Return the configuration of an untrained draft for a target.
 
         It has five evenly spaced tapped layers without the last, and attention geometry, rotary parameters, embedding
         scale and logit transforms of the target.
 
         Args:
-            target_config (`PreTrainedConfig`): The target's configuration; its text part is used.
+            target_config (`PreTrainedConfig`): The target's configuration, or the target; the text part is used.
             overrides: Any field of the configuration.
 
         Raises:
+            TypeError: If this is neither.
             ValueError: If the target is an encoder-decoder.
         """
-        require_decoder_only(target_config)
-        text = target_config.get_text_config(decoder=True)
+        text = text_config(target_config)
         num_heads, width = text.num_attention_heads, getattr(text, "intermediate_size", None)
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
         facts = {
@@ -319,13 +327,19 @@ def _reason(error: Exception) -> str:
     return shortened(" ".join(str(error).split()), quote=False, size=400)
 
 
-def require_decoder_only(target_config: PreTrainedConfig) -> None:
-    """Raise a `ValueError` if the target is an encoder-decoder."""
-    if getattr(target_config, "is_encoder_decoder", False):
-        raise ValueError(
-            "the target of a draft must be a decoder-only causal LM, got the encoder-decoder "
-            f"{target_config.model_type!r}"
+def text_config(target: "PreTrainedConfig | PreTrainedModel") -> PreTrainedConfig:
+    """Return the text part of a target's configuration; a `ValueError` if the target is an encoder-decoder."""
+    config = getattr(target, "config", target)
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"a target or its config is needed, got {shortened(target)}: pass target.config, or "
+            "AutoConfig.from_pretrained(name)"
         )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"the target of a draft must be a decoder-only causal LM, got the encoder-decoder {config.model_type!r}"
+        )
+    return config.get_text_config(decoder=True)
 
 
 def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:

@@ -1,12 +1,15 @@
 """The configuration of a DSpark draft: facts about the model, and nothing else."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ..maths.calibration import check_temperatures
-from .configuration_draft import DraftConfig, require_decoder_only
+from .configuration_draft import DraftConfig, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -49,6 +52,13 @@ class DSparkConfig(DraftConfig):
         kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
             three quarters are those with the best base logits, one quarter those that the Markov head favours most
             after the previous token.
+
+    Example:
+
+    ```python
+    config = DSparkConfig.from_target(target.config, block_size=7, num_hidden_layers=3)
+    draft = DSparkDraftModel(config)  # untrained
+    ```
 
     DSpark Section 3.1.
     """
@@ -110,8 +120,6 @@ class DSparkConfig(DraftConfig):
         pruned = self.draft_vocab_size
         if pruned is not None:
             self._require(1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]")
-            if self.draft_top_k is not None:
-                self._require(self.draft_top_k <= pruned, "draft_top_k", f"be at most draft_vocab_size={pruned}")
 
     @property
     def num_slots(self) -> int:
@@ -119,8 +127,7 @@ class DSparkConfig(DraftConfig):
         return self.block_size + (not self.sample_from_anchor)
 
     @classmethod
-    def from_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSparkConfig":
+    def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DSparkConfig":
         """As [`DraftConfig.from_target`]; the layer count goes by the target's depth, and is at most 5."""
-        require_decoder_only(target_config)
-        depth = target_config.get_text_config(decoder=True).num_hidden_layers
+        depth = text_config(target_config).num_hidden_layers
         return super().from_target(target_config, **({"num_hidden_layers": max(1, min(5, depth // 6))} | overrides))

@@ -14,6 +14,12 @@ class Eagle3Config(DraftConfig):
     Args:
         block_size (`int`): γ, the number of draft tokens, one pass each; DeepSpec calls it `ttt_length`.
         kwargs: As for [`DraftConfig`]. Queries and keys have an RMS norm per head, as in Qwen3.
+
+    Example:
+
+    ```python
+    config = Eagle3Config.from_target(target.config, block_size=5)
+    ```
     """
 
     model_type = "dspark_eagle3"

@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -26,9 +26,12 @@ from ..maths.losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from ..maths.sampling import DraftBlock, Sampler
 from ..messages import shortened
 from .block_attention import BlockLayout
-from .configuration_draft import require_decoder_only
+from .configuration_draft import text_config
 from .options import DecodingOptions
 from .slot_cache import SlotCache
+
+# How to decode is not set on a draft itself, where nothing would read it; `load` was the name of `other_tokens`.
+OPTIONS = {field.name for field in fields(DecodingOptions)} | {"load"}
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,17 @@ class AnchoredBlocks:
 
 
 class _Borrowed(NamedTuple):
+    """What belongs to the target: a copy of a draft borrows it, too, and a pickled draft leaves it behind."""
+
     embedding: nn.Module
     lm_head: nn.Module
     dtype: torch.dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Borrowed":
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple]:
+        return type(None), ()
 
 
 class DraftModel(PreTrainedModel):
@@ -69,6 +80,17 @@ class DraftModel(PreTrainedModel):
         # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
         self._borrowed: _Borrowed | None = None
         self.gradient_checkpointing = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "decoding" and not isinstance(value, DecodingOptions):
+            got = shortened(value)
+            raise TypeError(
+                f"draft.decoding must be DecodingOptions, got {got}: DecodingOptions(policy=...) makes them"
+            )
+        if name in OPTIONS:
+            option = "other_tokens" if name == "load" else name
+            raise AttributeError(f"a draft has no {name}: set draft.decoding = DecodingOptions({option}=...)")
+        super().__setattr__(name, value)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
@@ -180,8 +202,10 @@ class DraftModel(PreTrainedModel):
         """Borrow the target's embedding and LM head, which costs no memory, and return the draft itself.
 
         Raises:
-            ValueError: If vocabulary, hidden size or layer count differ, or the target is an encoder-decoder.
+            ValueError: If vocabulary, hidden size or layer count differ, the target is an encoder-decoder, or the
+                config's `draft_top_k` is impossible.
         """
+        self.config.check_draft_top_k()
         check_fits(self.config, target)
         return self.bind_parts(target.get_input_embeddings(), target.get_output_embeddings(), target.dtype)
 
@@ -337,9 +361,7 @@ def input_device(module: nn.Module) -> torch.device:
 
 def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedConfig) -> None:
     """Raise a `ValueError` that names every way in which a draft's config and a target, or its config, do not fit."""
-    target_config = target if isinstance(target, PreTrainedConfig) else target.config
-    require_decoder_only(target_config)
-    text = target_config.get_text_config(decoder=True)
+    text = text_config(target)
     # A checkpoint may not record its target's depth; then we only know that the last layer is not tapped.
     depth = config.num_target_layers or max(text.num_hidden_layers, max(config.target_layer_ids) + 2)
     facts = (
@@ -354,5 +376,5 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
             "trained on: load the matching pair, or train one with "
             f"{type(config).__name__}.from_target(target.config)."
         )
-    if target is not target_config and target.get_output_embeddings() is None:
+    if not isinstance(target, PreTrainedConfig) and target.get_output_embeddings() is None:
         raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")

@@ -122,6 +122,13 @@ class Eagle3DraftModel(DraftModel):
     Train it with soft cross-entropy, as the reference does. There, a slot is masked by the two tokens before its
     label, which leaves out the first two tokens of each supervised stretch and takes in the one after it; here it is
     masked by its label.
+
+    Example:
+
+    ```python
+    draft = Eagle3DraftModel(Eagle3Config.from_target(target.config))  # untrained
+    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=16)
+    ```
     """
 
     config_class = Eagle3Config

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from ..maths.policies import Policy, RoundOutcome
+from ..messages import shortened
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class DecodingOptions:
     Args:
         policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. Default:
             [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this machine's throughput is
-            known, else [`FullBlock`].
+            known, as long as rounds take as long as that promises; else [`FullBlock`].
         other_tokens (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward
             pass, or a function that returns them.
         domain (`str`, *optional*): Whose temperatures calibrate the confidences. Default: the sampling regime's.
@@ -26,6 +27,14 @@ class DecodingOptions:
     Raises:
         TypeError: If `policy` is no policy.
         ValueError: If `other_tokens` is no number of tokens.
+
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5), other_tokens=64)
+    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
+    draft.decoding = DecodingOptions()  # the defaults again
+    ```
     """
 
     policy: Policy | None = None
@@ -39,7 +48,8 @@ class DecodingOptions:
             raise TypeError(f"policy must be a policy, got the class {self.policy.__name__}: call it")
         if not isinstance(self.policy, Policy | None):
             raise TypeError(
-                f"policy must be a hf_dspark.Policy, got {type(self.policy).__name__}: subclass hf_dspark.Policy"
+                f"policy must be a hf_dspark.Policy, got {shortened(self.policy)}: pass FullBlock(), "
+                "ConfidenceThreshold(0.5), PrefixScheduler(cost), one of your own, or None for the default"
             )
         if not callable(self.other_tokens):
             self.tokens_of_others()

@@ -269,7 +269,7 @@ class SlotCache(Cache):
         return cache
 
     def reset(self) -> None:
-        self._lengths, self.conversation = [0] * self.num_rows, None
+        self._lengths, self._layout, self.conversation = [0] * self.num_rows, None, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not offered: pass the shorter conversation to `generate()`, which overwrites what differs."""

@@ -18,6 +18,7 @@ import transformers
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..files import naming
 from ..formats.engines import ENGINES, missing_keys
 from ..formats.files import CONFIG_FILE, STS_FILE, CheckpointFiles, load_tensors, open_checkpoint, read_temperatures
 from ..formats.rows import Format, TargetFacts
@@ -86,6 +87,13 @@ def convert_checkpoint(
 
     Example:
         >>> convert_checkpoint("path/to/draft", "for-vllm", "speculators", target="Qwen/Qwen3-4B", engine="vllm")
+
+    Example:
+
+    ```python
+    report = convert_checkpoint("my-draft", "out/for-vllm", "deepspec", target=target)
+    print(report.files, report.engines)
+    ```
     """
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -97,7 +105,8 @@ def convert_checkpoint(
     else:
         checkpoint = read_checkpoint(draft, target, sample_from_anchor, **hub_kwargs)
     output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    with naming(output):
+        partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
     try:
         if format == OURS:
             engines, notes = _write_ours(checkpoint, partial, engine)
@@ -123,7 +132,7 @@ def read_checkpoint(
     The arguments are those of [`convert_checkpoint`].
     """
     files = open_checkpoint(source, **hub_kwargs)
-    name = detect_format(files.config)
+    name = detect_format(files.config, f"{files.name}/{CONFIG_FILE}")
     entry = recognise(files.config)
     if entry is None:
         # Code that a repository carries is not used, nor copied.
@@ -140,7 +149,7 @@ def read_checkpoint(
     return Checkpoint(config, model.read_tensors(config, files.tensors, files.name, renamed), name)
 
 
-def detect_format(config: Mapping[str, Any]) -> str:
+def detect_format(config: Mapping[str, Any], path: str | Path = "config.json") -> str:
     """Return the name of the format that a draft's `config.json` is in; a `ValueError` if it is no known draft."""
     entry = recognise(config)
     if entry is not None:
@@ -148,7 +157,7 @@ def detect_format(config: Mapping[str, Any]) -> str:
     if config.get("model_type") in DRAFTS:
         return OURS
     raise ValueError(
-        f"this config.json (model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}) "
+        f"{path} (model_type {config.get('model_type')!r}, architectures {config.get('architectures')!r}) "
         f"is no draft in one of the formats {FORMAT_NAMES}"
     )
 

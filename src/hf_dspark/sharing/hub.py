@@ -9,28 +9,30 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 
+from ..evaluation.results import read_results, result_files
 from ..files import replace_text
 from ..formats.files import CONFIG_FILE, read_json
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
 from .model_card import missing_facts, model_card
+from .picture import draw_picture
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
 RESULTS_FOLDER = "results"
-CARD_FILE = "README.md"
+CARD_FILE, PICTURE_FILE = "README.md", f"{RESULTS_FOLDER}/card.png"
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
 # All that is published; a training's folder has more in it, pickled arguments among others.
-REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, f"{RESULTS_FOLDER}/*.json")
+REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, PICTURE_FILE, f"{RESULTS_FOLDER}/*.json")
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
 UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
@@ -42,7 +44,7 @@ def push_draft(
     """Publish a draft, or what a folder or repository holds, with its result files; returns the URL of the commit.
 
     One commit replaces what the repository held before. `options` are those of [`upload_repository`]; all others are
-    for [`~model_card.model_card`].
+    for [`save_repository`] and [`~model_card.model_card`].
     """
     upload = {name: options.pop(name) for name in UPLOAD_OPTIONS if name in options}
     with tempfile.TemporaryDirectory() as folder:
@@ -56,17 +58,24 @@ def save_repository(
     results: Iterable[str | Path] = (),
     *,
     max_shard_size: int | str = "5GB",
+    complete: bool = False,
     **card: Any,
 ) -> Path:
-    """Write everything that [`push_draft`] publishes into a folder; other files in it stay. Returns the folder."""
-    draft, folder, files = _loaded(draft), Path(folder), _result_files(results)
-    readme = model_card(draft, files, **card | {"repo_id": card.get("repo_id") or folder.name})
-    for fact in missing_facts(readme):
-        warnings.warn(f"the model card does not name {fact}", stacklevel=2)
+    """Write everything that [`push_draft`] publishes into a folder; other files in it stay. Returns the folder.
+
+    What the card lacks is warned about; `complete` raises a `ValueError` instead, before anything is written.
+    """
+    draft, folder, files = _loaded(draft), Path(folder), result_files(results)
+    readme, picture = _card(draft, files, folder, card)
+    if missing := missing_facts(readme):
+        lacking = f"the model card does not name {', and not '.join(missing)}"
+        if complete:
+            raise ValueError(f"{lacking}. Nobody can use a draft without: give that, or publish it with --private")
+        warnings.warn(lacking, stacklevel=2)
     draft.save_pretrained(folder, max_shard_size=max_shard_size)
     write_remote_code(folder)
     _copy_results(files, folder / RESULTS_FOLDER)
-    replace_text(folder / CARD_FILE, str(readme))
+    _write_card(folder, readme, picture)
     return folder
 
 
@@ -74,10 +83,32 @@ def write_card(
     draft: DraftModel | str | Path, folder: str | Path, results: Iterable[str | Path] = (), **card: Any
 ) -> Path:
     """Write the model card of a draft into its folder, under the folder's name; returns the path of the file."""
-    path = Path(folder).resolve() / CARD_FILE
-    text = str(model_card(_loaded(draft), results, **card | {"repo_id": card.get("repo_id") or path.parent.name}))
-    replace_text(path, text)
-    return path
+    folder = Path(folder).resolve()
+    return _write_card(folder, *_card(_loaded(draft), result_files(results), folder, card))
+
+
+def _card(
+    draft: DraftModel, results: list[Path], folder: Path, facts: Mapping[str, Any]
+) -> tuple[ModelCard, bytes | None]:
+    """Return a draft's model card, and its picture if there is one."""
+    facts = dict(facts) | {"repo_id": facts.get("repo_id") or folder.name}
+    try:
+        title, picture = draw_picture(read_results(results)) or (None, None)
+        return model_card(draft, results, picture=title and (title, PICTURE_FILE), **facts), picture
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # not every value in them is checked
+        if not results:
+            raise
+        files = ", ".join(str(path) for path in results)  # whole: the user has to find them
+        raise ValueError(f"a result file is damaged ({error}): measure again, or leave out one of {files}") from None
+
+
+def _write_card(folder: Path, card: ModelCard, picture: bytes | None) -> Path:
+    (folder / PICTURE_FILE).unlink(missing_ok=True)  # an earlier card's
+    if picture is not None:
+        (folder / PICTURE_FILE).parent.mkdir(exist_ok=True)
+        (folder / PICTURE_FILE).write_bytes(picture)
+    replace_text(folder / CARD_FILE, str(card))
+    return folder / CARD_FILE
 
 
 def write_remote_code(folder: str | Path) -> Path:
@@ -131,8 +162,8 @@ def upload_repository(
         )  # fmt: skip
     except Exception as error:  # of the server, the network or the disk; their classes have no common base
         raise OSError(
-            f"the draft could not be uploaded to {repo_id}, whose files are as they were: {error}. Check the name, "
-            "the network, and that the token may write (`hf auth login`), and push again."
+            f"the draft could not be uploaded to {repo_id} on {api.endpoint}, whose files are as they were: {error}. "
+            "Check the name, the network, and that the token may write (`hf auth login`), and push again."
         ) from error
     return done.pr_url or done.commit_url
 
@@ -140,13 +171,6 @@ def upload_repository(
 def _loaded(draft: DraftModel | str | Path) -> DraftModel:
     """Return the draft of a folder or repository, in the dtype it was saved in; a draft is returned as it is."""
     return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
-
-
-def _result_files(results: Iterable[str | Path]) -> list[Path]:
-    files: list[Path] = []
-    for path in map(Path, results):
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
-    return files
 
 
 def _copy_results(files: list[Path], folder: Path) -> None:

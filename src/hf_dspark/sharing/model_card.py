@@ -4,7 +4,7 @@ The text is in `model_card.md`; here are the numbers, tables and metadata that f
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,25 @@ def model_card(
     *,
     repo_id: str | None = None,
     target: str | None = None,
+    picture: tuple[str, str] | None = None,
     **metadata: Any,
 ) -> ModelCard:
     """Return the model card of a draft; `results` are result files, or folders of them, of this draft and its target.
 
     `repo_id` is where the draft is or will be, by default where it was loaded from. `target` is the target's name on
-    the Hub, by default the one that the results agree on. `metadata` are fields of `huggingface_hub.ModelCardData`,
-    such as `license="mit"`. Results of another draft or target are refused with the differences.
+    the Hub, by default the one that the results agree on. `picture` is what a picture in the repository shows, and its
+    path there. `metadata` are fields of `huggingface_hub.ModelCardData`, such as `license="mit"`. Results of another
+    draft or target are refused with the differences.
     """
     found, facts, config = read_results(results), describe_draft(draft), draft.config
     _require_this_draft(found, facts)
     target_name, revision = _agreed_target(found, target)
     title = repo_id or facts["name"] or "draft"
-    decoded, training = _decoded(found), _of_kind(found, "training")
+    decoded, training = decoded_tasks(found), of_kind(found, "training")
     earlier = next((result["draft"]["name"] for result in training if result["draft"].get("name")), None)
+    earlier = None if earlier in (title, _last(title)) else earlier
     return ModelCard.from_template(
-        _metadata(title, config, target_name, decoded, metadata),
+        _metadata(title, config, (target_name, earlier), decoded, metadata),
         template_path=str(Path(__file__).with_suffix(".md")),
         name=_text(_last(title)),
         kind=draft_kind(config),
@@ -55,8 +58,9 @@ def model_card(
         target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
         target_link=_link(target_name) if target_name else None,
         revision=_text(revision) if revision else None,
-        started_from=_link(earlier) if earlier not in (None, title, _last(title)) else None,
+        started_from=_link(earlier) if earlier else None,
         headline=_headline(decoded, training),
+        picture="![{}]({})".format(*picture) if picture else None,
         decoding=_table([_speed_row(*task) for task in decoded]),
         speed_measured=any(part.get("speedup") for _, _, part in decoded),
         devices=_text(" and ".join(dict.fromkeys(_device(result) for result, _, _ in decoded))),
@@ -64,7 +68,7 @@ def model_card(
         pruned=getattr(config, "draft_vocab_size", None),
         num_parameters=f"{facts['num_parameters']:,}",
         acceptance=_table([_acceptance_row(*task) for task in decoded if task[2].get("acceptance")]),
-        calibration=_table([_calibration_row(result) for result in _of_kind(found, "calibration")]),
+        calibration=_table([_calibration_row(result) for result in of_kind(found, "calibration")]),
         training=[_training_table(result) for result in training],
         origins=_origins(found),
     )
@@ -73,8 +77,8 @@ def model_card(
 def missing_facts(card: ModelCard) -> list[str]:
     """Return what a published card should say and does not, each with its cure."""
     cures = {
-        "license": "a license: pass license=..., such as 'mit'",
-        "base_model": "its target on the Hub: pass target='user/name'",
+        "license": "a license (--license mit, or another id of the Hub; in Python license=...)",
+        "base_model": "its target on the Hub (--target user/name; in Python target=...)",
     }
     return [cure for field, cure in cures.items() if card.data.get(field) is None]
 
@@ -112,13 +116,24 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
     return names[0] if names else None, revisions[0] if revisions else None
 
 
-def _of_kind(results: list[dict], kind: str) -> list[dict]:
+def of_kind(results: Iterable[dict], kind: str) -> list[dict]:
     return [result for result in results if result["kind"] == kind]
 
 
-def _decoded(results: list[dict]) -> list[Decoded]:
+def decoded_tasks(results: Iterable[dict]) -> list[Decoded]:
     parts = [(result, result.get("tasks") or result.get("domains") or {}) for result in results]
     return [(result, name, part) for result, tasks in parts for name, part in tasks.items() if name != "all"]
+
+
+def task_label(result: dict, task: str, part: dict) -> str:
+    """Return what was decoded, and how, in a few words."""
+    batch = result.get("batch_size") or 1
+    return f"{task}, {regime_of(result['sampling'])}" + (f", batch {batch}" if batch > 1 else "")
+
+
+def held_out_rates(metrics: Mapping[str, float]) -> list[float]:
+    """Return the acceptance by position that an evaluation during training has estimated."""
+    return [value for name, value in metrics.items() if name.startswith("eval_acceptance_")]
 
 
 # ---- what the card says
@@ -132,8 +147,9 @@ def _headline(decoded: list[Decoded], training: list[dict]) -> str:
     estimates = [tau for result in training if (tau := result["metrics"].get("eval_tau")) is not None]
     if not taus and not estimates:
         return "its speed was not measured for this card."
-    how = "" if taus else ", as estimated on held-out rows of its training"
-    tokens = f"**{_span(taus or estimates)} tokens** per pass of the target{how}"
+    before = [tau for result in training if (tau := result.get("before", {}).get("eval_tau")) is not None]
+    how = f", as estimated on held-out rows of its training{f' ({_span(before)} before it)' if before else ''}"
+    tokens = f"**{_span(taus or estimates)} tokens** per pass of the target{'' if taus else how}"
     return f"{tokens}. Its speed was not measured for this card."
 
 
@@ -184,15 +200,25 @@ def _percent(values: Sequence[float]) -> str:
 
 
 def _training_table(result: dict) -> str:
-    metrics, arguments = result["metrics"], result["arguments"]
+    metrics, before, arguments = result["metrics"], result.get("before", {}), result["arguments"]
     facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
     facts |= {f"`{name}`": arguments[name] for name in SHOWN_ARGUMENTS if name in arguments}
-    if "eval_tau" in metrics:
-        facts["tau on held-out rows, estimated"] = number(metrics["eval_tau"])
-    rates = [value for name, value in metrics.items() if name.startswith("eval_acceptance_")]
-    if rates:
-        facts["acceptance by position on held-out rows, estimated"] = " ".join(map(number, rates))
+
+    def add(name: str, read: Callable[[Mapping[str, Any]], str | None]) -> None:
+        then, now = read(before), read(metrics)
+        if now is not None:
+            facts[name] = now if then is None else f"{then} before, {now} after"
+
+    where, prefix = ("held-out rows", "eval_") if "eval_tau" in metrics else ("the last batches", "")
+    add(f"loss on {where}", lambda values: _number_in(values, f"{prefix}loss"))
+    add(f"tau on {where}, estimated", lambda values: _number_in(values, f"{prefix}tau"))
+    rates = "acceptance by position on held-out rows, estimated"
+    add(rates, lambda values: " ".join(map(number, held_out_rates(values))) or None)
     return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
+
+
+def _number_in(values: Mapping[str, Any], name: str) -> str | None:
+    return number(values[name]) if name in values else None
 
 
 def _origins(results: list[dict]) -> str:
@@ -212,14 +238,22 @@ def _device(result: dict) -> str:
 
 
 def _metadata(
-    title: str, config: PreTrainedConfig, target: str | None, decoded: list[Decoded], fields: Mapping[str, Any]
+    title: str,
+    config: PreTrainedConfig,
+    bases: tuple[str | None, str | None],
+    decoded: list[Decoded],
+    fields: Mapping[str, Any],
 ) -> ModelCardData:
+    target, earlier = bases
     own = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
     tags = [*dict.fromkeys([*own, *fields.get("tags", ())])]
     known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
-        # The closest of the relations that the Hub knows: only this target can use it, and it is no fine-tune.
+        # Of the relations that the Hub knows, of which it takes one for all: only this target can use the draft, which
+        # is no fine-tune of it, but may be one of another draft.
         known |= {"base_model": target, "base_model_relation": "adapter"}
+        if _is_on_hub(earlier):
+            known |= {"base_model": [target, earlier], "base_model_relation": "finetune"}
     fixed = {"task_type": "text-generation", "task_name": "Speculative decoding", "metric_type": "tau"}
     measured = [
         EvalResult(

@@ -55,16 +55,19 @@ class DSparkTrainer(DraftTrainer):
         write_card(draft, folder, [results], repo_id=self.hub_model_id or model_name, **named, **card)
 
     def _run_report(self) -> dict[str, Any]:
-        """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last."""
-        arguments, metrics = self.args.to_dict(), {}
-        for name in ("loss", f"{self._metrics_prefix}loss"):
-            metrics |= next((entry for entry in reversed(self.state.log_history) if name in entry), {})
+        """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last; with
+        `eval_on_start`, also what it reported before its first step."""
+        arguments, history, metrics = self.args.to_dict(), self.state.log_history, {}
+        evaluated = f"{self._metrics_prefix}loss"
+        for name in ("loss", evaluated):
+            metrics |= next((entry for entry in reversed(history) if name in entry), {})
+        before = next((entry for entry in history if evaluated in entry and entry["step"] == 0), {})
         return {
             "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": self.args.world_size},
             "num_rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
             "steps": self.state.global_step,
-            # A norm of gradients may be anything.
-            "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+            "before": _finite(before),
+            "metrics": _finite(metrics),
         }
 
     def push_to_hub(
@@ -123,6 +126,11 @@ class DSparkTrainer(DraftTrainer):
             revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",
         )  # fmt: skip
         self.push_in_progress = PushInProgress([*pending, HfApi().run_as_future(upload)])
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
+    """Return values that JSON can hold; a norm of gradients may be anything."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _set_aside_outdated(results: Path, weights: str) -> None:

@@ -3,6 +3,7 @@
 Hooks give the raw outputs of these layers alone, and leave a user's own `output_hidden_states` as it is.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,30 +27,44 @@ def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
 
 
 class FeatureCapture:
-    """While entered, keeps the tapped hidden states of the target's latest forward pass.
+    """While entered or attached, keeps the tapped hidden states of the target's latest forward pass.
 
     Tapped are `target_layer_ids`: -1 for the embedding output (the input of layer 0), i for the output of layer i.
     """
 
     def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]) -> None:
-        self._layers = decoder_layers(target)
+        layers = decoder_layers(target)
         self._target_layer_ids = list(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._taps: list[tuple[nn.Module, Callable]] = [
+            (layers[0], self._keep_input)
+            if layer_id == -1
+            else (layers[layer_id], partial(self._keep_output, layer_id))
+            for layer_id in self._target_layer_ids
+        ]
+
+    def attach(self) -> None:
+        for layer_id, (layer, hook) in zip(self._target_layer_ids, self._taps, strict=True):
+            if layer_id == -1:
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
+            else:
+                layer.register_forward_hook(hook)
+
+    def detach(self) -> None:
+        """Take all hooks off, however many there are; what was captured stays."""
+        for layer, hook in self._taps:
+            remove_hook(layer, hook)
 
     def __enter__(self) -> "FeatureCapture":
-        for layer_id in self._target_layer_ids:
-            if layer_id == -1:
-                handle = self._layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
-            else:
-                handle = self._layers[layer_id].register_forward_hook(partial(self._keep_output, layer_id))
-            self._handles.append(handle)
+        try:
+            self.attach()
+        except BaseException:  # an interrupt: then __exit__ is not called
+            self.detach()
+            raise
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.detach()
         self._captured.clear()
 
     def _keep_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -69,3 +84,11 @@ class FeatureCapture:
         parts = [self._captured[layer_id].to(device=device, dtype=dtype) for layer_id in self._target_layer_ids]
         self._captured.clear()
         return torch.cat(parts, dim=-1)
+
+
+def remove_hook(module: nn.Module, hook: Callable) -> None:
+    """Remove a forward hook or pre-hook, if it is there. An interrupt may lose its handle: the hook itself tells."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, each in hooks.items() if each is hook]:
+            hooks.pop(key, None)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)

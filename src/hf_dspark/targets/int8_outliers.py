@@ -41,6 +41,11 @@ def outliers_of_each(counts: Sequence[int]) -> Iterator[None]:
         _counts.reset(token)
 
 
+def forget_groups() -> None:
+    """Let 8-bit layers look at whole passes again, if an interrupt has kept `outliers_of_each` from it."""
+    _counts.set(None)
+
+
 def _grouped(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(original)
     def matmul(A: torch.Tensor, B: torch.Tensor, *args: Any, state: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -6,8 +6,7 @@ slots and positions instead of columns.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
+from .feature_capture import FeatureCapture
 
 NAME = "hf_dspark_slots"
 
@@ -37,7 +37,7 @@ class _Pass:
         return self.folded[id(mask), group][1]
 
 
-_running: ContextVar[_Pass] = ContextVar("hf_dspark_pass")
+_running: ContextVar[_Pass | None] = ContextVar("hf_dspark_pass", default=None)
 
 
 def slot_attention(
@@ -93,50 +93,90 @@ AttentionInterface.register(NAME, slot_attention)
 AttentionMaskInterface.register(NAME, slot_mask)
 
 
+@dataclass(frozen=True)
+class _Switch:
+    """What is switched in one target while a packed pass runs, and the lock of the thread that runs it."""
+
+    lock: Any = field(default_factory=threading.RLock)
+    # How each config attends by itself. It is filled before anything is switched, and emptied when all is put back.
+    originals: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
+
+    def put_back(self) -> None:
+        for config, implementation in self.originals:
+            config._attn_implementation = implementation
+        self.originals.clear()
+
+
 _making_switches = threading.Lock()
-# The configs that decide how a target attends, and the lock of whoever changes them.
-_switches: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[PreTrainedConfig], threading.RLock]]"
-_switches = weakref.WeakKeyDictionary()
+_switches: "weakref.WeakKeyDictionary[PreTrainedModel, _Switch]" = weakref.WeakKeyDictionary()
 
 
-@contextmanager
-def attending_by_slots(target: PreTrainedModel) -> Iterator[None]:
-    """Switch a target's attention to slots while entered; other threads that want the same wait."""
-    with _making_switches:
-        if target not in _switches:
-            found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
-            _switches[target] = list(found.values()), threading.RLock()
-        configs, lock = _switches[target]
-    with lock:
-        before = [config._attn_implementation for config in configs]
-        for config in configs:
+class PackedTarget:
+    """A target that runs packed passes. Each pass switches it to slots and puts it back: between two passes, and after
+    an exception or interrupt in one, it is as it was. Other threads that decode with it wait.
+
+    Args:
+        target (`PreTrainedModel`): The causal LM.
+        capture ([`FeatureCapture`], *optional*): Is attached to the target during each pass.
+    """
+
+    def __init__(self, target: PreTrainedModel, capture: FeatureCapture | None = None) -> None:
+        self._target = target
+        self._capture = capture
+        with _making_switches:
+            self._switch = _switches.setdefault(target, _Switch())
+        self.lock = self._switch.lock
+        # The configs that decide how a target attends. Layers may be replaced between calls: they are looked up anew.
+        found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
+        self._configs = list(found.values())
+
+    def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
+        """Run one pass over packed tokens, `input_ids [1, T]` or `inputs_embeds [1, T, d]`; returns its output."""
+        with self.lock:  # built-in locks are released whenever an interrupt comes; context managers in Python are not
+            try:
+                try:
+                    self._enter(layout)
+                    with cache.writing(layout):
+                        return self._target(**inputs, past_key_values=cache, use_cache=True, return_dict=True)
+                finally:
+                    self._leave()
+            finally:
+                self._leave()  # again, for an interrupt while it leaves
+
+    def _enter(self, layout: SlotLayout) -> None:
+        self._leave()  # what a pass left that could not put it back
+        self._switch.originals[:] = [(config, config._attn_implementation) for config in self._configs]
+        for config in self._configs:
             config._attn_implementation = NAME
+        if self._capture is not None:
+            self._capture.attach()
+        _running.set(_Pass(layout))
+
+    def _leave(self) -> None:
+        _running.set(None)
+        if self._capture is not None:
+            self._capture.detach()
+        self._switch.put_back()
+
+
+def heal(target: PreTrainedModel) -> None:
+    """Put back what several interrupts at once may have left switched in a target, unless it is at work."""
+    switch = _switches.get(target)
+    if switch is not None and switch.originals and switch.lock.acquire(blocking=False):
         try:
-            yield
+            switch.put_back()
         finally:
-            for config, implementation in zip(configs, before, strict=True):
-                config._attn_implementation = implementation
+            switch.lock.release()
 
 
 def _running_pass() -> _Pass:
-    running = _running.get(None)
+    running = _running.get()
     if running is None:
         raise RuntimeError(
             "this target is decoding with a DSpark draft in another thread: call it when that is done, or give each "
             "thread a model of its own"
         )
     return running
-
-
-@contextmanager
-def packed_pass(cache: SlotCache, layout: SlotLayout) -> Iterator[None]:
-    """Announce one packed forward pass to the cache and the attention."""
-    token = _running.set(_Pass(layout))
-    try:
-        with cache.writing(layout):
-            yield
-    finally:
-        _running.reset(token)
 
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}

@@ -24,6 +24,14 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
         feature_cache_dir (`str`, *optional*): The target's states are read from this folder as far as they are there,
             and computed and added otherwise. Without a target, all must be there.
         dataset_num_proc (`int`, *optional*): Processes that tokenise.
+
+    Example:
+
+    ```python
+    arguments = DSparkTrainingArguments(
+        "out/draft", num_train_epochs=4, learning_rate=6e-4, packing=True, max_length=1024, num_anchors=128
+    )
+    ```
     """
 
     num_anchors: int = field(default=64, metadata={"help": "Blocks per document and step at most."})

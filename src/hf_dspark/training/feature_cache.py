@@ -231,6 +231,14 @@ def cache_features(
         ValueError: If the disk is too small, before anything is computed; if the folder belongs to another model.
         OSError: If the disk fills up all the same. What was finished stays.
 
+    Example:
+
+    ```python
+    rows = [tokenizer(text)["input_ids"] for text in prompts]
+    states = cache_features(target, draft.config, rows, "out/states")
+    arguments = DSparkTrainingArguments("out/draft", feature_cache_dir="out/states")
+    ```
+
     DSpark Section 5.1.
     """
     if batch_size < 1 or not 0 <= rank < num_ranks:
@@ -245,7 +253,8 @@ def cache_features(
     missing = [ids for ids in missing if hash(tuple(ids)) % num_ranks == rank]
     missing.sort(key=len, reverse=True)  # if memory is short, it shows at once
     target.eval()
-    with tqdm(total=sum(map(len, missing)), desc="caching features", unit="token", disable=not progress) as bar:
+    hidden = None if progress else True  # None: where stderr is no terminal
+    with tqdm(total=sum(map(len, missing)), desc="caching features", unit="token", disable=hidden) as bar:
         for start in range(0, len(missing), batch_size):
             batch = missing[start : start + batch_size]
             input_ids = pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)

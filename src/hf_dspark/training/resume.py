@@ -1,4 +1,4 @@
-"""Going on with a run that was interrupted: from its last complete checkpoint, and only with the same facts."""
+"""Going on with a run that was interrupted: from its last whole checkpoint, and only with the same facts."""
 
 import hashlib
 import json
@@ -6,14 +6,18 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from ..files import differences
-from ..formats.files import read_json
+from ..files import differences, replace_text
+from ..formats.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_json, read_tensor_infos
+from ..formats.tensors import NOT_OURS, compare_tensors
 
 RUN_FACTS_FILE = "dspark_run.json"
+TORCH_FILES = (".pt", ".pth", ".bin")  # zip archives with checksums
 # What may differ in the config of a draft that is trained on; `Trainer` sets the ids of special tokens.
 NO_FACTS = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
@@ -45,12 +49,25 @@ def _hash_of_first_rows(rows: Any) -> str | None:
     return hashlib.blake2b(repr(first).encode(), digest_size=8).hexdigest()
 
 
+def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
+    """Raise a `ValueError` unless a checkpoint is whole, and of the same run and draft as a trainer's."""
+    require_whole(checkpoint)
+    require_same_run(checkpoint, run_facts(trainer))
+    is_stream = not hasattr(trainer.train_dataset, "__len__")
+    if is_stream and TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME).epoch > 1:
+        warnings.warn(
+            f"{checkpoint} was saved after the stream of rows had come to its end and begun again. Where it was is "
+            "not known: it begins again now, and the loss curve is not that of a run without interruption",
+            stacklevel=4,
+        )
+    draft = trainer.accelerator.unwrap_model(trainer.model)
+    if _has_weights(checkpoint):  # `Trainer` would go on without the tensors that are not there
+        compare_tensors(read_tensor_infos(checkpoint), draft.expected_tensors(draft.config), str(checkpoint), NOT_OURS)
+
+
 def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Raise a `ValueError` that names every fact in which the run of a checkpoint differs."""
-    path = checkpoint / RUN_FACTS_FILE
-    if not path.exists():  # a checkpoint of another trainer
-        return
-    before = read_json(path)
+    before = read_json(checkpoint / RUN_FACTS_FILE)
     different = differences(facts | {name: before[name] for name in facts if name in before}, facts)
     if different:
         raise ValueError(
@@ -61,23 +78,66 @@ def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest complete checkpoint of a run; `None` if there is none.
-
-    `Trainer` writes `trainer_state.json` last: a checkpoint without it was interrupted, and is passed over.
-    """
+    """Return the newest whole checkpoint of a run; `None` if there is none. Warns of those that it passes over."""
     found = [path for path in Path(folder).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
     for path in sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-"))):
-        if (path / "trainer_state.json").exists():
+        try:
+            require_whole(path)
+        except ValueError as error:
+            warnings.warn(f"{error}; {path.name} is passed over", stacklevel=2)
+        else:
             return str(path)
-        warnings.warn(f"{path} was not saved to its end, and is passed over", stacklevel=2)
     return None
 
 
+def require_whole(checkpoint: Path) -> None:
+    """Raise a `ValueError` that names the file which a checkpoint lacks, or which is not as it was saved.
+
+    The file of the run's facts is written last, and lists the others with their sizes.
+    """
+    facts_file = checkpoint / RUN_FACTS_FILE
+    if not checkpoint.is_dir():
+        raise ValueError(f"there is no checkpoint {checkpoint}")
+    if not facts_file.exists():
+        raise ValueError(f"{facts_file} is missing: the checkpoint was not saved to its end")
+    sizes = read_json(facts_file).get("files")
+    if not isinstance(sizes, dict):
+        raise ValueError(f"{facts_file} does not list the files of the checkpoint")
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        if size not in (None, path.stat().st_size):
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, and {size} were saved")
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix in TORCH_FILES and ZipFile(path).testzip() is not None:
+                raise ValueError("its checksum is another one")
+        except Exception as error:  # zipfile raises what it likes about damaged files
+            raise ValueError(f"{path} is damaged: {error}") from None
+    if _has_weights(checkpoint):
+        read_tensor_infos(checkpoint)
+
+
+def _has_weights(checkpoint: Path) -> bool:
+    """Tell whether the weights are in safetensors; else they are in shards of FSDP or DeepSpeed."""
+    return any((checkpoint / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+
+
 class RunFacts(TrainerCallback):
+    """Writes a checkpoint's facts once everything else of it is there."""
+
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
-            path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / RUN_FACTS_FILE
-            path.write_text(json.dumps(run_facts(self._trainer), indent=1) + "\n")
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+            # A card and the decoder's name in the config may be added later.
+            sizes = {name: None if name == CONFIG_FILE else path.stat().st_size for name, path in files.items()}
+            sizes.pop("README.md", None)
+            text = json.dumps({"files": sizes} | run_facts(self._trainer), indent=1)
+            replace_text(folder / RUN_FACTS_FILE, f"{text}\n")

@@ -41,9 +41,13 @@ def target_states(
         if "flash" in str(target.config._attn_implementation):
             rows = {name: value.reshape(1, -1) for name, value in rows.items()}
     home = input_device(target.get_input_embeddings())  # an offloaded target's own device is meta
-    with FeatureCapture(target, target_layer_ids) as capture:
-        output = target.get_decoder()(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
-        features = capture.take(device, dtype)
+    capture = FeatureCapture(target, target_layer_ids)
+    try:
+        with capture:
+            output = target.get_decoder()(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
+            features = capture.take(device, dtype)
+    finally:
+        capture.detach()  # for an interrupt while the capture is left
     last_hidden = output.last_hidden_state.to(device=device, dtype=dtype)
     return TargetStates(*(states.reshape(batch, -1, states.shape[-1]) for states in (features, last_hidden)))
 

@@ -22,7 +22,7 @@ from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
 from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
-from .resume import RunFacts, last_checkpoint, require_same_run, run_facts
+from .resume import RUN_FACTS_FILE, RunFacts, last_checkpoint, require_continuable
 from .rows import BlockCollator, PackedRows, PackedStream
 from .target_source import TargetSource
 
@@ -43,6 +43,18 @@ class DraftTrainer(Trainer):
 
     Raises:
         ValueError: If draft, target, cached states and data do not fit, before anything is trained.
+
+    Example:
+
+    ```python
+    regenerate(target, prompts, tokenizer, "answers.jsonl", max_new_tokens=256)
+    rows = [json.loads(line) for line in open("answers.jsonl")]
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config))
+    arguments = DSparkTrainingArguments("out/draft", num_train_epochs=4, learning_rate=6e-4)
+    trainer = DSparkTrainer(draft, target, arguments, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    ```
 
     DSpark Section 3.3.
     """
@@ -78,12 +90,13 @@ class DraftTrainer(Trainer):
 
     def _prepared(self, train_dataset: Any, eval_dataset: Any, draft: DraftModel) -> tuple[Any, Any]:
         several = isinstance(eval_dataset, dict)
-        given = [train_dataset, *(eval_dataset.values() if several else [eval_dataset])]
+        sets = {f"[{name!r}]": part for name, part in eval_dataset.items()} if several else {"": eval_dataset}
+        given = {"train_dataset": train_dataset} | {f"eval_dataset{name}": part for name, part in sets.items()}
         # A block need not fit into rows that only evaluate.
         sizes = [draft.config.block_size] + [1] * (len(given) - 1)
         # One process at a time: the first one tokenises for all, and makes the cache's folder.
         with self.args.main_process_first():
-            rows = [self._tokenised(part, draft, size) for part, size in zip(given, sizes, strict=True)]
+            rows = [self._tokenised(*part, draft, size) for part, size in zip(given.items(), sizes, strict=True)]
             self.source.require_rows([part for part in rows if hasattr(part, "__len__")], self.args.process_index == 0)
         rows = [self._packed(part) for part in rows]
         if any(isinstance(part, IterableDataset) for part in rows):
@@ -93,14 +106,17 @@ class DraftTrainer(Trainer):
         train_dataset, *evaluated = rows
         return train_dataset, dict(zip(eval_dataset, evaluated, strict=True)) if several else evaluated[0]
 
-    def _tokenised(self, rows: Any, draft: DraftModel, block_size: int = 1) -> Any:
+    def _tokenised(self, name: str, rows: Any, draft: DraftModel, block_size: int = 1) -> Any:
         if rows is None:
             return None
-        return prepare_rows(
-            rows, self.processing_class, block_size=block_size, vocab_size=draft.config.vocab_size,
-            max_length=self.args.max_length, chat_template_kwargs=self.args.chat_template_kwargs,
-            num_proc=self.args.dataset_num_proc,
-        )  # fmt: skip
+        try:
+            return prepare_rows(
+                rows, self.processing_class, block_size=block_size, vocab_size=draft.config.vocab_size,
+                max_length=self.args.max_length, chat_template_kwargs=self.args.chat_template_kwargs,
+                num_proc=self.args.dataset_num_proc,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def _packed(self, rows: Any) -> Any:
         if rows is None or not self.args.packing:
@@ -230,7 +246,7 @@ class DraftTrainer(Trainer):
         own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
         is_new = not isinstance(eval_dataset, (str, dict, type(None)))
         if is_new and not any(eval_dataset is part for part in own):
-            eval_dataset = self._packed(self._tokenised(eval_dataset, self.draft))
+            eval_dataset = self._packed(self._tokenised("eval_dataset", eval_dataset, self.draft))
         self._eval_batches = 0
         self._metrics["eval"].reset()
         self._metrics_prefix = f"{metric_key_prefix}_"
@@ -250,18 +266,31 @@ class DraftTrainer(Trainer):
     # Resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; raise a `ValueError` if a resumed run has other facts than the one it continues."""
+        """Train; `resume_from_checkpoint` is a checkpoint, or `True` for the last whole one in `args.output_dir`.
+
+        Raises:
+            ValueError: If a checkpoint is damaged (naming the file), or its run has other facts than this one.
+        """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"there is no checkpoint to resume from in {self.args.output_dir}")
+                raise ValueError(f"there is no whole checkpoint to resume from in {self.args.output_dir}")
         if resume_from_checkpoint:
             resume_from_checkpoint = str(resume_from_checkpoint)
-            require_same_run(Path(resume_from_checkpoint), run_facts(self))
-        if self.draft.config.sts_temperatures:
-            warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
+            require_continuable(Path(resume_from_checkpoint), self)
+        was_calibrated = bool(self.draft.config.sts_temperatures)
+        if was_calibrated:
             self.draft.config.sts_temperatures = None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if was_calibrated and self.is_world_process_zero():
+            warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
+        return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the draft; a checkpoint that is written over is whole again when everything else is saved, too."""
+        if self.is_world_process_zero():
+            Path(output_dir or self.args.output_dir, RUN_FACTS_FILE).unlink(missing_ok=True)
+        super().save_model(output_dir, _internal_call)
 
 
 def _checked(args: DSparkTrainingArguments | None) -> DSparkTrainingArguments:
