@@ -13,7 +13,8 @@ from transformers.generation import GenerationMode
 from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
-from ..targets.slot_attention import rope_parameters, slot_cache_obstacle
+from ..targets.layer_kinds import keeps_states, slot_cache_obstacle
+from ..targets.slot_attention import rope_parameters
 from .processing import is_built_in
 from .request import KNOWN_CRITERIA, Call, copy_of
 
@@ -140,6 +141,11 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
     """Refuse prompts that cannot be decoded as they are; an obstacle leaves them to transformers' own loop."""
     input_ids, kwargs = call.input_ids, call.model_kwargs
     embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
+    if obstacle is not None and getattr(target, "_is_stateful", False):
+        raise ValueError(
+            f"{type(target).__name__} keeps a recurrent state, which only hf_dspark's own loop can bring back. "
+            f"It is not possible here: {obstacle}"
+        )
     num_rows, columns = (input_ids if embeds is None else embeds).shape[:2]
     if obstacle is not None and num_rows != 1:
         raise ValueError(
@@ -167,6 +173,11 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
     if obstacle is not None:
         _check_for_transformers_loop(target, call, obstacle)
         return
+    if cache is not None and not isinstance(cache, SlotCache) and keeps_states(target):
+        raise ValueError(
+            f"the recurrent states of a {type(cache).__name__} from elsewhere cannot be continued with a draft: pass "
+            "no cache, or what an earlier call with the draft returned"
+        )
     if cache is not None and cache.get_seq_length() > 0 and embeds is not None:
         raise ValueError("inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything")
     if cache is not None and not isinstance(cache, SlotCache) and not _is_plain(cache):

@@ -139,7 +139,8 @@ def _keep_common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> 
         )
     if same < len(known):
         same = max(0, same - 1)  # an autoregressive draft read the last one together with a token that is gone
-    cache.truncate(row, min(same, len(token_ids) - 1))  # at least one position has to give logits
+    same = min(same, len(token_ids) - 1)  # at least one position has to give logits
+    cache.truncate(row, cache.reachable(row, same))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import CandidateGenerator
+from transformers.generation import CandidateGenerator, GenerationMode
 
 from ..maths.checked import CheckedPolicy
 from ..maths.costs import ThroughputTable
@@ -18,7 +18,8 @@ from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, P
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel, check_fits
 from ..models.options import DecodingOptions
-from ..targets.slot_attention import heal, require_no_state
+from ..targets.layer_kinds import check_state, keeps_states
+from ..targets.slot_attention import heal
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
 from .checks import (
@@ -64,6 +65,9 @@ def _validate_generation_mode(
     if is_draft(draft):
         if generation_mode_kwargs.get("assistant_tokenizer") is not None:
             raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
+        check_state(target)
+        if keeps_states(target):  # transformers' own loop cannot bring states back, ours need not
+            generation_mode = GenerationMode.SAMPLE
         generation_config._hf_dspark_plan = _plan(target, draft, draft.decoding, generation_config, 1)
         if generation_config.num_return_sequences != 1:  # our loop takes any number of rows
             generation_config = copy.copy(generation_config)
@@ -140,7 +144,7 @@ def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | 
     require_draft(draft)
 
     def prepare(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Call:
-        require_no_state(target)
+        check_state(target)
         decoding, num_rows = options or draft.decoding, max(len(input_ids), batch_size)
         plan = _plan(target, draft, decoding, prepared["generation_config"], num_rows)
         call = Call.of(input_ids, prepared, *plan, decoding)

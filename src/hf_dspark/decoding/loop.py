@@ -226,7 +226,7 @@ class DecodingLoop:
         for offset in range(0, max(map(len, prompts)), chunk_size):
             parts = [prompt[offset : offset + chunk_size] for prompt in prompts]
             starts = [start + min(offset, len(prompt)) for start, prompt in zip(cached, prompts, strict=True)]
-            layout = SlotLayout(tuple(starts), tuple(map(len, parts)), first_row)
+            layout = SlotLayout(tuple(starts), tuple(map(len, parts)), first_row, stays=True)
             rows = [row for row, part in enumerate(parts) if len(part)]
             tokens = {row: slice(layout.first_tokens[row], layout.first_tokens[row] + len(parts[row])) for row in rows}
             last = [tokens[row].stop - 1 for row in rows]

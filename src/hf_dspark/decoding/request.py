@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..maths.policies import Policy
 from ..models.options import DecodingOptions
+from ..models.slot_cache import SlotCache
 from .processing import Prefix
 
 # Looked up without a call.
@@ -38,6 +39,9 @@ class Call:
         """Sort what `generate()` passes to a decoding method."""
         names = ("logits_processor", "stopping_criteria", "generation_config")
         model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
+        cache = model_kwargs.pop("cache_params", model_kwargs.pop("past_key_values", None))  # Mamba has its own name
+        if getattr(cache, "_is_user_defined", False) or isinstance(cache, SlotCache):
+            model_kwargs["past_key_values"] = cache  # any other one is new
         return cls(input_ids, *(prepared[name] for name in names), model_kwargs, *others)
 
     @property

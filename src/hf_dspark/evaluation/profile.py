@@ -21,7 +21,8 @@ from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import load_hint
-from ..targets.slot_attention import PackedTarget, slot_cache_obstacle
+from ..targets.layer_kinds import slot_cache_obstacle
+from ..targets.slot_attention import PackedTarget
 from .timed_decoding import synchronize
 
 ATTEMPTS = 3  # at a setting whose samples cannot be believed

@@ -224,7 +224,9 @@ class DraftConfig(PreTrainedConfig):
             ValueError: If the target is an encoder-decoder.
         """
         text = text_config(target_config)
-        num_heads, width = text.num_attention_heads, getattr(text, "intermediate_size", None)
+        # A target without attention has no geometry to take over.
+        num_heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+        width = getattr(text, "intermediate_size", None)
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
         facts = {
             "vocab_size": text.vocab_size,

@@ -7,7 +7,7 @@ Serves the target and the draft.
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class SlotLayout:
     starts: tuple[int, ...]  # first slot of each row
     counts: tuple[int, ...]  # tokens of each row in this pass; 0 where a row has come to its end
     first_row: int = 0  # cache row of the first row; the others follow it
+    stays: bool = False  # whether all tokens of this pass will be committed, as a prompt's are
 
     @property
     def num_rows(self) -> int:
@@ -104,6 +105,16 @@ class SlotLayout:
         return by_token[rows, columns][None]
 
 
+@dataclass
+class RowState:
+    """What a recurrent layer has read of one row, and what it was given since that may have been rejected."""
+
+    position: int = 0  # tokens that `states` has read, from the first one on
+    states: dict[Any, torch.Tensor] = field(default_factory=dict)  # by kind and number, [1, ...] each
+    num_waiting: int = 0  # tokens after `position` that it was given
+    waiting: Any = None  # their inputs, in the layer's own form
+
+
 class CacheMemoryError(MemoryError):
     """The cache does not fit; says how many rows would."""
 
@@ -124,6 +135,7 @@ class SlotCache(Cache):
         self._lengths = [0] * num_rows
         self._layout: SlotLayout | None = None
         self._stores: dict[tuple[int, str], torch.Tensor] = {}  # by layer, and "keys" or "values"
+        self.row_states: list[dict[str, RowState]] = [{} for _ in range(num_rows)]  # by recurrent layer
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -138,6 +150,13 @@ class SlotCache(Cache):
         """Keep the first slots of a row alone; 0 makes room for another sequence."""
         assert length <= self._lengths[row], "only commit() lengthens a row"
         self._lengths[row] = length
+        if length == 0:
+            self.row_states[row] = {}
+
+    def reachable(self, row: int, length: int) -> int:
+        """Return how many of a row's first slots can be kept, at most `length`: a recurrent layer cannot go back."""
+        states = self.row_states[row].values()
+        return length if all(0 <= length - each.position <= each.num_waiting for each in states) else 0
 
     @property
     def layout(self) -> SlotLayout:
@@ -216,6 +235,7 @@ class SlotCache(Cache):
         for store in self._stores.values():
             store[destination, :, :length] = store[source, :, :length]
         self._lengths[destination], self._lengths[source] = length, 0
+        self.row_states[destination], self.row_states[source] = self.row_states[source], {}
 
     def swap_rows(self, first: int, second: int) -> None:
         if first == second:
@@ -225,13 +245,14 @@ class SlotCache(Cache):
             kept = store[first, :, :length].clone()
             store[first, :, :length] = store[second, :, :length]
             store[second, :, :length] = kept
-        self._lengths[first], self._lengths[second] = self._lengths[second], self._lengths[first]
+        for parts in (self._lengths, self.row_states):
+            parts[first], parts[second] = parts[second], parts[first]
 
     def shrink(self, num_rows: int) -> None:
         """Keep the first rows alone."""
         for name, store in self._stores.items():
             self._stores[name] = store[:num_rows].clone()
-        self.num_rows, self._lengths = num_rows, self._lengths[:num_rows]
+        self.num_rows, self._lengths, self.row_states = num_rows, self._lengths[:num_rows], self.row_states[:num_rows]
 
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
         """Copy a row of one of transformers' caches, whose tokens are in `columns`, into the same row, empty here."""
@@ -270,6 +291,7 @@ class SlotCache(Cache):
 
     def reset(self) -> None:
         self._lengths, self._layout, self.conversation = [0] * self.num_rows, None, None
+        self.row_states = [{} for _ in range(self.num_rows)]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not offered: pass the shorter conversation to `generate()`, which overwrites what differs."""
@@ -280,6 +302,10 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the committed slots of the longest row."""
         return max(self._lengths)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Tell whether anything is committed. Targets ask in order to drop a mask, which packed rows do not have."""
+        return any(self._lengths)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass sees, and the first of them."""

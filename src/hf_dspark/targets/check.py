@@ -9,7 +9,8 @@ from ..cpu import fast_linears
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from .int8_outliers import has_outliers, outliers_of_each
-from .slot_attention import PackedTarget, require_no_state, slot_cache_obstacle
+from .layer_kinds import check_state, slot_cache_obstacle
+from .slot_attention import PackedTarget
 
 # Largest difference of logits, as a part of the largest logit.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -41,7 +42,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     print(check_target(target))  # such as 3e-07
     ```
     """
-    require_no_state(target)
+    check_state(target)
     reason = slot_cache_obstacle(target)
     if reason is not None:
         raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")

@@ -4,6 +4,7 @@ Its layers get packed tokens, its attention rows. Its own mask functions (causal
 slots and positions instead of columns.
 """
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers.masking_utils import causal_mask_function
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
 from .feature_capture import FeatureCapture
+from .recurrent import find_mixers, put_back
 
 NAME = "hf_dspark_slots"
 
@@ -129,33 +131,41 @@ class PackedTarget:
         # The configs that decide how a target attends. Layers may be replaced between calls: they are looked up anew.
         found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
         self._configs = list(found.values())
+        self._mixers = find_mixers(target)
+        takes = inspect.signature(target.forward).parameters
+        self._cache_argument = "cache_params" if "cache_params" in takes else "past_key_values"  # Mamba's name for it
 
     def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
         """Run one pass over packed tokens, `input_ids [1, T]` or `inputs_embeds [1, T, d]`; returns its output."""
         with self.lock:  # built-in locks are released whenever an interrupt comes; context managers in Python are not
             try:
                 try:
-                    self._enter(layout)
+                    self._enter(cache, layout)
                     with cache.writing(layout):
-                        return self._target(**inputs, past_key_values=cache, use_cache=True, return_dict=True)
+                        inputs[self._cache_argument] = cache
+                        return self._target(**inputs, use_cache=True, return_dict=True)
                 finally:
                     self._leave()
             finally:
                 self._leave()  # again, for an interrupt while it leaves
 
-    def _enter(self, layout: SlotLayout) -> None:
+    def _enter(self, cache: SlotCache, layout: SlotLayout) -> None:
         self._leave()  # what a pass left that could not put it back
         self._switch.originals[:] = [(config, config._attn_implementation) for config in self._configs]
         for config in self._configs:
             config._attn_implementation = NAME
         if self._capture is not None:
             self._capture.attach()
+        for mixer in self._mixers:
+            mixer.attach(cache, layout)
         _running.set(_Pass(layout))
 
     def _leave(self) -> None:
         _running.set(None)
         if self._capture is not None:
             self._capture.detach()
+        for mixer in self._mixers:
+            mixer.detach()
         self._switch.put_back()
 
 
@@ -164,6 +174,8 @@ def heal(target: PreTrainedModel) -> None:
     switch = _switches.get(target)
     if switch is not None and switch.originals and switch.lock.acquire(blocking=False):
         try:
+            for module in target.modules():
+                put_back(module)
             switch.put_back()
         finally:
             switch.lock.release()
@@ -177,28 +189,6 @@ def _running_pass() -> _Pass:
             "thread a model of its own"
         )
     return running
-
-
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
-
-
-def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
-    """Return why a target cannot attend to a slot cache; `None` if it can."""
-    name, text = type(target).__name__, target.config.get_text_config(decoder=True)
-    if not getattr(target, "_supports_attention_backend", False):
-        return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
-    others = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
-    return f"{name} has layers that are not attention ({', '.join(others)})" if others else None
-
-
-def require_no_state(target: PreTrainedModel) -> None:
-    """Raise a `ValueError` for recurrent and hybrid targets, which transformers' assisted generation refuses, too."""
-    # A mask forgets the keys after a rejected token; a state that has read it cannot go back.
-    if getattr(target, "_is_stateful", False):
-        raise ValueError(
-            f"{type(target).__name__} keeps a recurrent state, which cannot go back to before a rejected token: "
-            "decode it without a draft"
-        )
 
 
 def rope_parameters(target: PreTrainedModel) -> list[dict[str, Any]]:

@@ -1,0 +1,262 @@
+"""Recurrent layers of hybrid targets in the decoding loop: a state for each row, which no rejected token has read.
+
+A state cannot go back to before a rejected token. So a layer keeps the state after the committed tokens, and the inputs
+of the block that is verified. In the next pass it reads those that were accepted, keeps the new state, and reads the new
+block from a copy. The model sees nothing of this: its pass holds the new tokens alone.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from ..models.slot_cache import RowState, SlotCache, SlotLayout
+
+Name = tuple[str, int]  # kind of a state, and its number within the layer
+_CACHE = object()  # stands for the cache in inputs that are kept
+
+
+class States:
+    """What a recurrent layer finds instead of its cache during one call: the states of some rows.
+
+    The methods are those of transformers' caches for linear attention. A layer without previous states is padded with
+    zeros on the left, as there.
+    """
+
+    def __init__(self, states: dict[Name, torch.Tensor], keeps_window: bool) -> None:
+        self.states = states
+        self.windows: dict[Name, torch.Tensor] = {}  # all that a convolution saw in this call
+        self._keeps_window = keeps_window
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get(("convolution", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get(("recurrence", state_idx))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self._keeps_window
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Append `[R, C, n]` to the state; returns state and new part, `[R, C, kernel + n]`."""
+        name = ("convolution", state_idx)
+        past = self.states.get(name)
+        size = conv_kernel_size or (conv_states if past is None else past).shape[-1]
+        if past is None:
+            whole = nn.functional.pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+        else:
+            whole = torch.cat([past, conv_states], dim=-1)
+        self.states[name], self.windows[name] = whole[..., -size:], whole
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        self.states["recurrence", state_idx] = recurrent_states
+        return recurrent_states
+
+    def of_row(self, row: int) -> "States":
+        one = States({name: state[row : row + 1] for name, state in self.states.items()}, self._keeps_window)
+        one.windows = {name: window[row : row + 1] for name, window in self.windows.items()}
+        return one
+
+
+class Mixer:
+    """Runs one recurrent layer in packed passes, while it is attached.
+
+    Args:
+        name (`str`): Of the layer within its target.
+        module (`nn.Module`): The layer. It reads and writes its states through the cache that it is given.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._module = module
+        self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
+        self._forgets: bool | None = None  # not known yet
+
+    @property
+    def is_offloaded(self) -> bool:
+        return any(parameter.device.type == "meta" for parameter in self._module.parameters())
+
+    def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
+        put_back(self._module)  # what an interrupted pass may have left
+        self._cache, self._layout = cache, layout
+        self._replaced = vars(self._module).get("forward")  # accelerate's, for example
+        self._original = self._module.forward
+        vars(self._module)["forward"] = self.forward
+
+    def detach(self) -> None:
+        """Put the layer's own `forward` back, if it is not there."""
+        if vars(self._module).get("forward") == self.forward:
+            if self._replaced is None:
+                del vars(self._module)["forward"]
+            else:
+                vars(self._module)["forward"] = self._replaced
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Read what was accepted since the last pass, then the new tokens; returns the layer's output for these.
+
+        Rows that read equally many tokens are read together.
+        """
+        layout = self._layout
+        states = self._cache.row_states[layout.first_row : layout.first_row + layout.num_rows]
+        rows = {row: each.setdefault(self._name, RowState()) for row, each in enumerate(states) if layout.counts[row]}
+        for accepted, group in _grouped(rows, lambda row: layout.starts[row] - rows[row].position):
+            if accepted:
+                self._read_accepted([rows[row] for row in group], accepted)
+        inputs = tree_map(lambda leaf: _CACHE if leaf is self._cache else leaf, (args, kwargs))
+        firsts, outputs = layout.first_tokens, {}
+        for (count, _), group in _grouped(rows, lambda row: (layout.counts[row], bool(rows[row].states))):
+            parts = [_part(inputs, layout.num_tokens, firsts[row], count) for row in group]
+            output, after = self._read(parts, [rows[row].states for row in group], count)
+            for place, row in enumerate(group):
+                outputs[row] = tree_map(lambda leaf, place=place: _row(leaf, place), output)
+                if layout.stays:
+                    rows[row].position, rows[row].states = layout.starts[row] + count, after[place].states
+                else:
+                    kept = after[place].windows if self._keeps_window else _copied(parts[place])
+                    rows[row].num_waiting, rows[row].waiting = count, kept
+        pieces = [outputs[row] for row in sorted(outputs)]
+        return tree_map(lambda *leaves: torch.cat(leaves, dim=1) if _is_tensor(leaves[0]) else leaves[0], *pieces)
+
+    def _read_accepted(self, rows: Sequence[RowState], accepted: int) -> None:
+        """Bring the states of rows behind the tokens that were accepted of those that wait."""
+        if self._keeps_window:
+            for row in rows:  # a convolution has only to be cut
+                ends = {name: window.shape[-1] - row.num_waiting + accepted for name, window in row.waiting.items()}
+                sizes = {name: state.shape[-1] for name, state in row.states.items()}
+                row.states = {
+                    name: row.waiting[name][..., ends[name] - sizes[name] : ends[name]] for name in row.states
+                }
+        else:
+            parts = [_part(row.waiting, row.num_waiting, 0, accepted) for row in rows]
+            _, after = self._read(parts, [row.states for row in rows], accepted)
+            for row, states in zip(rows, after, strict=True):
+                row.states = states.states
+        for row in rows:
+            row.position, row.num_waiting, row.waiting = row.position + accepted, 0, None
+
+    def _read(
+        self, parts: Sequence[Any], states: Sequence[dict[Name, torch.Tensor]], count: int
+    ) -> tuple[Any, list[States]]:
+        """Call the layer for rows that read `count` tokens each; returns its output, and states and windows by row."""
+        inputs = _joined(parts, count)
+        if count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states):
+            outputs = []
+            for token in range(count):
+                output, after = self._call(_part(inputs, count, token, 1), states)
+                states = [each.states for each in after]
+                outputs.append(output)
+            joined = tree_map(
+                lambda *leaves: torch.cat(leaves, dim=1) if _is_tensor(leaves[0]) else leaves[0], *outputs
+            )
+            return joined, after
+        return self._call(inputs, states)
+
+    def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]]) -> tuple[Any, list[States]]:
+        # Joining copies, which is needed: kernels for one token write into the states that they are given.
+        found = States({name: torch.cat([row[name] for row in states]) for name in states[0]}, self._keeps_window)
+        args, kwargs = tree_map(lambda leaf: found if leaf is _CACHE else leaf, inputs)
+        output = self._original(*args, **kwargs)
+        return output, [found.of_row(row) for row in range(len(states))]
+
+    def _forgets_states(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]]) -> bool:
+        """Tell whether the layer begins anew when it is given several tokens: Mamba's scan takes no first state.
+
+        A layer that reads its states gives other numbers for others. This is tried once.
+        """
+        if self._forgets is None:
+            others = [
+                {name: each + 1 if name[0] == "recurrence" else each for name, each in row.items()} for row in states
+            ]
+            (_, after), (_, after_others) = self._call(inputs, states), self._call(inputs, others)
+            recurrent = [name for name in states[0] if name[0] == "recurrence"]
+            self._forgets = all(torch.equal(after[0].states[name], after_others[0].states[name]) for name in recurrent)
+        return self._forgets
+
+
+def put_back(module: nn.Module) -> None:
+    """Give a layer its own `forward` back, whichever pass replaced it."""
+    mixer = getattr(vars(module).get("forward"), "__self__", None)
+    if isinstance(mixer, Mixer):
+        mixer.detach()
+
+
+def find_mixers(target: PreTrainedModel) -> list[Mixer]:
+    """Return the recurrent layers of a target, the outermost ones: each keeps its states through the cache."""
+    found: list[Mixer] = []
+    inside: list[str] = []
+    for name, module in target.named_modules():
+        if not name.startswith(tuple(inside)) and keeps_states(type(module)):
+            found.append(Mixer(name, module))
+            inside.append(f"{name}.")
+    return found
+
+
+def keeps_states(layer: type[nn.Module]) -> bool:
+    return bool(names_used_by(layer) & {"update_conv_state", "update_recurrent_state"})
+
+
+def names_used_by(layer: type[nn.Module]) -> set[str]:
+    """Return the attributes and globals that the methods of a layer's own class name."""
+    return {name for method in _functions(layer) for name in method.__code__.co_names}
+
+
+def _functions(layer: type) -> Iterator[Any]:
+    for value in vars(layer).values():
+        function = inspect.unwrap(value) if callable(value) else None
+        if inspect.isfunction(function):
+            yield function
+
+
+def _grouped(rows: dict[int, RowState], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for row in rows:
+        groups[key(row)].append(row)
+    return list(groups.items())
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_of_tokens(leaf: Any, num_tokens: int) -> bool:
+    """Tell whether an input has an entry for each token, `[R, T, ...]`."""
+    return _is_tensor(leaf) and leaf.dim() > 1 and leaf.shape[1] == num_tokens
+
+
+def _part(inputs: Any, num_tokens: int, first: int, count: int) -> Any:
+    """Return the inputs of some of the tokens."""
+    return tree_map(lambda leaf: leaf[:, first : first + count] if _is_of_tokens(leaf, num_tokens) else leaf, inputs)
+
+
+def _joined(parts: Sequence[Any], count: int) -> Any:
+    """Return the inputs of rows as those of one call."""
+    if len(parts) == 1:
+        return parts[0]
+    return tree_map(lambda *leaves: torch.cat(leaves) if _is_of_tokens(leaves[0], count) else leaves[0], *parts)
+
+
+def _row(leaf: Any, row: int) -> Any:
+    return leaf[row : row + 1] if _is_tensor(leaf) else leaf
+
+
+def _copied(inputs: Any) -> Any:
+    """Copy inputs that are kept: what comes after a layer may write into them."""
+    return tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, inputs)

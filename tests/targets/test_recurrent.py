@@ -1,0 +1,146 @@
+"""Recurrent and hybrid targets decode with drafts as without, and keep no token that was rejected."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel
+from hf_dspark.targets.recurrent import Mixer
+
+from ..hybrids import build
+from ..rigged import rig
+
+KINDS = ["qwen3_5_text", "mamba", "lfm2", "falcon_h1", "jamba"]
+
+
+def pair_of(name, block_size=4):
+    target = build(name)
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    torch.manual_seed(1)
+    config = DSparkConfig.from_target(target, block_size=block_size, num_hidden_layers=1, markov_rank=8)
+    return target, DSparkDraftModel(config).eval()
+
+
+@pytest.fixture(params=KINDS)
+def pair(request):
+    return pair_of(request.param)
+
+
+def padded(prompts):
+    width = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def prompts_of(target, lengths, seed=0):
+    size = target.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, size, (length,), generator=generator) for length in lengths]
+
+
+def plain(target, prompts, new_tokens):
+    options = {"max_new_tokens": new_tokens, "do_sample": False}
+    return [target.generate(**padded([prompt]), **options)[0] for prompt in prompts]
+
+
+def assisted(target, draft, prompts, new_tokens, **options):
+    output = target.generate(
+        **padded(prompts), assistant_model=draft, max_new_tokens=new_tokens, do_sample=False, **options
+    )
+    sequences = getattr(output, "sequences", output)
+    width = max(map(len, prompts))
+    rows = [row[width - len(prompt) :] for row, prompt in zip(sequences, prompts, strict=True)]
+    return rows, output
+
+
+def cache_argument(target):
+    return "cache_params" if "mamba" in target.config.model_type else "past_key_values"
+
+
+@pytest.mark.parametrize("right_part", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("lengths", [(7,), (3, 11, 6), (5, 1, 9, 2, 14)])
+def test_rows_get_the_tokens_of_plain_decoding(pair, monkeypatch, lengths, right_part):
+    target, draft = pair
+    prompts = prompts_of(target, lengths)
+    expected = plain(target, prompts, 20)
+    rig(monkeypatch, expected, right_part)
+    rows, _ = assisted(target, draft, prompts, 20)
+    for row, answer in zip(rows, expected, strict=True):
+        torch.testing.assert_close(row, answer)
+    if right_part == 1.0:
+        assert draft.last_stats.tau > 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_state_of_a_rejected_token_left_in_place_would_be_seen(name, monkeypatch):
+    target, draft = pair_of(name)
+    prompts = prompts_of(target, (3, 11, 6))
+    expected = plain(target, prompts, 20)
+    rig(monkeypatch, expected, 0.6)
+    attach = Mixer.attach
+
+    def careless(self, cache, layout):
+        stays = type(layout)(layout.starts, layout.counts, layout.first_row, stays=True)
+        for row in cache.row_states:
+            for state in row.values():
+                state.position = min([state.position, *layout.starts])  # so that nothing is read twice
+        attach(self, cache, stays)
+
+    monkeypatch.setattr(Mixer, "attach", careless)
+    monkeypatch.setattr(Mixer, "_read_accepted", lambda *args: None)
+    rows, _ = assisted(target, draft, prompts, 20)
+    assert any(not torch.equal(row, answer) for row, answer in zip(rows, expected, strict=True))
+
+
+def test_a_prompt_may_be_read_in_chunks(pair, monkeypatch):
+    target, draft = pair
+    prompts = prompts_of(target, (3, 11, 6))
+    expected = plain(target, prompts, 16)
+    rig(monkeypatch, expected)
+    rows, _ = assisted(target, draft, prompts, 16, prefill_chunk_size=4)
+    for row, answer in zip(rows, expected, strict=True):
+        torch.testing.assert_close(row, answer)
+
+
+def test_a_conversation_goes_on_and_an_edited_one_begins_again(pair):
+    target, draft = pair
+    prompts = prompts_of(target, (9, 5))
+    rows, output = assisted(target, draft, prompts, 12, return_dict_in_generate=True)
+    name = cache_argument(target)
+    more = prompts_of(target, (4, 7), seed=1)
+    longer = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
+    cache = output.past_key_values
+    held = cache.lengths
+    again, output = assisted(target, draft, longer, 12, return_dict_in_generate=True, **{name: cache})
+    for row, answer in zip(again, plain(target, longer, 12), strict=True):
+        torch.testing.assert_close(row, answer)
+    assert min(held) > 9 and output.past_key_values is cache
+    edited = [torch.cat([row[:-20], part]) for row, part in zip(again, more, strict=True)]
+    rows, _ = assisted(target, draft, edited, 12, return_dict_in_generate=True, **{name: cache})
+    for row, answer in zip(rows, plain(target, edited, 12), strict=True):
+        torch.testing.assert_close(row, answer)
+
+
+def test_a_target_is_left_as_it_was(pair):
+    target, draft = pair
+    before = {name: dict(vars(module)) for name, module in target.named_modules()}
+    assisted(target, draft, prompts_of(target, (3, 11)), 8)
+    for name, module in target.named_modules():
+        assert "forward" not in vars(module) and vars(module).keys() == before[name].keys()
+
+
+def test_caches_from_elsewhere_are_refused(pair):
+    target, draft = pair
+    prompt = prompts_of(target, (6,))[0][None]
+    cache = DynamicCache(config=target.config)
+    with pytest.raises(ValueError, match="recurrent states of a DynamicCache from elsewhere"):
+        target.generate(prompt, assistant_model=draft, **{cache_argument(target): cache})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+def test_transformers_own_loop_is_refused(name):
+    target, draft = pair_of(name)
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
+    with pytest.raises(ValueError, match="only hf_dspark's own loop"):
+        assisted(target, draft, prompts_of(target, (5,)), 4)
