@@ -57,6 +57,17 @@ def test_custom_processors_see_each_row_with_its_padding_as_in_plain_generate(ta
     assert torch.equal(target.generate(**batch, assistant_model=draft, **options), target.generate(**batch, **options))
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"encoder_repetition_penalty": 0.5}])
+def test_penalties_of_padded_rows_are_those_of_plain_generate(target, draft, prompts, options):
+    options |= {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "output_scores": True}
+    plain = target.generate(**padded(prompts), **options)
+    output = target.generate(**padded(prompts), **options, assistant_model=draft)
+    assert torch.equal(output.sequences, plain.sequences)
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_max_length_counts_padding_as_plain_generate_does(target, draft, prompts):
     batch, options = padded(prompts), GREEDY | {"max_length": 30, "max_new_tokens": None}
     output = target.generate(**batch, assistant_model=draft, **options)

@@ -346,7 +346,8 @@ def processors_of_row(
         elif not is_built_in(processor) or isinstance(getattr(processor, "prompt_ignore_length", None), int):
             own = UsersProcessor(processor, columns, prompt_ids.shape[1])  # which may count the columns
         elif name == "EncoderRepetitionPenaltyLogitsProcessor":
-            own = _changed(processor, encoder_input_ids=prompt_ids)
+            # Plain decoding takes the padding for a part of the prompt here.
+            own = _changed(processor, encoder_input_ids=prompt_ids if columns is None else columns)
         elif name == "EncoderNoRepeatNGramLogitsProcessor":
             prompt = row // (num_rows // processor.batch_size)
             own = _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[prompt]])
