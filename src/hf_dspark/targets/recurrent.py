@@ -1,13 +1,14 @@
 """Recurrent layers of hybrid targets in the decoding loop: a state for each row, which no rejected token has read.
 
-A state cannot go back to before a rejected token. So a layer keeps the state after the committed tokens, and the inputs
-of the block that is verified. In the next pass it reads those that were accepted, keeps the new state, and reads the new
-block from a copy. The model sees nothing of this: its pass holds the new tokens alone.
+A state cannot go back to before a rejected token. So a layer keeps the state after the committed tokens, and the
+inputs of the block that is verified. In the next pass it reads those that were accepted, keeps the new state, and
+reads the new block from a copy. The model sees nothing of this: its pass holds the new tokens alone.
 """
 
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,51 @@ class States:
         return one
 
 
+class _Replacement:
+    """Stands in for a module's `forward`: `run` is called with that one, and then its arguments."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        put_back(module)  # what an interrupted pass may have left
+        self.own, self.run = module.forward, run
+        self.earlier = vars(module).get("forward")  # accelerate's, for example
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.own, *args, **kwargs)
+
+
+class _Products:
+    """What the linear layers of a recurrent layer make of tokens. Tokens that are read a second time find their
+    products here, so that no weight is read twice."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.linears = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
+        self._known: dict[str, torch.Tensor] = {}  # of the tokens that are read again, [R, n, ...]
+        self._made: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def attach(self) -> None:
+        for name, linear in self.linears.items():
+            _Replacement(linear, partial(self._product, name))
+
+    def begin(self, known: dict[str, torch.Tensor]) -> None:
+        self._known = dict(known)
+        self._made.clear()
+
+    def made(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Return the products of all tokens since the beginning, by layer; not those of anything else."""
+        joined = {name: torch.cat(parts, dim=1) for name, parts in self._made.items()}
+        return {name: each for name, each in joined.items() if each.shape[1] == num_tokens}
+
+    def _product(self, name: str, own: Callable[..., torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+        known, num_tokens = self._known.get(name), states.shape[1]
+        if known is not None:
+            self._known[name] = known[:, num_tokens:]
+            return known[:, :num_tokens]
+        product = own(states)
+        self._made[name].append(product)
+        return product
+
+
 class Mixer:
     """Runs one recurrent layer in packed passes, while it is attached.
 
@@ -87,6 +133,7 @@ class Mixer:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         self._module = module
+        self._products = _Products(module)
         self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
         self._forgets: bool | None = None  # not known yet
 
@@ -95,85 +142,85 @@ class Mixer:
         return any(parameter.device.type == "meta" for parameter in self._module.parameters())
 
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
-        put_back(self._module)  # what an interrupted pass may have left
         self._cache, self._layout = cache, layout
-        self._replaced = vars(self._module).get("forward")  # accelerate's, for example
-        self._original = self._module.forward
-        vars(self._module)["forward"] = self.forward
+        _Replacement(self._module, self._forward)
+        if not self._keeps_window and not layout.stays:
+            self._products.attach()
 
     def detach(self) -> None:
-        """Put the layer's own `forward` back, if it is not there."""
-        if vars(self._module).get("forward") == self.forward:
-            if self._replaced is None:
-                del vars(self._module)["forward"]
-            else:
-                vars(self._module)["forward"] = self._replaced
+        for module in (self._module, *self._products.linears.values()):
+            put_back(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Read what was accepted since the last pass, then the new tokens; returns the layer's output for these.
 
         Rows that read equally many tokens are read together.
         """
-        layout = self._layout
+        self._own, layout = own, self._layout
         states = self._cache.row_states[layout.first_row : layout.first_row + layout.num_rows]
         rows = {row: each.setdefault(self._name, RowState()) for row, each in enumerate(states) if layout.counts[row]}
         for accepted, group in _grouped(rows, lambda row: layout.starts[row] - rows[row].position):
             if accepted:
                 self._read_accepted([rows[row] for row in group], accepted)
         inputs = tree_map(lambda leaf: _CACHE if leaf is self._cache else leaf, (args, kwargs))
-        firsts, outputs = layout.first_tokens, {}
+        outputs = {}
         for (count, _), group in _grouped(rows, lambda row: (layout.counts[row], bool(rows[row].states))):
-            parts = [_part(inputs, layout.num_tokens, firsts[row], count) for row in group]
-            output, after = self._read(parts, [rows[row].states for row in group], count)
+            parts = [_part(inputs, layout.num_tokens, layout.first_tokens[row], count) for row in group]
+            output, after, products = self._read(parts, [rows[row].states for row in group], count)
             for place, row in enumerate(group):
                 outputs[row] = tree_map(lambda leaf, place=place: _row(leaf, place), output)
                 if layout.stays:
                     rows[row].position, rows[row].states = layout.starts[row] + count, after[place].states
                 else:
-                    kept = after[place].windows if self._keeps_window else _copied(parts[place])
-                    rows[row].num_waiting, rows[row].waiting = count, kept
-        pieces = [outputs[row] for row in sorted(outputs)]
-        return tree_map(lambda *leaves: torch.cat(leaves, dim=1) if _is_tensor(leaves[0]) else leaves[0], *pieces)
+                    of_row = {name: product[place : place + 1] for name, product in products.items()}
+                    again = after[place].windows if self._keeps_window else (_copied(parts[place]), of_row)
+                    rows[row].num_waiting, rows[row].waiting = count, again
+        return _successive([outputs[row] for row in sorted(outputs)])
 
     def _read_accepted(self, rows: Sequence[RowState], accepted: int) -> None:
         """Bring the states of rows behind the tokens that were accepted of those that wait."""
-        if self._keeps_window:
-            for row in rows:  # a convolution has only to be cut
-                ends = {name: window.shape[-1] - row.num_waiting + accepted for name, window in row.waiting.items()}
-                sizes = {name: state.shape[-1] for name, state in row.states.items()}
+        if self._keeps_window:  # a convolution has only to be cut
+            for row in rows:
+                rejected = row.num_waiting - accepted
                 row.states = {
-                    name: row.waiting[name][..., ends[name] - sizes[name] : ends[name]] for name in row.states
+                    name: _last(window, row.states[name].shape[-1], rejected) for name, window in row.waiting.items()
                 }
         else:
-            parts = [_part(row.waiting, row.num_waiting, 0, accepted) for row in rows]
-            _, after = self._read(parts, [row.states for row in rows], accepted)
+            parts, known = zip(*(_part(row.waiting, row.num_waiting, 0, accepted) for row in rows), strict=True)
+            _, after, _ = self._read(parts, [row.states for row in rows], accepted, _joined(known, accepted))
             for row, states in zip(rows, after, strict=True):
                 row.states = states.states
         for row in rows:
             row.position, row.num_waiting, row.waiting = row.position + accepted, 0, None
 
     def _read(
-        self, parts: Sequence[Any], states: Sequence[dict[Name, torch.Tensor]], count: int
-    ) -> tuple[Any, list[States]]:
-        """Call the layer for rows that read `count` tokens each; returns its output, and states and windows by row."""
+        self,
+        parts: Sequence[Any],
+        states: Sequence[dict[Name, torch.Tensor]],
+        count: int,
+        known: dict[str, torch.Tensor] | None = None,
+    ) -> tuple[Any, list[States], dict[str, torch.Tensor]]:
+        """Call the layer for rows that read `count` tokens each; returns its output, states and windows by row, and
+        the products of its linear layers."""
         inputs = _joined(parts, count)
-        if count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states):
+        singly = count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states)
+        self._products.begin(known or {})
+        if singly:
             outputs = []
             for token in range(count):
                 output, after = self._call(_part(inputs, count, token, 1), states)
                 states = [each.states for each in after]
                 outputs.append(output)
-            joined = tree_map(
-                lambda *leaves: torch.cat(leaves, dim=1) if _is_tensor(leaves[0]) else leaves[0], *outputs
-            )
-            return joined, after
-        return self._call(inputs, states)
+            output = _successive(outputs)
+        else:
+            output, after = self._call(inputs, states)
+        return output, after, self._products.made(count)
 
     def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]]) -> tuple[Any, list[States]]:
         # Joining copies, which is needed: kernels for one token write into the states that they are given.
         found = States({name: torch.cat([row[name] for row in states]) for name in states[0]}, self._keeps_window)
         args, kwargs = tree_map(lambda leaf: found if leaf is _CACHE else leaf, inputs)
-        output = self._original(*args, **kwargs)
+        output = self._own(*args, **kwargs)
         return output, [found.of_row(row) for row in range(len(states))]
 
     def _forgets_states(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]]) -> bool:
@@ -192,10 +239,14 @@ class Mixer:
 
 
 def put_back(module: nn.Module) -> None:
-    """Give a layer its own `forward` back, whichever pass replaced it."""
-    mixer = getattr(vars(module).get("forward"), "__self__", None)
-    if isinstance(mixer, Mixer):
-        mixer.detach()
+    """Give a module its own `forward` back, whichever pass replaced it."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, _Replacement):
+        return
+    if forward.earlier is None:
+        del vars(module)["forward"]
+    else:
+        vars(module)["forward"] = forward.earlier
 
 
 def find_mixers(target: PreTrainedModel) -> list[Mixer]:
@@ -251,6 +302,17 @@ def _joined(parts: Sequence[Any], count: int) -> Any:
     if len(parts) == 1:
         return parts[0]
     return tree_map(lambda *leaves: torch.cat(leaves) if _is_of_tokens(leaves[0], count) else leaves[0], *parts)
+
+
+def _successive(outputs: Sequence[Any]) -> Any:
+    """Return outputs of successive tokens as one."""
+    return tree_map(lambda *leaves: torch.cat(leaves, dim=1) if _is_tensor(leaves[0]) else leaves[0], *outputs)
+
+
+def _last(window: torch.Tensor, size: int, rejected: int) -> torch.Tensor:
+    """Return the last columns before those that were rejected."""
+    end = window.shape[-1] - rejected
+    return window[..., end - size : end]
 
 
 def _row(leaf: Any, row: int) -> Any:
