@@ -88,7 +88,7 @@ def test_the_state_of_a_rejected_token_left_in_place_would_be_seen(name, monkeyp
         attach(self, cache, stays)
 
     monkeypatch.setattr(Mixer, "attach", careless)
-    monkeypatch.setattr(Mixer, "_read_accepted", lambda *args: None)
+    monkeypatch.setattr(Mixer, "_advance", lambda *args: None)
     rows, _ = assisted(target, draft, prompts, 20)
     assert any(not torch.equal(row, answer) for row, answer in zip(rows, expected, strict=True))
 

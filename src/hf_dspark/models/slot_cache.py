@@ -113,6 +113,7 @@ class RowState:
     states: dict[Any, torch.Tensor] = field(default_factory=dict)  # by kind and number, [1, ...] each
     num_waiting: int = 0  # tokens after `position` that it was given
     waiting: Any = None  # their inputs, in the layer's own form
+    after_all: dict[Any, torch.Tensor] = field(default_factory=dict)  # the states if all of them are accepted
 
 
 class CacheMemoryError(MemoryError):

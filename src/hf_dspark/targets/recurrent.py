@@ -6,6 +6,7 @@ reads the new block from a copy. The model sees nothing of this: its pass holds 
 """
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -136,6 +137,8 @@ class Mixer:
         self._products = _Products(module)
         self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
         self._forgets: bool | None = None  # not known yet
+        self._chunk_size: int | None = getattr(module, "chunk_size", None)
+        self._takes_chunk_size = self._chunk_size is None and _takes_chunk_size(type(module))
 
     @property
     def is_offloaded(self) -> bool:
@@ -148,6 +151,7 @@ class Mixer:
             self._products.attach()
 
     def detach(self) -> None:
+        self._set_chunk_size(self._chunk_size)
         for module in (self._module, *self._products.linears.values()):
             put_back(module)
 
@@ -160,8 +164,7 @@ class Mixer:
         states = self._cache.row_states[layout.first_row : layout.first_row + layout.num_rows]
         rows = {row: each.setdefault(self._name, RowState()) for row, each in enumerate(states) if layout.counts[row]}
         for accepted, group in _grouped(rows, lambda row: layout.starts[row] - rows[row].position):
-            if accepted:
-                self._read_accepted([rows[row] for row in group], accepted)
+            self._advance([rows[row] for row in group], accepted)
         inputs = tree_map(lambda leaf: _CACHE if leaf is self._cache else leaf, (args, kwargs))
         outputs = {}
         for (count, _), group in _grouped(rows, lambda row: (layout.counts[row], bool(rows[row].states))):
@@ -174,24 +177,29 @@ class Mixer:
                 else:
                     of_row = {name: product[place : place + 1] for name, product in products.items()}
                     again = after[place].windows if self._keeps_window else (_copied(parts[place]), of_row)
-                    rows[row].num_waiting, rows[row].waiting = count, again
+                    rows[row].num_waiting, rows[row].waiting, rows[row].after_all = count, again, after[place].states
         return _successive([outputs[row] for row in sorted(outputs)])
 
-    def _read_accepted(self, rows: Sequence[RowState], accepted: int) -> None:
+    def _advance(self, rows: Sequence[RowState], accepted: int) -> None:
         """Bring the states of rows behind the tokens that were accepted of those that wait."""
-        if self._keeps_window:  # a convolution has only to be cut
-            for row in rows:
+        if accepted == 0:
+            return
+        partly = [row for row in rows if row.num_waiting > accepted]
+        for row in rows:
+            if row.num_waiting == accepted:
+                row.states = row.after_all
+            elif self._keeps_window:  # a convolution has only to be cut
                 rejected = row.num_waiting - accepted
                 row.states = {
                     name: _last(window, row.states[name].shape[-1], rejected) for name, window in row.waiting.items()
                 }
-        else:
-            parts, known = zip(*(_part(row.waiting, row.num_waiting, 0, accepted) for row in rows), strict=True)
-            _, after, _ = self._read(parts, [row.states for row in rows], accepted, _joined(known, accepted))
-            for row, states in zip(rows, after, strict=True):
+        if partly and not self._keeps_window:
+            parts, known = zip(*(_part(row.waiting, row.num_waiting, 0, accepted) for row in partly), strict=True)
+            _, after, _ = self._read(parts, [row.states for row in partly], accepted, _joined(known, accepted))
+            for row, states in zip(partly, after, strict=True):
                 row.states = states.states
         for row in rows:
-            row.position, row.num_waiting, row.waiting = row.position + accepted, 0, None
+            row.position, row.num_waiting, row.waiting, row.after_all = row.position + accepted, 0, None, {}
 
     def _read(
         self,
@@ -203,27 +211,35 @@ class Mixer:
         """Call the layer for rows that read `count` tokens each; returns its output, states and windows by row, and
         the products of its linear layers."""
         inputs = _joined(parts, count)
-        singly = count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states)
+        singly = count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states, count)
         self._products.begin(known or {})
         if singly:
             outputs = []
             for token in range(count):
-                output, after = self._call(_part(inputs, count, token, 1), states)
+                output, after = self._call(_part(inputs, count, token, 1), states, 1)
                 states = [each.states for each in after]
                 outputs.append(output)
             output = _successive(outputs)
         else:
-            output, after = self._call(inputs, states)
+            output, after = self._call(inputs, states, count)
         return output, after, self._products.made(count)
 
-    def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]]) -> tuple[Any, list[States]]:
+    def _set_chunk_size(self, size: int | None) -> None:
+        if self._chunk_size is not None:
+            self._module.chunk_size = size
+
+    def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> tuple[Any, list[States]]:
         # Joining copies, which is needed: kernels for one token write into the states that they are given.
         found = States({name: torch.cat([row[name] for row in states]) for name in states[0]}, self._keeps_window)
         args, kwargs = tree_map(lambda leaf: found if leaf is _CACHE else leaf, inputs)
+        # transformers' own code fills chunks up to 64 or 256 tokens; kernels on accelerators have sizes of their own.
+        if count > 1 and not self._layout.stays and next(self._module.parameters()).device.type == "cpu":
+            self._set_chunk_size(count)
+            kwargs = kwargs | ({"chunk_size": count} if self._takes_chunk_size else {})
         output = self._own(*args, **kwargs)
         return output, [found.of_row(row) for row in range(len(states))]
 
-    def _forgets_states(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]]) -> bool:
+    def _forgets_states(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> bool:
         """Tell whether the layer begins anew when it is given several tokens: Mamba's scan takes no first state.
 
         A layer that reads its states gives other numbers for others. This is tried once.
@@ -232,7 +248,7 @@ class Mixer:
             others = [
                 {name: each + 1 if name[0] == "recurrence" else each for name, each in row.items()} for row in states
             ]
-            (_, after), (_, after_others) = self._call(inputs, states), self._call(inputs, others)
+            (_, after), (_, after_others) = (self._call(inputs, each, count) for each in (states, others))
             recurrent = [name for name in states[0] if name[0] == "recurrence"]
             self._forgets = all(torch.equal(after[0].states[name], after_others[0].states[name]) for name in recurrent)
         return self._forgets
@@ -267,6 +283,15 @@ def keeps_states(layer: type[nn.Module]) -> bool:
 def names_used_by(layer: type[nn.Module]) -> set[str]:
     """Return the attributes and globals that the methods of a layer's own class name."""
     return {name for method in _functions(layer) for name in method.__code__.co_names}
+
+
+def _takes_chunk_size(layer: type[nn.Module]) -> bool:
+    """Tell whether a layer passes on arguments to a function that reads tokens in chunks of a default size."""
+    module = vars(sys.modules[layer.__module__])
+    functions = [module[name] for name in names_used_by(layer) if inspect.isroutine(module.get(name))]
+    parameters = [inspect.signature(function).parameters.get("chunk_size") for function in functions]
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(layer.forward).parameters.values())
+    return passes_on and any(each is not None and each.default is not each.empty for each in parameters)
 
 
 def _functions(layer: type) -> Iterator[Any]:
