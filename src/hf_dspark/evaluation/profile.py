@@ -21,7 +21,7 @@ from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import load_hint
-from ..targets.layer_kinds import slot_cache_obstacle
+from ..targets.layer_kinds import keeps_states, slot_cache_obstacle
 from ..targets.slot_attention import PackedTarget
 from .timed_decoding import synchronize
 
@@ -138,13 +138,19 @@ def _passes_by_slots(
 ) -> Iterator[Callable[[torch.Tensor], None]]:
     """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt."""
     packed, cache = PackedTarget(target), SlotCache(requests)
+    start, reads_again = 0, keeps_states(target)
 
-    def run(tokens: torch.Tensor, start: int = prompt.shape[1], **options: Any) -> None:
-        layout = SlotLayout((start,) * requests, (tokens.shape[1],) * requests)
+    def run(tokens: torch.Tensor, stays: bool = False, **options: Any) -> None:
+        nonlocal start
+        layout = SlotLayout((start,) * requests, (tokens.shape[1],) * requests, stays=stays)
         position_ids = layout.position_ids(tokens.device)
         packed(cache, layout, input_ids=tokens.reshape(1, -1), position_ids=position_ids, **options)
+        if stays:
+            start = tokens.shape[1]
+        elif reads_again:  # the next pass reads accepted tokens again, and that costs time
+            start += (tokens.shape[1] + 1) // 2
 
-    run(prompt.expand(requests, -1), start=0, logits_to_keep=1)
+    run(prompt.expand(requests, -1), stays=True, logits_to_keep=1)
     yield run
 
 

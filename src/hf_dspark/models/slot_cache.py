@@ -223,12 +223,18 @@ class SlotCache(Cache):
     def _memory_message(self, states: torch.Tensor, needed: int) -> str:
         held = sum(store.nbytes for store in self._stores.values())
         num_layers = self.num_layers or max(1, len({layer_idx for layer_idx, _ in self._stores}))
-        row_bytes = 2 * num_layers * states[0, :, 0].nbytes * needed
+        row_bytes = 2 * num_layers * states[0, :, 0].nbytes * needed + self._state_bytes()
         what = f"no memory for keys and values of {needed} tokens, {row_bytes / 2**30:.2f} GiB a sequence"
         if self.num_rows == 1:
             return f"{what}: shorten the prompt or lower max_new_tokens"
         fits = min(self.num_rows - 1, max(1, held // row_bytes))
         return f"{what}, for {self.num_rows} sequences: a batch of {fits} fits by what could be had so far"
+
+    def _state_bytes(self) -> int:
+        """Return the memory of the recurrent states of one row: those that it keeps, and those after its block."""
+        states = [each for row in self.row_states for each in row.values()]
+        held = sum(state.nbytes for each in states for state in each.states.values())
+        return 2 * held // max(1, sum(map(bool, self.row_states)))
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
@@ -274,6 +280,11 @@ class SlotCache(Cache):
 
         Without them, rows end together, as in a left-padded batch.
         """
+        if any(self.row_states):
+            raise ValueError(
+                "the recurrent states of a SlotCache are not those of a DynamicCache: go on with the draft, or decode "
+                "the whole conversation without a cache"
+            )
         if columns is None:
             longest = max(self._lengths)
             columns = [torch.arange(longest - length, longest, device="cpu") for length in self._lengths]

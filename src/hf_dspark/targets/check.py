@@ -74,7 +74,7 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
     rolled_back = [prompts[0] + 1, *prompts[1:]]
     with fast_linears(target):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
-            layout = SlotLayout(tuple(starts), tuple(counts))
+            layout = SlotLayout(tuple(starts), tuple(counts), stays=starts == [0, 0, 0])
             spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
             tokens = torch.cat([row[span] for row, span in zip(rows, spans, strict=True)])
             expected = torch.cat([logits[span] for logits, span in zip(alone, spans, strict=True)])

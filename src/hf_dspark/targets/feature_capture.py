@@ -71,7 +71,9 @@ class FeatureCapture:
         self._captured[-1] = args[0] if args else kwargs["hidden_states"]
 
     def _keep_output(self, layer_id: int, module: nn.Module, args: tuple, output: Any) -> None:
-        self._captured[layer_id] = output[0] if isinstance(output, tuple) else output
+        states = output[0] if isinstance(output, tuple) else output
+        # Hyper-connections keep several streams for each token, [B, S, streams, d].
+        self._captured[layer_id] = states.mean(dim=2) if states.dim() == 4 else states
 
     def take(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return the features `[B, S, m*d]` of the latest forward pass, and forget them.

@@ -4,10 +4,11 @@ from transformers import PreTrainedModel
 
 from .feature_capture import decoder_layers
 from .recurrent import find_mixers, names_used_by
+from .row_attention import RowAttention
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
-# What attention layers do to caches that have more than keys and values: a SlotCache has not.
-OTHER_CACHES = {"update_indexer", "store_compression_weights", "update_compressor_states"}
+# What layers, or the whole decoder, do to caches that are neither keys and values, nor states, nor an indexer's keys.
+OTHER_CACHES = {"store_compression_weights", "update_compressor_states", "indexer_position_ids"}
 
 
 def keeps_states(target: PreTrainedModel) -> bool:
@@ -33,15 +34,28 @@ def state_obstacle(target: PreTrainedModel) -> str | None:
     mixers = find_mixers(target)
     if not mixers:
         return f"{name} keeps its recurrent state outside of transformers' caches"
-    if any(mixer.is_offloaded for mixer in mixers):
+    if any(layer.is_offloaded for layer in (*mixers, *find_row_attention(target))):
         return f"{name} has recurrent layers whose weights are offloaded, and would be loaded twice in each round"
+    whole = names_used_by(type(target.get_decoder()))
     for number, layer in enumerate(decoder_layers(target)):
         used = set().union(*(names_used_by(type(module)) for module in layer.modules()))
-        if used & OTHER_CACHES:
-            return f"{name} keeps more than keys, values and recurrent states in its cache (layer {number})"
+        if others := sorted((used | whole) & OTHER_CACHES):
+            return f"{name} keeps in its cache what cannot be kept row by row ({', '.join(others)})"
         if "update" in used and "ALL_ATTENTION_FUNCTIONS" not in used:
             return f"{name} has attention of its own, which cannot read a slot cache (layer {number})"
     return None
+
+
+def find_row_attention(target: PreTrainedModel) -> list[RowAttention]:
+    """Return the attention layers of a target that have an indexer."""
+    config = target.config.get_text_config(decoder=True)
+    indexed = [name for name, each in target.named_modules() if "update_indexer" in names_used_by(type(each))]
+    return [
+        RowAttention(name, module, config)
+        for name, module in target.named_modules()
+        if "ALL_ATTENTION_FUNCTIONS" in names_used_by(type(module))
+        and any(each.startswith(f"{name}.") for each in indexed)
+    ]
 
 
 def check_state(target: PreTrainedModel) -> None:

@@ -5,6 +5,7 @@ inputs of the block that is verified. In the next pass it reads those that were 
 reads the new block from a copy. The model sees nothing of this: its pass holds the new tokens alone.
 """
 
+import functools
 import inspect
 import sys
 from collections import defaultdict
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from ..models.slot_cache import RowState, SlotCache, SlotLayout
+from .row_calls import Replacement, copied, joined, part_of, put_back, row_of, successive
 
 Name = tuple[str, int]  # kind of a state, and its number within the layer
 _CACHE = object()  # stands for the cache in inputs that are kept
@@ -78,19 +80,6 @@ class States:
         return one
 
 
-class _Replacement:
-    """Stands in for a module's `forward`: `run` is called with that one, and then its arguments."""
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        put_back(module)  # what an interrupted pass may have left
-        self.own, self.run = module.forward, run
-        self.earlier = vars(module).get("forward")  # accelerate's, for example
-        vars(module)["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.own, *args, **kwargs)
-
-
 class _Products:
     """What the linear layers of a recurrent layer make of tokens. Tokens that are read a second time find their
     products here, so that no weight is read twice."""
@@ -102,7 +91,7 @@ class _Products:
 
     def attach(self) -> None:
         for name, linear in self.linears.items():
-            _Replacement(linear, partial(self._product, name))
+            Replacement(linear, partial(self._product, name))
 
     def begin(self, known: dict[str, torch.Tensor]) -> None:
         self._known = dict(known)
@@ -146,7 +135,7 @@ class Mixer:
 
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
         self._cache, self._layout = cache, layout
-        _Replacement(self._module, self._forward)
+        Replacement(self._module, self._forward)
         if not self._keeps_window and not layout.stays:
             self._products.attach()
 
@@ -168,17 +157,17 @@ class Mixer:
         inputs = tree_map(lambda leaf: _CACHE if leaf is self._cache else leaf, (args, kwargs))
         outputs = {}
         for (count, _), group in _grouped(rows, lambda row: (layout.counts[row], bool(rows[row].states))):
-            parts = [_part(inputs, layout.num_tokens, layout.first_tokens[row], count) for row in group]
+            parts = [part_of(inputs, layout.num_tokens, layout.first_tokens[row], count) for row in group]
             output, after, products = self._read(parts, [rows[row].states for row in group], count)
             for place, row in enumerate(group):
-                outputs[row] = tree_map(lambda leaf, place=place: _row(leaf, place), output)
+                outputs[row] = tree_map(lambda leaf, place=place: row_of(leaf, place), output)
                 if layout.stays:
                     rows[row].position, rows[row].states = layout.starts[row] + count, after[place].states
                 else:
                     of_row = {name: product[place : place + 1] for name, product in products.items()}
-                    again = after[place].windows if self._keeps_window else (_copied(parts[place]), of_row)
+                    again = after[place].windows if self._keeps_window else (copied(parts[place]), of_row)
                     rows[row].num_waiting, rows[row].waiting, rows[row].after_all = count, again, after[place].states
-        return _successive([outputs[row] for row in sorted(outputs)])
+        return successive([outputs[row] for row in sorted(outputs)])
 
     def _advance(self, rows: Sequence[RowState], accepted: int) -> None:
         """Bring the states of rows behind the tokens that were accepted of those that wait."""
@@ -194,8 +183,8 @@ class Mixer:
                     name: _last(window, row.states[name].shape[-1], rejected) for name, window in row.waiting.items()
                 }
         if partly and not self._keeps_window:
-            parts, known = zip(*(_part(row.waiting, row.num_waiting, 0, accepted) for row in partly), strict=True)
-            _, after, _ = self._read(parts, [row.states for row in partly], accepted, _joined(known, accepted))
+            parts, known = zip(*(part_of(row.waiting, row.num_waiting, 0, accepted) for row in partly), strict=True)
+            _, after, _ = self._read(parts, [row.states for row in partly], accepted, joined(known, accepted))
             for row, states in zip(partly, after, strict=True):
                 row.states = states.states
         for row in rows:
@@ -210,16 +199,16 @@ class Mixer:
     ) -> tuple[Any, list[States], dict[str, torch.Tensor]]:
         """Call the layer for rows that read `count` tokens each; returns its output, states and windows by row, and
         the products of its linear layers."""
-        inputs = _joined(parts, count)
+        inputs = joined(parts, count)
         singly = count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states, count)
         self._products.begin(known or {})
         if singly:
             outputs = []
             for token in range(count):
-                output, after = self._call(_part(inputs, count, token, 1), states, 1)
+                output, after = self._call(part_of(inputs, count, token, 1), states, 1)
                 states = [each.states for each in after]
                 outputs.append(output)
-            output = _successive(outputs)
+            output = successive(outputs)
         else:
             output, after = self._call(inputs, states, count)
         return output, after, self._products.made(count)
@@ -254,35 +243,61 @@ class Mixer:
         return self._forgets
 
 
-def put_back(module: nn.Module) -> None:
-    """Give a module its own `forward` back, whichever pass replaced it."""
-    forward = vars(module).get("forward")
-    if not isinstance(forward, _Replacement):
-        return
-    if forward.earlier is None:
-        del vars(module)["forward"]
-    else:
-        vars(module)["forward"] = forward.earlier
+# Layers that keep states in attributes: these attributes, by the name of their class.
+ATTRIBUTES = {"RecurrentGemmaRecurrentBlock": ("conv1d_state", "rg_lru.recurrent_states")}
+
+
+class AttributeMixer(Mixer):
+    """Runs a recurrent layer that keeps its states in attributes. They are its own again after each pass."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        self._keeps_window, self._forgets = False, True  # of several tokens, its convolution sees no earlier ones
+        self._owners = [
+            (module.get_submodule(path), attribute)
+            for path, _, attribute in (each.rpartition(".") for each in ATTRIBUTES[type(module).__name__])
+        ]
+        self._left_by_others = self._attributes()
+
+    def detach(self) -> None:
+        super().detach()
+        self._set_attributes(self._left_by_others)
+
+    def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> tuple[Any, list[States]]:
+        names = [("attribute", number) for number in range(len(self._owners))]
+        self._set_attributes([torch.cat([row[name] for row in states]) if states[0] else None for name in names])
+        args, kwargs = inputs
+        output = self._own(*args, **kwargs)
+        found = States(dict(zip(names, self._attributes(), strict=True)), keeps_window=False)
+        return output, [found.of_row(row) for row in range(len(states))]
+
+    def _attributes(self) -> list[Any]:
+        return [getattr(owner, attribute) for owner, attribute in self._owners]
+
+    def _set_attributes(self, values: Sequence[Any]) -> None:
+        for (owner, attribute), value in zip(self._owners, values, strict=True):
+            setattr(owner, attribute, value)
 
 
 def find_mixers(target: PreTrainedModel) -> list[Mixer]:
-    """Return the recurrent layers of a target, the outermost ones: each keeps its states through the cache."""
+    """Return the recurrent layers of a target: the outermost ones, which may have others inside."""
     found: list[Mixer] = []
     inside: list[str] = []
     for name, module in target.named_modules():
-        if not name.startswith(tuple(inside)) and keeps_states(type(module)):
+        if name.startswith(tuple(inside)):
+            continue
+        if type(module).__name__ in ATTRIBUTES:
+            found.append(AttributeMixer(name, module))
+        elif names_used_by(type(module)) & {"update_conv_state", "update_recurrent_state"}:
             found.append(Mixer(name, module))
             inside.append(f"{name}.")
     return found
 
 
-def keeps_states(layer: type[nn.Module]) -> bool:
-    return bool(names_used_by(layer) & {"update_conv_state", "update_recurrent_state"})
-
-
-def names_used_by(layer: type[nn.Module]) -> set[str]:
+@functools.cache
+def names_used_by(layer: type[nn.Module]) -> frozenset[str]:
     """Return the attributes and globals that the methods of a layer's own class name."""
-    return {name for method in _functions(layer) for name in method.__code__.co_names}
+    return frozenset(name for method in _functions(layer) for name in method.__code__.co_names)
 
 
 def _takes_chunk_size(layer: type[nn.Module]) -> bool:
@@ -308,42 +323,7 @@ def _grouped(rows: dict[int, RowState], key: Callable[[int], Any]) -> list[tuple
     return list(groups.items())
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _is_of_tokens(leaf: Any, num_tokens: int) -> bool:
-    """Tell whether an input has an entry for each token, `[R, T, ...]`."""
-    return _is_tensor(leaf) and leaf.dim() > 1 and leaf.shape[1] == num_tokens
-
-
-def _part(inputs: Any, num_tokens: int, first: int, count: int) -> Any:
-    """Return the inputs of some of the tokens."""
-    return tree_map(lambda leaf: leaf[:, first : first + count] if _is_of_tokens(leaf, num_tokens) else leaf, inputs)
-
-
-def _joined(parts: Sequence[Any], count: int) -> Any:
-    """Return the inputs of rows as those of one call."""
-    if len(parts) == 1:
-        return parts[0]
-    return tree_map(lambda *leaves: torch.cat(leaves) if _is_of_tokens(leaves[0], count) else leaves[0], *parts)
-
-
-def _successive(outputs: Sequence[Any]) -> Any:
-    """Return outputs of successive tokens as one."""
-    return tree_map(lambda *leaves: torch.cat(leaves, dim=1) if _is_tensor(leaves[0]) else leaves[0], *outputs)
-
-
 def _last(window: torch.Tensor, size: int, rejected: int) -> torch.Tensor:
     """Return the last columns before those that were rejected."""
     end = window.shape[-1] - rejected
     return window[..., end - size : end]
-
-
-def _row(leaf: Any, row: int) -> Any:
-    return leaf[row : row + 1] if _is_tensor(leaf) else leaf
-
-
-def _copied(inputs: Any) -> Any:
-    """Copy inputs that are kept: what comes after a layer may write into them."""
-    return tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, inputs)

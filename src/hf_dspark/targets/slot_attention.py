@@ -20,7 +20,9 @@ from transformers.masking_utils import causal_mask_function
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
 from .feature_capture import FeatureCapture
-from .recurrent import find_mixers, put_back
+from .layer_kinds import find_row_attention
+from .recurrent import find_mixers
+from .row_calls import put_back
 
 NAME = "hf_dspark_slots"
 
@@ -131,7 +133,7 @@ class PackedTarget:
         # The configs that decide how a target attends. Layers may be replaced between calls: they are looked up anew.
         found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
         self._configs = list(found.values())
-        self._mixers = find_mixers(target)
+        self._called_by_rows = [*find_mixers(target), *find_row_attention(target)]
         takes = inspect.signature(target.forward).parameters
         self._cache_argument = "cache_params" if "cache_params" in takes else "past_key_values"  # Mamba's name for it
 
@@ -156,16 +158,16 @@ class PackedTarget:
             config._attn_implementation = NAME
         if self._capture is not None:
             self._capture.attach()
-        for mixer in self._mixers:
-            mixer.attach(cache, layout)
+        for layer in self._called_by_rows:
+            layer.attach(cache, layout)
         _running.set(_Pass(layout))
 
     def _leave(self) -> None:
         _running.set(None)
         if self._capture is not None:
             self._capture.detach()
-        for mixer in self._mixers:
-            mixer.detach()
+        for layer in self._called_by_rows:
+            layer.detach()
         self._switch.put_back()
 
 

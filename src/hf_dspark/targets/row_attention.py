@@ -1,0 +1,68 @@
+"""Attention that chooses what it sees by an indexer of its own, row by row: it keeps more than keys and values.
+
+Each row has a cache layer of transformers for it, which is cut back to the committed tokens before each pass.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+
+from ..models.slot_cache import RowState, SlotCache, SlotLayout
+from .row_calls import Replacement, part_of, put_back, successive
+
+
+class RowAttention:
+    """Runs one attention layer row by row in packed passes, while it is attached.
+
+    Args:
+        name (`str`): Of the layer within its target.
+        module (`nn.Module`): The layer. It has a `layer_idx`.
+        config (`PreTrainedConfig`): Of the target's text model; it says what kind of cache the layer needs.
+    """
+
+    def __init__(self, name: str, module: nn.Module, config: PreTrainedConfig) -> None:
+        self._name, self._module, self._config = name, module, config
+        self._implementation = module.config._attn_implementation
+
+    @property
+    def is_offloaded(self) -> bool:
+        return any(parameter.device.type == "meta" for parameter in self._module.parameters())
+
+    def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
+        self._cache, self._layout = cache, layout
+        Replacement(self._module, self._forward)
+
+    def detach(self) -> None:
+        put_back(self._module)
+
+    def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        layout, during, outputs = self._layout, self._module.config._attn_implementation, []
+        self._module.config._attn_implementation = self._implementation  # slots are for packed rows
+        try:
+            for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
+                if count == 0:
+                    continue
+                cache = self._cache_of(layout.first_row + row, start, count)
+                inputs = part_of((args, kwargs), layout.num_tokens, layout.first_tokens[row], count)
+                own_args, own_kwargs = tree_map(
+                    lambda leaf, cache=cache: cache if leaf is self._cache else leaf, inputs
+                )
+                outputs.append(own(*own_args, **own_kwargs))
+        finally:
+            self._module.config._attn_implementation = during
+        return successive(outputs)
+
+    def _cache_of(self, row: int, start: int, count: int) -> DynamicCache:
+        """Return the row's cache with its committed tokens alone, and note that `count` more come."""
+        states = self._cache.row_states[row]
+        if self._name not in states:
+            states[self._name] = RowState(waiting=DynamicCache(config=self._config))
+        state = states[self._name]
+        if state.num_waiting > start:
+            state.waiting.layers[self._module.layer_idx].crop(start - state.num_waiting)
+        state.num_waiting = start + count
+        return state.waiting
