@@ -5,6 +5,7 @@ neighbour's draws, and its law must not.
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -67,9 +68,12 @@ class Paths:
         return index
 
 
-def enumerate_round(monkeypatch, target, draft, policy, processors):
-    """Return the joint law of what one round of two rows commits, continued by the target alone, and all lengths."""
-    batch = padded(PROMPTS)
+def enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1):
+    """Enumerate what rounds commit, continued by the target alone.
+
+    Returns how far the joint law of all rows is from the targets' own, its mass, and all lengths.
+    """
+    batch, length = padded(prompts), rounds * (GAMMA + 1)
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     paths, joint, lengths, laws = Paths(), {}, [], None
@@ -98,35 +102,40 @@ def enumerate_round(monkeypatch, target, draft, policy, processors):
     for path in paths:
         monkeypatch.setattr(sampling, "invert", honest_invert)
         torch.manual_seed(11)
-        cache, drafter = SlotCache(2), Drafter(target, draft, call, SlotCache(2))
-        prompts = [read_prompt(call, row, cache) for row in range(2)]
-        requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(prompts)]
+        cache, drafter = SlotCache(len(prompts)), Drafter(target, draft, call, SlotCache(len(prompts)))
+        read = [read_prompt(call, row, cache) for row in range(len(prompts))]
+        requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(read)]
         loop = DecodingLoop(target, drafter, call, cache)
-        loop.admit(requests, [prompt.fed for prompt in prompts])  # the first tokens are the same on all paths
+        loop.admit(requests, [prompt.fed for prompt in read])  # the first tokens are the same on all paths
         starts = [request.length for request in requests]
         laws = laws or [TargetLaw(target, processors, prompt=request.token_ids[None]) for request in requests]
         monkeypatch.setattr(sampling, "invert", invert)
         monkeypatch.setattr("hf_dspark.decoding.loop.verify_block", verify_block)
-        loop.run_round()
+        for _ in range(rounds):
+            loop.run_round()
         news = [tuple(request.token_ids[start:].tolist()) for request, start in zip(requests, starts, strict=True)]
-        rows = [extend(law, {new: 1.0}, GAMMA + 1) for law, new in zip(laws, news, strict=True)]
-        for first, second in itertools.product(rows[0].items(), rows[1].items()):
-            key = (first[0], second[0])
-            joint[key] = joint.get(key, 0.0) + path.probability * first[1] * second[1]
+        rows = [extend(law, {new: 1.0}, length) for law, new in zip(laws, news, strict=True)]
+        for key, mass in joint_law(rows).items():
+            joint[key] = joint.get(key, 0.0) + path.probability * mass
     for name, honest in (("invert", honest_invert), ("acceptance_probability", honest_ratio)):
         monkeypatch.setattr(sampling, name, honest)
-    return total_variation(joint, product_of(laws, GAMMA + 1)), sum(joint.values()), set(lengths)
+    return total_variation(joint, product_of(laws, length)), sum(joint.values()), set(lengths)
 
 
 def product_of(laws, length):
-    first, second = (extend(law, {(): 1.0}, length) for law in laws)
-    return {(a, b): p * q for (a, p), (b, q) in itertools.product(first.items(), second.items())}
+    return joint_law([extend(law, {(): 1.0}, length) for law in laws])
+
+
+def joint_law(laws):
+    """Return the law of independent rows together."""
+    outcomes = (zip(*each, strict=True) for each in itertools.product(*(law.items() for law in laws)))
+    return {sequences: math.prod(masses) for sequences, masses in outcomes}
 
 
 @pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE), PrefixScheduler(CLIFF)])
 def test_a_round_of_two_rows_has_the_joint_law_of_both_targets(monkeypatch, make_target, policy):
     target, draft = make_pair(make_target, gamma=GAMMA)
-    distance, mass, lengths = enumerate_round(
+    distance, mass, lengths = enumerate_rounds(
         monkeypatch, target, draft, policy, LogitsProcessorList([TopKLogitsWarper(2)])
     )
     assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
@@ -140,7 +149,7 @@ def test_a_round_has_the_joint_law_when_the_draft_overflows_after_some_tokens(mo
     target, draft = make_pair(make_target, gamma=GAMMA)
     with torch.no_grad():
         draft.markov_head.markov_w1.weight[1] = torch.nan
-    distance, mass, lengths = enumerate_round(
+    distance, mass, lengths = enumerate_rounds(
         monkeypatch, target, draft, policy, LogitsProcessorList([TopKLogitsWarper(2)])
     )
     assert distance < 5e-6 and mass == pytest.approx(1.0, abs=1e-5)
@@ -152,7 +161,7 @@ def test_that_enumeration_catches_a_scheduler_that_looks_ahead(monkeypatch, make
     for scheduler in (GlobalScheduler(STEP, accept_bias=True), EliminationScheduler(STEP, accept_bias=True)):
         target, draft = make_pair(make_target, gamma=GAMMA, seed=5)
         processors = LogitsProcessorList([TopKLogitsWarper(2)])
-        distances.append(enumerate_round(monkeypatch, target, draft, scheduler, processors)[0])
+        distances.append(enumerate_rounds(monkeypatch, target, draft, scheduler, processors)[0])
     assert max(distances) > 0.01
 
 
