@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
+from hf_dspark import DSparkConfig, DSparkDraftModel, check_target
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.maths.sampling import DraftBlock
 from tests.rows import assert_same_tokens, padded
@@ -124,24 +124,6 @@ def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batche
         target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
     with pytest.raises(ValueError, match="attention of its own"):
         check_target(target)
-
-
-def test_targets_with_a_recurrent_state_are_refused_wherever_a_draft_would_decode():
-    facts = MOE | {
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "shared_expert_intermediate_size": 16,
-        "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    }  # fmt: skip
-    target, draft = make_pair("qwen3_next", facts | {"head_dim": 8})
-    for prompts in (PROMPTS[:1], PROMPTS):
-        with pytest.raises(ValueError, match="stateful"):  # transformers' own words
-            target.generate(**padded(prompts), assistant_model=draft, **PLAIN)
-    for refused in (
-        lambda: target.generate(**padded(PROMPTS[:1]), custom_generate=decode_with(draft), **PLAIN),
-        lambda: list(generate_many(target, draft, [PROMPTS[0]], **PLAIN)),
-        lambda: check_target(target),
-    ):
-        with pytest.raises(ValueError, match="recurrent state.*without a draft"):
-            refused()
 
 
 def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():

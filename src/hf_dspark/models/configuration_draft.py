@@ -245,10 +245,7 @@ class DraftConfig(PreTrainedConfig):
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "num_target_layers": text.num_hidden_layers,
             "target_model_type": text.model_type,
-            "pad_token_id": text.pad_token_id,
-            "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
-        }
+        } | {name: getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
         return cls(**(facts | overrides))
 
     @classmethod

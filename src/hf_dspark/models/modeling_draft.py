@@ -207,7 +207,7 @@ class DraftModel(PreTrainedModel):
         """
         self.config.check_draft_top_k()
         check_fits(self.config, target)
-        return self.bind_parts(target.get_input_embeddings(), target.get_output_embeddings(), target.dtype)
+        return self.bind_parts(target.get_input_embeddings(), lm_head_of(target), target.dtype)
 
     def bind_parts(self, embedding: nn.Module, lm_head: nn.Module, dtype: torch.dtype) -> "DraftModel":
         """Borrow the embedding and the LM head of a target that is not loaded; the head computes in `dtype`."""
@@ -376,5 +376,12 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
             "trained on: load the matching pair, or train one with "
             f"{type(config).__name__}.from_target(target.config)."
         )
-    if not isinstance(target, PreTrainedConfig) and target.get_output_embeddings() is None:
+    if not isinstance(target, PreTrainedConfig) and lm_head_of(target) is None:
         raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")
+
+
+def lm_head_of(target: PreTrainedModel) -> nn.Module | None:
+    """Return the LM head of a target; some multimodal targets have it inside a whole causal LM."""
+    inner = [module for module in target.children() if isinstance(module, PreTrainedModel)]
+    heads = (module.get_output_embeddings() for module in (target, *inner))
+    return next((head for head in heads if head is not None), None)

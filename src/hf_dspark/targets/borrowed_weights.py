@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.modeling_draft import input_device
+from ..models.modeling_draft import input_device, lm_head_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,7 +40,7 @@ class BorrowedModules:
         from accelerate.utils import align_module_device  # slow to import
 
         text = target.config.get_text_config(decoder=True)
-        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        embedding, head = target.get_input_embeddings(), lm_head_of(target)
         with align_module_device(embedding):
             weight, scale = _plain_weight(embedding), getattr(embedding, "embed_scale", None)
         if weight is None:  # its answers are scaled already

@@ -4,13 +4,14 @@ from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from ..cpu import fast_linears
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from .int8_outliers import has_outliers, outliers_of_each
 from .layer_kinds import check_state, slot_cache_obstacle
-from .slot_attention import PackedTarget
+from .slot_attention import PackedTarget, cache_argument
 
 # Largest difference of logits, as a part of the largest logit.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -68,9 +69,9 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
 
 def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tuple[float, float]:
     """Return the largest difference between logits of packed rows and of each row alone, and the largest logit."""
-    alone = [target(row[None], use_cache=False).logits[0] for row in rows]
-    packed, cache, worst = PackedTarget(target), SlotCache(len(rows)), 0.0
     prompts = [length - 7 for length in map(len, rows)]
+    alone = [_decoded(target, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    packed, cache, worst = PackedTarget(target), SlotCache(len(rows)), 0.0
     rolled_back = [prompts[0] + 1, *prompts[1:]]
     with fast_linears(target):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
@@ -82,3 +83,13 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
             output = packed(cache, layout, input_ids=tokens[None], position_ids=positions)
             worst = max(worst, float((output.logits[0] - expected).abs().max()))
     return worst, float(max(whole.abs().max() for whole in alone))
+
+
+def _decoded(target: PreTrainedModel, row: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """Return the logits of a row as plain decoding has them, `[n, V]`: its prompt at once, then token by token."""
+    cache, logits = DynamicCache(config=target.config.get_text_config(decoder=True)), []
+    positions = torch.arange(len(row), device=row.device)
+    for start, end in ((0, prompt_length), *((place, place + 1) for place in range(prompt_length, len(row)))):
+        place = {cache_argument(target): cache, "position_ids": positions[None, start:end]}
+        logits.append(target(row[None, start:end], use_cache=True, **place).logits[0])
+    return torch.cat(logits)

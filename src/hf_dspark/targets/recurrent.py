@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from ..models.slot_cache import RowState, SlotCache, SlotLayout
 from .row_calls import Replacement, copied, joined, part_of, put_back, row_of, successive
 
+# Settings of Mamba 2 layers in blocks. The rule for single tokens, which plain decoding follows, knows no limit.
+BLOCK_SETTINGS = {"chunk_size": None, "time_step_limit": (0.0, float("inf"))}
 Name = tuple[str, int]  # kind of a state, and its number within the layer
 _CACHE = object()  # stands for the cache in inputs that are kept
 
@@ -126,8 +128,8 @@ class Mixer:
         self._products = _Products(module)
         self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
         self._forgets: bool | None = None  # not known yet
-        self._chunk_size: int | None = getattr(module, "chunk_size", None)
-        self._takes_chunk_size = self._chunk_size is None and _takes_chunk_size(type(module))
+        self._settings = {name: getattr(module, name) for name in BLOCK_SETTINGS if hasattr(module, name)}
+        self._takes_chunk_size = "chunk_size" not in self._settings and _takes_chunk_size(type(module))
 
     @property
     def is_offloaded(self) -> bool:
@@ -140,7 +142,7 @@ class Mixer:
             self._products.attach()
 
     def detach(self) -> None:
-        self._set_chunk_size(self._chunk_size)
+        vars(self._module).update(self._settings)
         for module in (self._module, *self._products.linears.values()):
             put_back(module)
 
@@ -213,18 +215,17 @@ class Mixer:
             output, after = self._call(inputs, states, count)
         return output, after, self._products.made(count)
 
-    def _set_chunk_size(self, size: int | None) -> None:
-        if self._chunk_size is not None:
-            self._module.chunk_size = size
-
     def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> tuple[Any, list[States]]:
         # Joining copies, which is needed: kernels for one token write into the states that they are given.
         found = States({name: torch.cat([row[name] for row in states]) for name in states[0]}, self._keeps_window)
         args, kwargs = tree_map(lambda leaf: found if leaf is _CACHE else leaf, inputs)
-        # transformers' own code fills chunks up to 64 or 256 tokens; kernels on accelerators have sizes of their own.
-        if count > 1 and not self._layout.stays and next(self._module.parameters()).device.type == "cpu":
-            self._set_chunk_size(count)
-            kwargs = kwargs | ({"chunk_size": count} if self._takes_chunk_size else {})
+        if count > 1 and not self._layout.stays:
+            settings = BLOCK_SETTINGS
+            # transformers' own code fills chunks up to 64 or 256 tokens; kernels on accelerators have their own sizes.
+            if next(self._module.parameters()).device.type == "cpu":
+                settings = settings | {"chunk_size": count}
+                kwargs = kwargs | ({"chunk_size": count} if self._takes_chunk_size else {})
+            vars(self._module).update({name: settings[name] or own for name, own in self._settings.items()})
         output = self._own(*args, **kwargs)
         return output, [found.of_row(row) for row in range(len(states))]
 

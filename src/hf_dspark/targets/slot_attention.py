@@ -134,8 +134,7 @@ class PackedTarget:
         found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
         self._configs = list(found.values())
         self._called_by_rows = [*find_mixers(target), *find_row_attention(target)]
-        takes = inspect.signature(target.forward).parameters
-        self._cache_argument = "cache_params" if "cache_params" in takes else "past_key_values"  # Mamba's name for it
+        self._cache_argument = cache_argument(target)
 
     def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
         """Run one pass over packed tokens, `input_ids [1, T]` or `inputs_embeds [1, T, d]`; returns its output."""
@@ -169,6 +168,11 @@ class PackedTarget:
         for layer in self._called_by_rows:
             layer.detach()
         self._switch.put_back()
+
+
+def cache_argument(target: PreTrainedModel) -> str:
+    """Return the name under which a target takes its cache; Mamba has one of its own."""
+    return "cache_params" if "cache_params" in inspect.signature(target.forward).parameters else "past_key_values"
 
 
 def heal(target: PreTrainedModel) -> None:

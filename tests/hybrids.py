@@ -1,0 +1,157 @@
+"""Tiny targets of all families that transformers calls stateful, with random weights and layers of both kinds."""
+
+import dataclasses
+import importlib
+import inspect
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+# Sizes that configurations share; a configuration takes those that it knows.
+SMALL = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_local_experts": 4, "shared_expert_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "state_size": 8, "mamba_d_state": 8, "ssm_state_size": 8, "chunk_size": 8, "mamba_chunk_size": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_head_dim": 16, "linear_num_heads": 4, "use_mamba_kernels": False, "initializer_range": 0.2,
+}  # fmt: skip
+MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
+QWEN = MIXED | {"decoder_sparse_step": 1}
+VISION = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 64}
+# By family: what its text configuration needs besides.
+TEXT = {
+    "bailing_hybrid": {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "layer_group_size": 2},
+    "bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "attn_layer_indices": [1, 3], "mamba_expand": 2,
+    },
+    "falcon_h1": {
+        "num_hidden_layers": 3, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+    },
+    "falcon_mamba": {},
+    "glm5_next_text": {
+        "num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "index_topk": 8, "index_kpool": 4,
+        "index_head_dim": 16, "index_n_heads": 16, "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1,
+        "shared_intermediate_size": 64, "position_embedding_type": "rope",
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4},
+    "kimi_linear": MIXED | {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba": {},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "n_groups": 1, "mamba_n_groups": 1,
+    },
+    "olmo_hybrid": MIXED | {"linear_num_key_heads": 4},
+    "qwen3_5_text": MIXED,
+    "qwen3_5_moe_text": QWEN,
+    "qwen3_next": QWEN,
+    "recurrent_gemma": {
+        "lru_width": 64, "attention_window_size": 32, "num_hidden_layers": 6, "w_init_variance_scale": 1.0,
+    },
+    "zamba": {
+        "num_hidden_layers": 6, "num_key_value_heads": 4, "n_mamba_heads": 2, "attn_layer_period": 3,
+        "attn_layer_offset": 2, "mamba_dt_rank": 4, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_ngroups": 1,
+        "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1, "attention_head_dim": 32,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+EAR = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+EYE = EAR | {"insert_layer_id": 0, "image_size": 32, "patch_size": 16}
+# Families around the text model of another one: that one, and what their configuration needs besides.
+AROUND = {
+    "glm5_next": ("glm5_next_text", {"vision_config": VISION}),
+    "minicpm_ocr": ("qwen3_5_text", {"vision_config": EYE, "insert_layer_id": 0}),
+    "minicpmv4_6": ("qwen3_5_text", {"vision_config": EYE, "insert_layer_id": 0}),
+    "minicpmv4_7": ("qwen3_5_text", {"vision_config": EYE, "insert_layer_id": 0}),
+    "nemotron3_5_transcribe": (
+        "nemotron_h",
+        {
+            "audio_config": {"asr_config": EAR, "diarization_config": EAR},
+            "word_timestamp_config": EAR | {"vocab_size": 96, "blank_token_id": 3},
+            "audio_token_id": 95,
+        },
+    ),
+    "nemotron_h_omni": (
+        "nemotron_h",
+        {
+            "vision_config": EAR | {"video_temporal_patch_size": 2},
+            "audio_config": EAR | {"projection_hidden_size": 16, "projection_bias": False},
+            "projector_hidden_size": 16,
+            "vision_hidden_size": 16,
+        },
+    ),
+}
+# What transformers calls stateful and cannot be kept row by row, with what a configuration needs.
+REFUSED = {
+    "deepseek_v4": {},
+    "qwen4_exp": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 4, "layer_types": ["linear_attention", "indexed_attention"] * 2,
+    },
+    "rwkv": {"attention_hidden_size": 64},
+    "xlstm": {"num_heads": 4, "chunkwise_kernel": "chunkwise--native_autograd", "chunk_size": 16},
+}  # fmt: skip
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Return the modelling files of the installed transformers, by family."""
+    paths = {path.name: path / f"modeling_{path.name}.py" for path in Path(transformers.models.__path__[0]).iterdir()}
+    return {family: path for family, path in sorted(paths.items()) if path.exists()}
+
+
+def stateful_families() -> list[str]:
+    return [family for family, path in sources().items() if "_is_stateful = True" in path.read_text()]
+
+
+def known(family: str) -> bool:
+    """Tell whether the installed transformers has a family."""
+    return family.removesuffix("_text") in sources()
+
+
+def _generating_classes(family: str) -> list[type[PreTrainedModel]]:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    own = [each for each in vars(module).values() if getattr(each, "__module__", None) == module.__name__]
+    return [each for each in own if inspect.isclass(each) and issubclass(each, GenerationMixin)]
+
+
+def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """Return a tiny target of a family, in float32; `options` are of its text configuration."""
+    classes = _generating_classes(family.removesuffix("_text"))
+    text, others = AROUND.get(family, (family, None))
+    sizes = SMALL | (TEXT | REFUSED).get(text, {}) | options
+    if others is None:
+        kinds = (family, f"{family}_text")
+        model_class = next(each for each in classes if each.config_class.model_type in kinds)
+        config = model_class.config_class(**_of(model_class.config_class, sizes))
+    else:
+        model_class = classes[-1]
+        config = model_class.config_class(text_config=sizes | {"model_type": text}, **others)
+    torch.manual_seed(seed)
+    target = model_class(config).eval()
+    # Else some families say one token again and again.
+    torch.nn.init.normal_(target.get_input_embeddings().weight)
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    return target
+
+
+def _of(config_class: type[PreTrainedConfig], sizes: dict[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: size for name, size in sizes.items() if name in names}

@@ -1,0 +1,79 @@
+"""All families that transformers calls stateful decode with drafts what they decode without, or are refused."""
+
+import pytest
+import torch
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
+
+from ..hybrids import AROUND, REFUSED, TEXT, build, known, stateful_families
+from ..rigged import rig
+from .test_recurrent import assisted, cache_argument, padded, pair_of, plain, prompts_of
+
+FAMILIES = sorted({*TEXT, *AROUND} - {"glm5_next_text"})
+
+
+# A prompt's rule of these has a limit that the rule for single tokens has not. So whole conversations differ from
+# those that go on in a cache, with drafts and without.
+OTHER_RULE = {"zamba2", "nemotron_h", "nemotron_h_omni", "nemotron3_5_transcribe"}
+
+
+def in_own_caches(target, prompts, caches, new_tokens=16):
+    """Return what plain decoding gives that goes on in its cache, row by row."""
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    rows = []
+    for prompt, cache in zip(prompts, caches, strict=True):
+        output = target.generate(**padded([prompt]), **options, **cache)
+        cache[cache_argument(target)] = output.past_key_values
+        rows.append(output.sequences[0])
+    return rows
+
+
+def needs(family):
+    if not known(family):
+        pytest.skip(f"this version of transformers has no {family}")
+
+
+def test_no_family_is_forgotten():
+    tested = {family.removesuffix("_text") for family in (*FAMILIES, *REFUSED)}
+    assert set(stateful_families()) <= tested
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkeypatch):
+    needs(family)
+    target, draft = pair_of(family)
+    for lengths in ((7,), (3, 11, 6), (9, 5, 14, 2, 1)):
+        prompts = prompts_of(target, lengths)
+        cache, own = {}, [{} for _ in prompts]
+        for turn in range(2):
+            expected = plain(target, prompts, 16) if family not in OTHER_RULE else in_own_caches(target, prompts, own)
+            with monkeypatch.context() as patch:
+                rig(patch, expected, right_part=0.7, seed=turn)
+                rows, output = assisted(target, draft, prompts, 16, return_dict_in_generate=True, **cache)
+            for row, answer in zip(rows, expected, strict=True):
+                assert torch.equal(row, answer)
+            more = prompts_of(target, [3] * len(lengths), seed=1)
+            prompts = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
+            cache = {cache_argument(target): output.past_key_values}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_have_the_logits_of_single_ones(family):
+    needs(family)
+    assert check_target(build(family)) < 1e-3
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_whose_state_cannot_be_kept_are_refused_with_the_reason(family):
+    needs(family)
+    target = build(family)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=1, block_size=4, markov_rank=8))
+    prompt = torch.tensor([[5, 6, 7]])
+    for refused in (
+        lambda: target.generate(prompt, assistant_model=draft),
+        lambda: target.generate(prompt, custom_generate=decode_with(draft)),
+        lambda: list(generate_many(target, draft, prompt.tolist())),
+        lambda: check_target(target),
+    ):
+        with pytest.raises(ValueError, match=f"{type(target).__name__} .*cannot go back to before a rejected token"):
+            refused()
