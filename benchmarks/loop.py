@@ -14,6 +14,9 @@ On a CPU, `--baseline both` (the default) times plain `generate()` and drafted c
 too. `speedup` is over plain `generate()` as users run it, `speedup_same_kernels` over plain with packed copies.
 `efficiency` is the speed-up over `limit`, the one that the passes alone allow:
 tau * T_target(1) / (T_draft + T_target(1 + l)). Times are without the prefill. A cell is written when it is there.
+
+Recurrent layers read the tokens accepted in a round again in the next pass (`--geometry qwen3.5-0.8b`). `verify` has
+half of each block accepted, `verify_alone` nothing; `reading_again` is the difference, as a part of a plain step.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import torch
 from pair import (
     BASELINES,
     GEOMETRIES,
+    HYBRID_GEOMETRIES,
     RESULTS,
     Way,
     decoding,
@@ -53,11 +57,13 @@ from transformers import DynamicCache
 from hf_dspark import FullBlock, RoundStatistics
 from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.targets.layer_kinds import keeps_states
 
 SAMPLINGS = {
     "greedy": {"do_sample": False},
     "truncated": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
+SIZES = [*GEOMETRIES, *HYBRID_GEOMETRIES]
 WARM_UP = 5
 CANDIDATES = 256  # `draft_top_k` of `replay`: what it costs in tau is below the noise, see `drafting.py candidates`
 DRAFTED_TOKENS, PLAIN_TOKENS = 96, 16  # of a call of `replay`, for each row
@@ -97,6 +103,9 @@ class Forwards:
         self.width = len(draft.config.target_layer_ids) * draft.config.hidden_size
         self.cache = SlotCache(rows)
         self.times: dict[str, list[float]] = {"plain_step": [], "verify": [], "transformers_verify": [], "draft": []}
+        self.reads_again = keeps_states(target)
+        if self.reads_again:
+            self.times["verify_alone"] = []
         self.draft_blocks(context_length)
 
     def draft_blocks(self, num_new: int) -> None:
@@ -114,9 +123,13 @@ class Forwards:
         with kernels(self.target, self.draft, packed):
             with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
                 self._time("verify", lambda: by_slots(self.block), repetitions)
+            if self.reads_again:
+                with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
+                    self._time("verify_alone", lambda: by_slots(self.block, accepted=0), repetitions)
             self._time("draft", lambda: self.draft_blocks(4), repetitions)
-        with passes_by_columns(self.target, self.prompt, self.rows) as by_columns:
-            self._time("transformers_verify", lambda: by_columns(self.block), repetitions)
+        if not self.reads_again:  # transformers' own loop refuses these
+            with passes_by_columns(self.target, self.prompt, self.rows) as by_columns:
+                self._time("transformers_verify", lambda: by_columns(self.block), repetitions)
         cache = DynamicCache(config=self.target.config)
         self.target(self.prompt, past_key_values=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(self.rows)
@@ -138,6 +151,8 @@ def cell_of(runs: dict[str, list[tuple[float, int]]], forwards: Forwards, tau: f
     alone, found = forwards.medians(), speedups(medians)
     limit = tau * alone["plain_step"] / (alone["draft"] + alone["verify"])
     cell = {"tau": tau, **found, "limit": limit, "efficiency": found["speedup"] / limit}
+    if "verify_alone" in alone:
+        cell["reading_again"] = (alone["verify"] - alone["verify_alone"]) / alone["plain_step"]
     if "transformers" in medians:
         cell["transformers_loop_speedup"] = medians["plain"] / medians["transformers"]
         cell["own_over_transformers_loop"] = medians["transformers"] / medians["own"]
@@ -166,7 +181,7 @@ def efficiency(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def replay(options: argparse.Namespace) -> Iterator[Cell]:
-    """Random weights of Qwen3's sizes; how much is accepted comes from recorded rounds."""
+    """Random weights of published sizes; how much is accepted comes from recorded rounds."""
     accepted = recorded_acceptance(options.rounds)
     for geometry in options.geometry:
         target, draft = random_pair(geometry, getattr(torch, options.dtype), options.device, options.rehearse)
@@ -291,7 +306,9 @@ def main() -> None:
     parser.add_argument("--baseline", choices=BASELINES, default="both", help="of `efficiency`, `replay` and `batch`")
     parser.add_argument("--num_prompts", type=int, default=30, help="of `efficiency`")
     parser.add_argument("--repetitions", type=int, default=5, help="of the other parts")
-    parser.add_argument("--geometry", nargs="+", choices=GEOMETRIES, default=["qwen3-0.6b"], help="of `replay`")
+    parser.add_argument(
+        "--geometry", nargs="+", choices=[*GEOMETRIES, *HYBRID_GEOMETRIES], default=["qwen3-0.6b"], help="of `replay`"
+    )
     parser.add_argument("--rows", type=int, nargs="+", help=f"of a batch; default: {ROWS}")
     parser.add_argument("--device", default="cpu", help="of `replay` and `context`")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of `replay`, `context`")

@@ -21,8 +21,8 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from hf_dspark import (
@@ -56,6 +56,14 @@ GEOMETRIES = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+# Three of four layers have a recurrent state.
+HYBRID_GEOMETRIES = {
+    "qwen3.5-0.8b": {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "linear_num_value_heads": 16,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+}  # fmt: skip
 REHEARSAL = {"num_hidden_layers": 6, "vocab_size": 2048, "intermediate_size": 256}  # of a model that tries a script
 UNTIED = {"qwen3-8b"}  # its LM head is a matrix of its own
 WARM_UP_TOKENS = 16  # of a call that is not timed
@@ -92,22 +100,23 @@ def load_pair(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DSpa
 
 
 def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", rehearse: bool = False) -> Pair:
-    """Return a Qwen3 target and a draft of the released layout with random weights, which take the same time.
+    """Return a target and a draft of the released layout with random weights, which take the same time.
 
     Args:
-        geometry (`str`): One of [`GEOMETRIES`].
+        geometry (`str`): One of [`GEOMETRIES`], which are Qwen3's, or of [`HYBRID_GEOMETRIES`], which are Qwen3.5's.
         dtype (`torch.dtype`): Of both.
         device (`str`): Of both; the weights are made there.
         rehearse (`bool`): Make both tiny, to try a script.
     """
-    facts = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, **GEOMETRIES[geometry]}
-    facts |= REHEARSAL if rehearse else {}
-    config = Qwen3Config(**facts, tie_word_embeddings=geometry not in UNTIED)
+    facts = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+    facts |= (GEOMETRIES | HYBRID_GEOMETRIES)[geometry] | (REHEARSAL if rehearse else {})
+    config_class = Qwen3_5TextConfig if geometry in HYBRID_GEOMETRIES else Qwen3Config
+    config = config_class(**facts, tie_word_embeddings=geometry not in UNTIED)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            target = Qwen3ForCausalLM(config).eval()
+            target = AutoModelForCausalLM.from_config(config).eval()
             num_layers = 1 if rehearse else 5
             draft_config = DSparkConfig.from_target(config, num_hidden_layers=num_layers, block_size=7)
             draft = DSparkDraftModel(draft_config).eval()

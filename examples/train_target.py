@@ -1,8 +1,9 @@
-"""Train a small target: a BPE tokenizer and a deep, thin Qwen3 model. Resumes where it stopped.
+"""Train a small target: a BPE tokenizer and a deep, thin model. Resumes where it stopped.
 
 python examples/train_target.py --train_file train.jsonl --test_file test.jsonl --output_dir out/target
 
-trains the demo's target on GSM8K. Rows have `question` and `answer`, or `prompt` and `completion`.
+trains the demo's target on GSM8K. Rows have `question` and `answer`, or `prompt` and `completion`. `--model_type lfm2`
+trains a hybrid of the same size, which has convolutions in two of three layers.
 """
 
 import argparse
@@ -15,6 +16,9 @@ from muon import MuonWithAdamW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DataCollatorForLanguageModeling,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -51,6 +55,22 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, mask_token=MASK)
 
 
+def new_model(model_type: str, num_hidden_layers: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Return an untrained model of 256 dimensions; its last layer is attention."""
+    common = {
+        "vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 832, "num_attention_heads": 4,
+        "num_hidden_layers": num_hidden_layers, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }  # fmt: skip
+    if model_type == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=64, **common))
+    kinds = [
+        "full_attention" if (num_hidden_layers - 1 - layer) % 3 == 0 else "conv" for layer in range(num_hidden_layers)
+    ]
+    return Lfm2ForCausalLM(Lfm2Config(layer_types=kinds, block_auto_adjust_ff_dim=False, **common))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train_file", required=True, nargs="+", help="GSM8K train.jsonl, or files of your own")
@@ -58,18 +78,14 @@ def main() -> None:
     parser.add_argument("--output_dir", default="out/target")
     parser.add_argument("--epochs", type=float, default=3.0)
     parser.add_argument("--num_hidden_layers", type=int, default=12)
+    parser.add_argument("--model_type", choices=("qwen3", "lfm2"), default="qwen3")
     options = parser.parse_args()
 
     torch.manual_seed(0)
     train_texts, test_texts = read_texts(options.train_file), read_texts(options.test_file)
     tokenizer = train_tokenizer(train_texts, vocab_size=2048)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=832, num_hidden_layers=options.num_hidden_layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model = new_model(options.model_type, options.num_hidden_layers, tokenizer)
+    config = model.config
     print(f"{model.num_parameters() / 1e6:.2f} M parameters")
     arguments = TrainingArguments(
         output_dir=options.output_dir, num_train_epochs=options.epochs, per_device_train_batch_size=40,

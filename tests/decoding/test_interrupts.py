@@ -19,12 +19,14 @@ from hf_dspark import DecodingOptions, generate_many
 from hf_dspark.cpu import linears
 from hf_dspark.decoding import assisted, hook, loop
 from hf_dspark.models import slot_cache
-from hf_dspark.targets import feature_capture, slot_attention
+from hf_dspark.targets import feature_capture, recurrent, row_attention, row_calls, slot_attention
+from tests.hybrids import known
+from tests.targets.test_recurrent import pair_of
 
 # Where models are switched, hooked and put back. torch.no_grad() has a gap as it is entered, which plain `generate()`
 # has, too: it is not watched.
 WATCHED = (contextlib, slot_attention, feature_capture, linears, loop, assisted, hook, slot_cache)
-WATCHED += (torch.nn.modules.module, torch.utils.hooks, configuration_utils)
+WATCHED += (torch.nn.modules.module, torch.utils.hooks, configuration_utils, recurrent, row_attention, row_calls)
 FILES = {module.__file__ for module in WATCHED}
 
 
@@ -100,6 +102,32 @@ def test_an_interrupt_at_any_place_leaves_nothing_switched(way, target, draft):
     assert len(left) > 100
     assert not any(left.values()), {place: kept for place, kept in left.items() if kept}
     assert way() == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "recurrent_gemma", "glm5_next"])
+def test_an_interrupt_at_any_place_leaves_no_recurrent_layer_switched(family):
+    if not known(family):
+        pytest.skip(f"this version of transformers has no {family}")
+    target, draft = pair_of(family)
+    rows = torch.arange(3, 15).view(2, 6)
+    options = {"attention_mask": torch.ones_like(rows), "max_new_tokens": 6, "do_sample": False}
+    plain = target.generate(rows, **options)
+    before = attributes_of(target)
+    for place in interrupt_at_each_place(lambda: target.generate(rows, assistant_model=draft, **options), times=1):
+        assert residue(target, draft) == [], place
+        assert attributes_of(target) == before, place
+    assert torch.equal(target.generate(rows, assistant_model=draft, **options), plain)
+
+
+def attributes_of(target):
+    """Return what the modules of a target have as attributes besides parameters, hooks and modules."""
+    kinds = (int, float, str, tuple, torch.Tensor, type(None))
+    return {
+        f"{module}.{name}": id(value) if isinstance(value, torch.Tensor) else value
+        for module, each in target.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, kinds)
+    }
 
 
 def interrupt_at_random(way, target, draft, count):

@@ -1,6 +1,7 @@
 """`profile_throughput(target, draft)`: times the passes of target and draft, for the table that schedulers read."""
 
 import itertools
+import math
 import statistics
 import time
 import warnings
@@ -133,24 +134,23 @@ def _time_verify(
 
 
 @contextmanager
-def _passes_by_slots(
-    target: PreTrainedModel, prompt: torch.Tensor, requests: int
-) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt."""
-    packed, cache = PackedTarget(target), SlotCache(requests)
-    start, reads_again = 0, keeps_states(target)
+def _passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Iterator[Callable[..., None]]:
+    """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt.
 
-    def run(tokens: torch.Tensor, stays: bool = False, **options: Any) -> None:
+    Recurrent layers read accepted tokens again in the next pass. So half of each block is `accepted`, unless given.
+    """
+    packed, cache = PackedTarget(target), SlotCache(requests)
+    start, part = 0, 0.5 if keeps_states(target) else 0.0
+
+    def run(tokens: torch.Tensor, accepted: int | None = None, stays: bool = False, **options: Any) -> None:
         nonlocal start
-        layout = SlotLayout((start,) * requests, (tokens.shape[1],) * requests, stays=stays)
+        width = tokens.shape[1]
+        layout = SlotLayout((start,) * requests, (width,) * requests, stays=stays)
         position_ids = layout.position_ids(tokens.device)
         packed(cache, layout, input_ids=tokens.reshape(1, -1), position_ids=position_ids, **options)
-        if stays:
-            start = tokens.shape[1]
-        elif reads_again:  # the next pass reads accepted tokens again, and that costs time
-            start += (tokens.shape[1] + 1) // 2
+        start += math.ceil(part * width) if accepted is None else accepted
 
-    run(prompt.expand(requests, -1), stays=True, logits_to_keep=1)
+    run(prompt.expand(requests, -1), accepted=prompt.shape[1], stays=True, logits_to_keep=1)
     yield run
 
 
