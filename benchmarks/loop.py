@@ -6,9 +6,10 @@ python benchmarks/loop.py replay --device cuda --geometry qwen3-0.6b qwen3-4b qw
 python benchmarks/loop.py context --output benchmarks/results/loop_context.json
 python benchmarks/loop.py batch --output benchmarks/results/loop_batch.json
 
-`efficiency` decodes held-out prompts with the shipped pair. `replay` has random weights of a larger model: each round
-accepts as many drafts as a recorded round of the shipped pair. `context` times passes after long prompts. `batch`
-decodes batches of held-out prompts, scheduled by the step times that this machine remembers (`hf-dspark profile`).
+`efficiency` decodes held-out prompts with the shipped pair, or with `--pair`. `replay` has random weights of a larger
+model: each round accepts as many drafts as a recorded round of the shipped pair. `context` times passes after long
+prompts. `batch` decodes batches of held-out prompts, scheduled by the step times that this machine remembers
+(`hf-dspark profile`).
 
 On a CPU, `--baseline both` (the default) times plain `generate()` and drafted calls with packed copies of the weights,
 too. `speedup` is over plain `generate()` as users run it, `speedup_same_kernels` over plain with packed copies.
@@ -24,6 +25,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from pair import (
     BASELINES,
     GEOMETRIES,
     HYBRID_GEOMETRIES,
+    PAIR,
     RESULTS,
     Way,
     decoding,
@@ -163,10 +166,12 @@ def cell_of(runs: dict[str, list[tuple[float, int]]], forwards: Forwards, tau: f
 
 
 def efficiency(options: argparse.Namespace) -> Iterator[Cell]:
-    """The shipped pair on held-out prompts, one row."""
-    target, draft, tokenizer = load_pair()
+    """A trained pair on held-out prompts, one row."""
+    target, draft, tokenizer = load_pair(folder=options.pair)
     prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in held_out_prompts()]
-    ways = [*ways_of(options.baseline), Way("transformers", True, False, "with the draft, in transformers' own loop")]
+    ways = ways_of(options.baseline)
+    if not keeps_states(target):
+        ways.append(Way("transformers", True, False, "with the draft, in transformers' own loop"))
     for regime, sampling in SAMPLINGS.items():
         runs: dict[str, list[tuple[float, int]]] = {way.name: [] for way in ways}
         forwards, statistics_of_calls = Forwards(target, draft, 160), []
@@ -304,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--baseline", choices=BASELINES, default="both", help="of `efficiency`, `replay` and `batch`")
+    parser.add_argument("--pair", type=Path, default=PAIR, help="of `efficiency`: a folder with `target` and `draft`")
     parser.add_argument("--num_prompts", type=int, default=30, help="of `efficiency`")
     parser.add_argument("--repetitions", type=int, default=5, help="of the other parts")
     parser.add_argument(

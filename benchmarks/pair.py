@@ -92,11 +92,13 @@ BASELINES = ("as_it_is", "both")
 # ---- models
 
 
-def load_pair(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, DSparkDraftModel, PreTrainedTokenizerBase]:
-    """Return target, draft and tokenizer of the shipped pair."""
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=dtype).eval()
-    draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=dtype).eval()
-    return target, draft, AutoTokenizer.from_pretrained(PAIR / "target")
+def load_pair(
+    dtype: torch.dtype = torch.float32, folder: Path = PAIR
+) -> tuple[PreTrainedModel, DSparkDraftModel, PreTrainedTokenizerBase]:
+    """Return target, draft and tokenizer of the shipped pair, or of one in another folder's `target` and `draft`."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype).eval()
+    draft = DSparkDraftModel.from_pretrained(folder / "draft", dtype=dtype).eval()
+    return target, draft, AutoTokenizer.from_pretrained(folder / "target")
 
 
 def random_pair(geometry: str, dtype: torch.dtype, device: str = "cpu", rehearse: bool = False) -> Pair:

@@ -47,6 +47,8 @@ TEXT = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4},
     "kimi_linear": MIXED | {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
     "nemotron_h": {

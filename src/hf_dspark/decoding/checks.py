@@ -13,7 +13,7 @@ from transformers.generation import GenerationMode
 from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
-from ..targets.layer_kinds import keeps_states, slot_cache_obstacle
+from ..targets.layer_kinds import is_stateful, keeps_states, slot_cache_obstacle
 from ..targets.slot_attention import rope_parameters
 from .processing import is_built_in
 from .request import KNOWN_CRITERIA, Call, copy_of
@@ -141,7 +141,7 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
     """Refuse prompts that cannot be decoded as they are; an obstacle leaves them to transformers' own loop."""
     input_ids, kwargs = call.input_ids, call.model_kwargs
     embeds, mask, cache = (kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values"))
-    if obstacle is not None and getattr(target, "_is_stateful", False):
+    if obstacle is not None and is_stateful(target):
         raise ValueError(
             f"{type(target).__name__} keeps a recurrent state, which only hf_dspark's own loop can bring back. "
             f"It is not possible here: {obstacle}"

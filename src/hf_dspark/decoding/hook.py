@@ -18,7 +18,7 @@ from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, P
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel, check_fits
 from ..models.options import DecodingOptions
-from ..targets.layer_kinds import check_state, keeps_states
+from ..targets.layer_kinds import check_state, is_stateful
 from ..targets.slot_attention import heal
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
@@ -66,7 +66,7 @@ def _validate_generation_mode(
         if generation_mode_kwargs.get("assistant_tokenizer") is not None:
             raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
         check_state(target)
-        if keeps_states(target):  # transformers' own loop cannot bring states back, ours need not
+        if is_stateful(target):  # transformers' own loop cannot bring states back, ours need not
             generation_mode = GenerationMode.SAMPLE
         generation_config._hf_dspark_plan = _plan(target, draft, draft.decoding, generation_config, 1)
         if generation_config.num_return_sequences != 1:  # our loop takes any number of rows

@@ -124,26 +124,22 @@ class Mixer:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
-        self._module = module
+        self.module = module
         self._products = _Products(module)
         self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
         self._forgets: bool | None = None  # not known yet
         self._settings = {name: getattr(module, name) for name in BLOCK_SETTINGS if hasattr(module, name)}
         self._takes_chunk_size = "chunk_size" not in self._settings and _takes_chunk_size(type(module))
 
-    @property
-    def is_offloaded(self) -> bool:
-        return any(parameter.device.type == "meta" for parameter in self._module.parameters())
-
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
         self._cache, self._layout = cache, layout
-        Replacement(self._module, self._forward)
+        Replacement(self.module, self._forward)
         if not self._keeps_window and not layout.stays:
             self._products.attach()
 
     def detach(self) -> None:
-        vars(self._module).update(self._settings)
-        for module in (self._module, *self._products.linears.values()):
+        vars(self.module).update(self._settings)
+        for module in (self.module, *self._products.linears.values()):
             put_back(module)
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -222,10 +218,10 @@ class Mixer:
         if count > 1 and not self._layout.stays:
             settings = BLOCK_SETTINGS
             # transformers' own code fills chunks up to 64 or 256 tokens; kernels on accelerators have their own sizes.
-            if next(self._module.parameters()).device.type == "cpu":
+            if next(self.module.parameters()).device.type == "cpu":
                 settings = settings | {"chunk_size": count}
                 kwargs = kwargs | ({"chunk_size": count} if self._takes_chunk_size else {})
-            vars(self._module).update({name: settings[name] or own for name, own in self._settings.items()})
+            vars(self.module).update({name: settings[name] or own for name, own in self._settings.items()})
         output = self._own(*args, **kwargs)
         return output, [found.of_row(row) for row in range(len(states))]
 

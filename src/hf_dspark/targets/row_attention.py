@@ -25,23 +25,19 @@ class RowAttention:
     """
 
     def __init__(self, name: str, module: nn.Module, config: PreTrainedConfig) -> None:
-        self._name, self._module, self._config = name, module, config
+        self._name, self.module, self._config = name, module, config
         self._implementation = module.config._attn_implementation
-
-    @property
-    def is_offloaded(self) -> bool:
-        return any(parameter.device.type == "meta" for parameter in self._module.parameters())
 
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
         self._cache, self._layout = cache, layout
-        Replacement(self._module, self._forward)
+        Replacement(self.module, self._forward)
 
     def detach(self) -> None:
-        put_back(self._module)
+        put_back(self.module)
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        layout, during, outputs = self._layout, self._module.config._attn_implementation, []
-        self._module.config._attn_implementation = self._implementation  # slots are for packed rows
+        layout, during, outputs = self._layout, self.module.config._attn_implementation, []
+        self.module.config._attn_implementation = self._implementation  # slots are for packed rows
         try:
             for row, (start, count) in enumerate(zip(layout.starts, layout.counts, strict=True)):
                 if count == 0:
@@ -53,7 +49,7 @@ class RowAttention:
                 )
                 outputs.append(own(*own_args, **own_kwargs))
         finally:
-            self._module.config._attn_implementation = during
+            self.module.config._attn_implementation = during
         return successive(outputs)
 
     def _cache_of(self, row: int, start: int, count: int) -> DynamicCache:
@@ -63,6 +59,6 @@ class RowAttention:
             states[self._name] = RowState(waiting=DynamicCache(config=self._config))
         state = states[self._name]
         if state.num_waiting > start:
-            state.waiting.layers[self._module.layer_idx].crop(start - state.num_waiting)
+            state.waiting.layers[self.module.layer_idx].crop(start - state.num_waiting)
         state.num_waiting = start + count
         return state.waiting

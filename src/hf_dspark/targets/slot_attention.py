@@ -20,8 +20,7 @@ from transformers.masking_utils import causal_mask_function
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
 from .feature_capture import FeatureCapture
-from .layer_kinds import find_row_attention
-from .recurrent import find_mixers
+from .layer_kinds import called_by_rows
 from .row_calls import put_back
 
 NAME = "hf_dspark_slots"
@@ -133,7 +132,7 @@ class PackedTarget:
         # The configs that decide how a target attends. Layers may be replaced between calls: they are looked up anew.
         found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
         self._configs = list(found.values())
-        self._called_by_rows = [*find_mixers(target), *find_row_attention(target)]
+        self._called_by_rows = called_by_rows(target)
         self._cache_argument = cache_argument(target)
 
     def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
