@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
+# Layers of older versions write into the caches' tensors themselves.
+HAVE_PROTOCOL = hasattr(Cache, "get_conv_state")
 # Sizes that configurations share; a configuration takes those that it knows.
 SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "tie_word_embeddings": False,

@@ -9,9 +9,10 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from hf_dspark import FullBlock
 from hf_dspark.targets.recurrent import Mixer
 from tests.decoding.test_lossless_batches import enumerate_rounds
-from tests.hybrids import build
+from tests.hybrids import HAVE_PROTOCOL, build
 from tests.laws import PROMPT, chi_square_p_value, law_of_call, make_pair
 
+pytestmark = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 KINDS = ["qwen3_5_text", "falcon_h1"]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
 
-from ..hybrids import AROUND, REFUSED, TEXT, build, known, stateful_families
+from ..hybrids import AROUND, HAVE_PROTOCOL, REFUSED, TEXT, build, known, stateful_families
 from ..rigged import rig
 from .test_recurrent import assisted, cache_argument, padded, pair_of, plain, prompts_of
 
@@ -28,6 +28,9 @@ def in_own_caches(target, prompts, caches, new_tokens=16):
     return rows
 
 
+needs_protocol = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+
+
 def needs(family):
     if not known(family):
         pytest.skip(f"this version of transformers has no {family}")
@@ -38,6 +41,7 @@ def test_no_family_is_forgotten():
     assert set(stateful_families()) <= tested
 
 
+@needs_protocol
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkeypatch):
     needs(family)
@@ -57,12 +61,14 @@ def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkey
             cache = {cache_argument(target): output.past_key_values}
 
 
+@needs_protocol
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_have_the_logits_of_single_ones(family):
     needs(family)
     assert check_target(build(family)) < 1e-3
 
 
+@needs_protocol
 @pytest.mark.parametrize("family", REFUSED)
 def test_families_whose_state_cannot_be_kept_are_refused_with_the_reason(family):
     needs(family)
@@ -77,3 +83,11 @@ def test_families_whose_state_cannot_be_kept_are_refused_with_the_reason(family)
     ):
         with pytest.raises(ValueError, match=f"{type(target).__name__} .*cannot go back to before a rejected token"):
             refused()
+
+
+@pytest.mark.skipif(HAVE_PROTOCOL, reason="of older versions of transformers")
+def test_older_versions_are_told_which_one_is_needed():
+    target = build("mamba")
+    draft = DSparkDraftModel(DSparkConfig.from_target(target, num_hidden_layers=1, block_size=4, markov_rank=8))
+    with pytest.raises(ValueError, match="takes transformers 5.23 or later"):
+        target.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft)

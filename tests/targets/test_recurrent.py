@@ -7,9 +7,10 @@ from transformers import DynamicCache
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel
 from hf_dspark.targets.recurrent import Mixer
 
-from ..hybrids import build
+from ..hybrids import HAVE_PROTOCOL, build
 from ..rigged import rig
 
+pytestmark = pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 KINDS = ["qwen3_5_text", "mamba", "lfm2", "falcon_h1", "jamba"]
 
 

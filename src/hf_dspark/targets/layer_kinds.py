@@ -1,6 +1,8 @@
 """Which layers of a target can read a slot cache, found by the names that their methods use, and which cannot."""
 
+import transformers
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from .feature_capture import decoder_layers
 from .recurrent import Mixer, find_mixers, names_used_by
@@ -38,7 +40,11 @@ def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
 
 def state_obstacle(target: PreTrainedModel) -> str | None:
     """Return why the layers of a recurrent or hybrid target cannot be decoded with drafts; `None` if they can."""
-    name, whole, by_rows = type(target).__name__, names_used_by(type(target.get_decoder())), called_by_rows(target)
+    name = type(target).__name__
+    if not hasattr(Cache, "get_conv_state"):
+        version = transformers.__version__
+        return f"{name} keeps a recurrent state, which takes transformers 5.23 or later (this is {version})"
+    whole, by_rows = names_used_by(type(target.get_decoder())), called_by_rows(target)
     for number, layer in enumerate(decoder_layers(target)):
         used = set().union(*(names_used_by(type(module)) for module in layer.modules()))
         if others := sorted((used | whole) & OTHER_CACHES):
