@@ -25,6 +25,7 @@ from .row_calls import Replacement, copied, joined, part_of, put_back, row_of, s
 BLOCK_SETTINGS = {"chunk_size": None, "time_step_limit": (0.0, float("inf"))}
 Name = tuple[str, int]  # kind of a state, and its number within the layer
 _CACHE = object()  # stands for the cache in inputs that are kept
+_forgetful: dict[tuple[type[nn.Module], str], bool] = {}  # by class and kind of device, what a trial found
 
 
 class States:
@@ -127,8 +128,7 @@ class Mixer:
         self.module = module
         self._products = _Products(module)
         self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
-        self._forgets: bool | None = None  # not known yet
-        self._settings = {name: getattr(module, name) for name in BLOCK_SETTINGS if hasattr(module, name)}
+        self._settings = {name: vars(module)[name] for name in BLOCK_SETTINGS if name in vars(module)}
         self._takes_chunk_size = "chunk_size" not in self._settings and _takes_chunk_size(type(module))
 
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
@@ -198,7 +198,7 @@ class Mixer:
         """Call the layer for rows that read `count` tokens each; returns its output, states and windows by row, and
         the products of its linear layers."""
         inputs = joined(parts, count)
-        singly = count > 1 and states[0] and not self._keeps_window and self._forgets_states(inputs, states, count)
+        singly = count > 1 and states[0] and self._forgets_states(inputs, states, count)
         self._products.begin(known or {})
         if singly:
             outputs = []
@@ -228,16 +228,20 @@ class Mixer:
     def _forgets_states(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> bool:
         """Tell whether the layer begins anew when it is given several tokens: Mamba's scan takes no first state.
 
-        A layer that reads its states gives other numbers for others. This is tried once.
+        A layer that reads its states gives other numbers for others. This is tried once for each class of layers.
         """
-        if self._forgets is None:
-            others = [
-                {name: each + 1 if name[0] == "recurrence" else each for name, each in row.items()} for row in states
-            ]
+        recurrent = [name for name in states[0] if name[0] == "recurrence"]
+        if not recurrent:
+            return False
+        kind = (type(self.module), states[0][recurrent[0]].device.type)
+        if kind not in _forgetful:
+            self._products.begin({})
+            others = [row | {name: row[name] + 1 for name in recurrent} for row in states]
             (_, after), (_, after_others) = (self._call(inputs, each, count) for each in (states, others))
-            recurrent = [name for name in states[0] if name[0] == "recurrence"]
-            self._forgets = all(torch.equal(after[0].states[name], after_others[0].states[name]) for name in recurrent)
-        return self._forgets
+            _forgetful[kind] = all(
+                torch.equal(after[0].states[name], after_others[0].states[name]) for name in recurrent
+            )
+        return _forgetful[kind]
 
 
 # Layers that keep states in attributes: these attributes, by the name of their class.
@@ -249,7 +253,7 @@ class AttributeMixer(Mixer):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
-        self._keeps_window, self._forgets = False, True  # of several tokens, its convolution sees no earlier ones
+        self._keeps_window = False
         self._owners = [
             (module.get_submodule(path), attribute)
             for path, _, attribute in (each.rpartition(".") for each in ATTRIBUTES[type(module).__name__])
@@ -267,6 +271,9 @@ class AttributeMixer(Mixer):
         output = self._own(*args, **kwargs)
         found = States(dict(zip(names, self._attributes(), strict=True)), keeps_window=False)
         return output, [found.of_row(row) for row in range(len(states))]
+
+    def _forgets_states(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> bool:
+        return True  # of several tokens, its convolution sees no earlier ones
 
     def _attributes(self) -> list[Any]:
         return [getattr(owner, attribute) for owner, attribute in self._owners]
