@@ -134,8 +134,7 @@ class Forwards:
             with passes_by_columns(self.target, self.prompt, self.rows) as by_columns:
                 self._time("transformers_verify", lambda: by_columns(self.block), repetitions)
         cache = DynamicCache(config=self.target.config)
-        self.target(self.prompt, past_key_values=cache, logits_to_keep=1)
-        cache.batch_repeat_interleave(self.rows)
+        self.target(self.prompt.expand(self.rows, -1), past_key_values=cache, logits_to_keep=1)
         # Each step grows the cache, as in plain decoding.
         self._time("plain_step", lambda: self.target(self.block[:, :1], past_key_values=cache), repetitions)
 

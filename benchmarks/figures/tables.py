@@ -202,6 +202,22 @@ def larger_models() -> Table:
     return Table(head, rows, names)
 
 
+def hybrid_sizes() -> Table:
+    """A hybrid target of a published size, with random weights and recorded acceptance."""
+    rows = [
+        [
+            "temperature .8, top-k, top-p" if cell["regime"] == "truncated" else cell["regime"],
+            number(cell["tau"]),
+            number(cell["speedup"]),
+            number(cell["speedup_same_kernels"]),
+            number(cell["reading_again"]),
+        ]
+        for cell in load("hybrid_replay")["cells"]
+    ]
+    head = ("", "τ", "over generate() as it is", "over the faster baseline", "reading again, of a plain step")
+    return Table(head, rows, ["hybrid_replay"])
+
+
 # ---- drafting
 
 
@@ -348,8 +364,8 @@ TABLES: dict[str, Callable[[], Table]] = {
 } | {
     make.__name__: make
     for make in (
-        speed, fair, all_methods, long_prompts, batches, larger_models, candidates, candidate_tau, block_sizes,
-        longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources, finetune,
+        speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, candidates, candidate_tau,
+        block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources, finetune,
     )
 }  # fmt: skip
 

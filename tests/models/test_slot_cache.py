@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_dspark.models.slot_cache import CacheMemoryError, SlotCache, SlotLayout
+from hf_dspark.models.slot_cache import CacheMemoryError, RowState, SlotCache, SlotLayout
 
 
 def write(cache, layout, keys):
@@ -75,6 +75,29 @@ def test_rows_move_swap_and_shrink():
     assert cache.num_rows == 2 and torch.equal(kept(cache, 1)[0], third)
 
 
+def test_recurrent_states_go_with_their_rows_and_cannot_go_back():
+    cache = SlotCache(3)
+    for row in range(3):
+        cache.commit(row, 9)
+        cache.row_states[row]["layer"] = RowState(position=4 + row, num_waiting=2)
+    positions = lambda: [states["layer"].position if states else None for states in cache.row_states]  # noqa: E731
+    assert [cache.reachable(0, length) for length in (3, 4, 6, 7)] == [0, 4, 6, 0]
+    cache.swap_rows(0, 2)
+    assert positions() == [6, 5, 4]
+    cache.move_row(0, 1)
+    assert positions() == [None, 6, 4]
+    cache.truncate(1, 8)
+    assert positions() == [None, 6, 4]
+    with pytest.raises(ValueError, match="recurrent states of a SlotCache"):
+        cache.to_dynamic_cache()
+    cache.truncate(1, 0)
+    cache.shrink(2)
+    assert positions() == [None, None] and cache.reachable(1, 0) == 0
+    cache.row_states[0]["layer"] = RowState()
+    cache.reset()
+    assert positions() == [None, None]
+
+
 def test_writing_outside_of_a_pass_says_what_to_do():
     with pytest.raises(ValueError, match="to_dynamic_cache"):
         SlotCache().update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
@@ -105,3 +128,16 @@ def test_memory_errors_name_rows_that_fit(monkeypatch):
         monkeypatch.setattr(torch.Tensor, "new_zeros", full)
         with pytest.raises(CacheMemoryError, match="for 8 sequences: a batch of 4 fits"):
             cache.update(states, states, 1)
+
+
+def test_memory_errors_count_recurrent_states(monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    cache = SlotCache(2, num_layers=2)
+    for row in range(2):
+        cache.row_states[row]["layer"] = RowState(states={("recurrence", 0): torch.zeros(1, 2**29, device="meta")})
+    monkeypatch.setattr(torch.Tensor, "new_zeros", full)
+    states = torch.randn(1, 2, 8, 4)
+    with cache.writing(SlotLayout((0, 0), (4, 4))), pytest.raises(CacheMemoryError, match="4.00 GiB a sequence"):
+        cache.update(states, states, 0)

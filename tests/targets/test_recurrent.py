@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, generate_many
 from hf_dspark.targets.recurrent import Mixer
 
 from ..hybrids import HAVE_PROTOCOL, build
@@ -144,4 +144,37 @@ def test_transformers_own_loop_is_refused(name):
     target, draft = pair_of(name)
     draft.decoding = DecodingOptions(use_transformers_loop=True)
     with pytest.raises(ValueError, match="only hf_dspark's own loop"):
+        assisted(target, draft, prompts_of(target, (5,)), 4)
+
+
+def test_a_queue_of_more_prompts_than_rows_gives_each_its_own_answer(pair, monkeypatch):
+    target, draft = pair
+    prompts = prompts_of(target, (3, 11, 6, 8, 2))
+    expected = plain(target, prompts, 12)
+    rig(monkeypatch, expected)
+    found = generate_many(target, draft, [prompt.tolist() for prompt in prompts], None, 2, False, max_new_tokens=12)
+    for each in found:
+        torch.testing.assert_close(each.token_ids, expected[each.index][-12:])
+
+
+def test_several_sequences_of_a_prompt_have_states_of_their_own(pair):
+    target, draft = pair
+    prompts = prompts_of(target, (4, 7))
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "return_dict_in_generate": True}
+    output = target.generate(
+        **padded(prompts), assistant_model=draft, max_new_tokens=10, output_logits=True, **options
+    )
+    assert len({tuple(row) for row in output.sequences.tolist()}) == 6
+    logits = torch.stack(output.logits, dim=1)
+    for row, sequence in enumerate(output.sequences):
+        tokens = sequence[7 - len(prompts[row // 3]) :][None]
+        alone = target(tokens, attention_mask=torch.ones_like(tokens)).logits[0, -11:-1]
+        torch.testing.assert_close(logits[row], alone, rtol=1e-3, atol=1e-3)
+
+
+def test_offloaded_recurrent_layers_are_refused():
+    target, draft = pair_of("qwen3_5_text")
+    target.model.layers[0].linear_attn.to("meta")
+    with pytest.raises(ValueError, match="recurrent layers whose weights are offloaded"):
         assisted(target, draft, prompts_of(target, (5,)), 4)
