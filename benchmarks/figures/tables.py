@@ -218,6 +218,20 @@ def hybrid_sizes() -> Table:
     return Table(head, rows, ["hybrid_replay"])
 
 
+def hybrid_pairs() -> Table:
+    """A hybrid target that was trained here, beside one with attention alone, and drafts trained alike."""
+    names, rows = ("hybrid_pair_lfm2", "hybrid_pair_qwen3"), []
+    for name in names:
+        for cell in load(name)["cells"]:
+            kind = "LFM2: convolutions and attention" if "lfm2" in name else "Qwen3: attention alone"
+            numbers = (cell["tau"], cell["speedup"], cell["speedup_same_kernels"])
+            rows.append(
+                [kind, "temperature .8" if cell["regime"] == "truncated" else cell["regime"], *map(number, numbers)]
+            )
+    head = ("target of 11 M parameters", "", "τ", "over generate() as it is", "over the faster baseline")
+    return Table(head, rows, names)
+
+
 # ---- drafting
 
 
@@ -364,8 +378,9 @@ TABLES: dict[str, Callable[[], Table]] = {
 } | {
     make.__name__: make
     for make in (
-        speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, candidates, candidate_tau,
-        block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources, finetune,
+        speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
+        candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
+        finetune,
     )
 }  # fmt: skip
 
