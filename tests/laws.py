@@ -2,14 +2,16 @@
 
 import itertools
 
+import numpy as np
 import scipy.stats
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.decoding.drafter import ProcessedSampler
 from hf_dspark.decoding.processing import BlockProcessor
 from hf_dspark.decoding.request import Request, StopRule
+from hf_dspark.decoding.sampler import ProcessedLaws, ProcessedSampler
+from hf_dspark.maths import trees
 from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.maths.sampling import acceptance_probability, residual_distribution
 from hf_dspark.models.slot_cache import SlotCache
@@ -44,7 +46,8 @@ class EnumeratingSampler:
         ids, rule = PROMPT[0], StopRule(StoppingCriteriaList())
         request = Request(0, ids, 99, self.processors, rule)
         uniform = torch.zeros(1, len(self.tokens))
-        sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
+        laws = ProcessedLaws(BlockProcessor(self.processors, VOCAB), VOCAB)
+        sampler = ProcessedSampler(laws, [request], uniform)
         _, law = sampler(logits, candidate_ids, drafted_ids)
         return torch.tensor([self.tokens[drafted_ids.shape[1]]]), law
 
@@ -69,6 +72,53 @@ def make_pair(make_target, gamma=2, seed=0, **overrides):
             draft.confidence_head.proj.weight[0, -config.markov_rank :] = solution[:, 0]
             draft.confidence_head.proj.bias.zero_()
     return target, draft.bind(target)
+
+
+class Paths:
+    """Walks through every sequence of random decisions, depth first, with its probability."""
+
+    def __init__(self):
+        self.chosen, self.open = [], []
+
+    def __iter__(self):
+        while True:
+            self.depth, self.probability = 0, 1.0
+            yield self
+            while self.open and not self.open[-1]:
+                self.open.pop(), self.chosen.pop()
+            if not self.open:
+                return
+            self.chosen[-1] = self.open[-1].pop()
+
+    def choose(self, probs):
+        """Return an outcome; each has its turn."""
+        probs = [float(prob) for prob in probs]
+        if self.depth == len(self.chosen):
+            possible = [index for index, prob in enumerate(probs) if prob > 0.0]
+            self.chosen.append(possible.pop())
+            self.open.append(possible)
+        index = self.chosen[self.depth]
+        self.depth += 1
+        self.probability *= probs[index] / sum(probs)
+        return index
+
+
+def decide_trees(monkeypatch, paths):
+    """Let every draw of a node and every coin of its test come from `paths`."""
+
+    def invert(cumulative, removed, point):
+        probs = np.diff(cumulative, prepend=0.0)
+        for start, size in removed:
+            starts = np.abs(cumulative - probs - start) + np.abs(probs - size)
+            probs[starts.argmin()] = 0.0
+        return paths.choose(probs)
+
+    def accepts(coin, ratio):
+        ratio = min(1.0, ratio)
+        return paths.choose([1.0 - ratio, ratio]) == 1
+
+    monkeypatch.setattr(trees, "invert_without", invert)
+    monkeypatch.setattr(trees, "accepts", accepts)
 
 
 class TargetLaw:

@@ -28,7 +28,16 @@ from hf_dspark.decoding.request import Call
 from hf_dspark.maths import sampling
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.models.slot_cache import SlotCache
-from tests.laws import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
+from tests.laws import (
+    CLIFF,
+    Paths,
+    TargetLaw,
+    chi_square_p_value,
+    decide_trees,
+    extend,
+    make_pair,
+    total_variation,
+)
 from tests.rows import padded
 
 PROMPTS = ([0, 1, 2, 1, 0], [2, 2, 1])
@@ -37,35 +46,6 @@ GAMMA = 2
 SLOPE = ThroughputTable((1, 2, 3, 4, 5, 6), tuple(1 / (1 + 0.2 * n) for n in range(6)))
 # One draft token costs as much as four: worth it only if the later ones look good.
 STEP = ThroughputTable((1, 2, 3, 4, 5, 6), (1.0, 1.0, 0.85, 0.85, 0.85, 0.85))
-
-
-class Paths:
-    """Walks through every sequence of random decisions, depth first, with its probability."""
-
-    def __init__(self):
-        self.chosen, self.open = [], []
-
-    def __iter__(self):
-        while True:
-            self.depth, self.probability = 0, 1.0
-            yield self
-            while self.open and not self.open[-1]:
-                self.open.pop(), self.chosen.pop()
-            if not self.open:
-                return
-            self.chosen[-1] = self.open[-1].pop()
-
-    def choose(self, probs):
-        """Return an outcome; each has its turn."""
-        probs = [float(prob) for prob in probs]
-        if self.depth == len(self.chosen):
-            possible = [index for index, prob in enumerate(probs) if prob > 0.0]
-            self.chosen.append(possible.pop())
-            self.open.append(possible)
-        index = self.chosen[self.depth]
-        self.depth += 1
-        self.probability *= probs[index] / sum(probs)
-        return index
 
 
 def enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1):
@@ -99,6 +79,7 @@ def enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PRO
         monkeypatch.setattr(sampling, "acceptance_probability", ratio)
         return honest_verify(block, scheduled, *rest)
 
+    decide_trees(monkeypatch, paths)
     for path in paths:
         monkeypatch.setattr(sampling, "invert", honest_invert)
         torch.manual_seed(11)

@@ -26,7 +26,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call) -> None:
         self.draft = draft
-        self._drafter = Drafter(target, draft, call)
+        self._drafter = Drafter(target, draft, call, grows_trees=False)
         self._call = call
         self._target = target
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)

@@ -66,6 +66,7 @@ class VerifiedBlock:
     num_accepted: torch.Tensor  # draft tokens, without the bonus token, [B]
     # [B]: the residual draw after a rejection, else the bonus token; -1 if the target has no law there.
     next_token_ids: torch.Tensor
+    paths: "list[list[int]] | None" = None  # the accepted places, where trees were drafted
 
 
 class Sampler(Protocol):
@@ -78,6 +79,18 @@ class Sampler(Protocol):
 
         `drafted_ids` `[B, k-1]` is the block so far, without the anchor. The law of an arg-max draw is `None`.
         """
+
+
+class Grower(Protocol):
+    """Draws the children of one level of trees after another; supplied by the caller, as a [`Sampler`] is."""
+
+    max_depth: int
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Draw children of the nodes of a level from `softmax(logits)`, `[F, n]`, processed. The confidences are those
+        of c_k after each node, `[F]`. Return the next level: the number of each node's parent, and its token."""
 
 
 def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
