@@ -7,7 +7,7 @@ are known to be wrong are measured the same way, and must be caught.
 import itertools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -212,8 +212,7 @@ def test_enumeration_catches_siblings_with_replacement_counted_as_without(paths)
 
 def test_enumeration_catches_a_residual_of_the_wrong_order(paths):
     def backwards(tree, law, coins):
-        swapped = DraftTree(tree.token_ids[::-1], tree.parents, tree.depths, tree.survivals, tree.masses, tree.laws)
-        return verify_tree(swapped, law, coins)
+        return verify_tree(replace(tree, token_ids=tree.token_ids[::-1]), law, coins)
 
     def make(world):
         tree = grow(world, DraftTree(), SHAPES["pairs"], depth=1)

@@ -12,8 +12,8 @@ from ..maths.calibration import calibrated_confidence
 from ..maths.costs import Load
 from ..maths.noise import BlockNoise, block_noise
 from ..maths.policies import RoundOutcome
-from ..maths.sampling import DraftBlock, Grower, Sampler
-from ..maths.tree_plans import TreePlan, usual_acceptance
+from ..maths.sampling import DraftBlock, Grower, Sampler, VerifiedBlock
+from ..maths.tree_plans import TreePlan
 from ..maths.trees import DraftTree
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
@@ -72,7 +72,7 @@ class Drafter:
         self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)
         # Who limits the tokens of a block means a chain.
         self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
-        self._siblings = usual_acceptance(self._do_sample, draft.config.block_size)
+        self._siblings = draft.config.siblings_for(self._do_sample) if self._grows_trees else None
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
@@ -237,14 +237,14 @@ class Drafter:
         self,
         requests: Sequence[Request],
         proposal: Proposal,
-        num_accepted: torch.Tensor,
+        verified: VerifiedBlock,
         num_committed: Sequence[int],
         scores: Scores,
         seconds: RoundSeconds,
     ) -> None:
-        """Record the outcome of a round, and let the policy learn from it. `num_accepted`, `[R]`, is on the CPU.
+        """Record the outcome of a round, and let the policy learn from it.
         Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
-        stats, observer = self.statistics, self._options.observer
+        stats, observer, num_accepted = self.statistics, self._options.observer, verified.num_accepted.cpu()
         if stats.first_round_at is None:
             stats.first_round_at = time.perf_counter() - seconds.total
         request_ids = tuple(request.id for request in requests)
@@ -254,7 +254,8 @@ class Drafter:
         stats.depths += proposal.depths
         stats.accepted += num_accepted.tolist()
         stats.committed += num_committed
-        stats.confidence += [None] * len(requests) if proposal.confidence is None else proposal.confidence
+        of_chains = proposal.confidence if proposal.trees is None else None
+        stats.confidence += [None] * len(requests) if of_chains is None else of_chains
         target_logits = None
         if observer is not None:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + proposal.lengths).tolist())
@@ -269,6 +270,7 @@ class Drafter:
             block=proposal.block,
             target_logits=target_logits,
             trees=proposal.trees,
+            paths=verified.paths,
         )
         self.policy.observe(outcome)
         if observer is not None:

@@ -99,7 +99,9 @@ class TreeGrower:
                 tree.laws[place] = law, number
             for rank, (token, mass) in enumerate(children):
                 survival = float(survivals[number, rank])
-                child = tree.add(place, token, survival, mass)
+                child = tree.add(
+                    place, token, survival, float(known[number, min(rank, known.shape[1] - 1)]), mass=mass
+                )
                 if self._depth < self._max_depths[row] and token not in self._ends and survival >= self._plan.cut:
                     parents.append(number)
                     tokens.append(token)

@@ -85,7 +85,7 @@ class DecodingLoop:
         num_committed = self._commit(proposal, verified, scores, output)
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
-        self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
+        self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
 
     def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:
         starts = tuple(request.anchor_position for request in requests)

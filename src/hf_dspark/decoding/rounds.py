@@ -31,7 +31,7 @@ class RoundStatistics:
         accepted (`list[int]`): Draft tokens accepted, without the bonus token; an end-of-sequence token counts.
         committed (`list[int]`): Tokens gained: the accepted ones and the bonus token, up to the request's end.
         confidence (`list[torch.Tensor | None]`): Calibrated c_k of each token drafted in the round, `[n]`, n <= γ;
-            `None` where nothing was drafted or the draft has no confidence head.
+            `None` where nothing was drafted, a tree was, or the draft has no confidence head.
         request_ids (`list[int]`): The row of a `generate()` call, or the prompt's place in `generate_many`.
         seconds (`list[RoundSeconds]`): A round of R requests belongs to the next R entries of the other lists.
         prefill_seconds (`float`): Host time until the first new token.

@@ -37,6 +37,7 @@ class RoundOutcome:
     block: DraftBlock | None = None  # what was drafted
     target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]
     trees: Sequence[DraftTree] | None = None  # what was drafted instead of a block, [R]
+    paths: Sequence[Sequence[int]] | None = None  # their accepted places, [R]
 
 
 class Policy:

@@ -5,9 +5,11 @@ A level is decided from the levels above it: from survivals, confidences and law
 
 import functools
 import heapq
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -38,10 +40,8 @@ class SiblingAcceptance:
     def shares(self, known: np.ndarray) -> np.ndarray:
         """Return the expectation for each rank, `[F, ranks]`: of the draft's probabilities of its best tokens,
         `[F, ranks]`, or of confidences `[F, 1]`."""
-        logits = np.log(known.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY))
-        logits -= np.log1p(-known.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY))
         slopes, offsets = np.array(self.fits, dtype=float).T
-        chances = 1.0 / (1.0 + np.exp(-(logits * slopes + offsets)))
+        chances = 1.0 / (1.0 + np.exp(-(logit(known) * slopes + offsets)))
         if self.is_drawn:
             before = np.cumprod(1.0 - chances, axis=1)
             chances[:, 1:] *= before[:, :-1]
@@ -51,9 +51,31 @@ class SiblingAcceptance:
         """Return what to expect of the descendants of a node at a depth, the best first: survivals given its own."""
         return _descendants(tuple(map(tuple, self.means)), depth, most)
 
+    def to_dict(self) -> dict[str, list[list[float]]]:
+        return {"fits": [list(pair) for pair in self.fits], "means": [list(row) for row in self.means]}
+
+
+def logit(probability: np.ndarray) -> np.ndarray:
+    inside = probability.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+    return np.log(inside) - np.log1p(-inside)
+
+
+def check_siblings(entry: Any, block_size: int) -> None:
+    """Raise a `ValueError` unless these are pairs of numbers, and γ rows of probabilities."""
+    if not isinstance(entry, Mapping) or set(entry) != {"fits", "means"}:
+        raise ValueError(f"acceptances must have 'fits' and 'means', got {entry!r}: calibrate the draft again")
+    pairs, rows = entry["fits"], entry["means"]
+    numbers = [number for row in [*pairs, *rows] for number in row]
+    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        raise ValueError("expected acceptances must be finite numbers: calibrate the draft again")
+    if not 1 <= len(pairs) <= MOST_SIBLINGS or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"fits of acceptances must be 1 to {MOST_SIBLINGS} pairs, got {pairs!r}")
+    if len(rows) != block_size or not all(row and 0 <= min(row) and max(row) <= 1 for row in rows):
+        raise ValueError(f"mean acceptances must be {block_size} rows of probabilities, got {len(rows)} rows")
+
 
 DEFAULT_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)
-DEFAULT_DRAWN = ((1.0, 0.0), (0.3, -0.9), (0.3, -1.3), (0.3, -1.3))
+DEFAULT_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
 
 
 def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:

@@ -26,6 +26,7 @@ class DraftTree:
     parents: list[int] = field(default_factory=list)  # their places, [n]
     depths: list[int] = field(default_factory=list)  # 1 for children of the anchor, [n]
     survivals: list[float] = field(default_factory=list)  # predicted probability that the node is accepted, [n]
+    known: list[float] = field(default_factory=list)  # what that was predicted from, see `SiblingAcceptance`, [n]
     # What was left of the parent's law when the node was drawn, [n]. 0 where the token was not drawn, but known
     # before: such a node is tested against a law that has no other token.
     masses: list[float] = field(default_factory=list)
@@ -39,12 +40,13 @@ class DraftTree:
     def depth(self) -> int:
         return max(self.depths, default=0)
 
-    def add(self, parent: int, token_id: int, survival: float = 1.0, mass: float = 0.0) -> int:
+    def add(self, parent: int, token_id: int, survival: float = 1.0, known: float = 1.0, *, mass: float = 0.0) -> int:
         """Add a node after the last one, and return its place."""
         self.token_ids.append(token_id)
         self.parents.append(parent)
         self.depths.append(1 + self.depth_of(parent))
         self.survivals.append(survival)
+        self.known.append(known)
         self.masses.append(mass)
         return len(self.token_ids)
 
@@ -71,7 +73,8 @@ class DraftTree:
         new_place = {0: 0} | {place: new for new, place in enumerate(places, start=1)}
         kept = DraftTree()
         for place in places:
-            kept.add(new_place[self.parents[place - 1]], self.token_ids[place - 1], self.survivals[place - 1])
+            facts = self.token_ids[place - 1], self.survivals[place - 1], self.known[place - 1]
+            kept.add(new_place[self.parents[place - 1]], *facts)
         return kept
 
 
