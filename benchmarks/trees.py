@@ -1,0 +1,160 @@
+"""Trees of drafts on the shipped pair: what they commit against nodes verified, and what that is worth in time.
+
+python benchmarks/trees.py fit --test_file test.jsonl
+python benchmarks/trees.py tau
+python benchmarks/trees.py speed
+
+`fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
+on. `tau` compares trees of fixed budgets with the chain. `speed` decodes each prompt plainly, with the best chains and
+with scheduled trees, in turns. Results are in results/trees_*.json.
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+from typing import Any
+
+import torch
+from pair import (
+    GREEDY,
+    PAIR,
+    REGIMES,
+    RESULTS,
+    calibration_prompts,
+    decoding,
+    held_out_prompts,
+    kernels,
+    load_pair,
+    provenance_of,
+    write_result,
+)
+from speed import Run, timed
+from tqdm import tqdm
+
+from hf_dspark import DSparkConfig, FullBlock, PrefixScheduler, RoundStatistics, TreeBudget, TreeScheduler
+from hf_dspark.decoding.hook import scheduled_by
+from hf_dspark.decoding.step_costs import find_cost
+from hf_dspark.evaluation.calibrate import collect_siblings
+from hf_dspark.maths.tree_fit import fit_siblings
+
+BUDGETS = (7, 15, 31)
+
+
+def fit(options: argparse.Namespace, _: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    prompts = calibration_prompts(options.test_file, options.num_prompts)
+    found = {}
+    for regime, sampling in REGIMES.items():
+        tests = collect_siblings(
+            target, draft, prompts, tokenizer, f"{options.rounds_folder}/{regime}.jsonl", **sampling
+        )
+        fitted = fit_siblings(tests, regime == "sampled", draft.config.block_size)
+        found[regime] = fitted.to_dict()
+        print(regime, len(tests), "tests", found[regime]["fits"])
+    config = DSparkConfig.from_pretrained(PAIR / "draft")
+    config.sibling_acceptance = found
+    config.save_pretrained(PAIR / "draft")
+
+
+def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    policies = {"chain": FullBlock()} | {str(nodes): TreeBudget(nodes) for nodes in BUDGETS}
+    prompts, rows = held_out_prompts(), []
+    for regime, sampling in REGIMES.items():
+        seeds = range(options.num_seeds) if regime == "sampled" else range(1)
+        for name, policy in policies.items():
+            runs = []
+            for seed, (index, prompt) in itertools.product(seeds, enumerate(prompts)):
+                ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+                with decoding(draft, policy):
+                    runs.append(
+                        timed(
+                            target, ids, 1000 * seed + index, assistant_model=draft, **sampling,
+                            max_new_tokens=options.max_new_tokens,
+                        )
+                    )  # fmt: skip
+            rows.append({"regime": regime, "tree": name} | committed(runs))
+            print(rows[-1], flush=True)
+    write_result(RESULTS / "trees_tau.json", origin | {"rows": rows})
+
+
+def committed(runs: list[Run]) -> dict[str, float]:
+    """Return tau, its standard error over rounds, and the nodes of a round."""
+    stats = RoundStatistics.joined(run.stats for run in runs)
+    error = statistics.stdev(stats.committed) / math.sqrt(stats.rounds)
+    return {
+        "tau": round(stats.tau, 3),
+        "standard_error": round(error, 3),
+        "nodes": round(sum(stats.proposed) / stats.rounds, 2),
+        "rounds": stats.rounds,
+    }
+
+
+def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    cost = find_cost(target, draft)
+    if cost is None:
+        raise SystemExit("measure this machine first: hf-dspark profile")
+    policies = {
+        "whole blocks": FullBlock(),
+        "scheduled chains": scheduled_by(cost),
+        "chains, never skipped": PrefixScheduler(cost),
+        "scheduled trees": scheduled_by(cost, trees=True),
+        "trees, never skipped": TreeScheduler(cost),
+        "trees of 15": TreeBudget(15),
+    }
+    rows = []
+    for regime, sampling in REGIMES.items():
+        runs: dict[str, list[Run]] = {name: [] for name in ("plain", *policies)}
+        for index, prompt in enumerate(tqdm(held_out_prompts()[: options.num_prompts], desc=regime)):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            common = {"max_new_tokens": options.max_new_tokens, **sampling}
+            with kernels(target, draft, packed=True):
+                runs["plain"].append(timed(target, ids, index, **common))
+                for name, policy in policies.items():
+                    with decoding(draft, policy):
+                        runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
+        plain = statistics.median(run.seconds_per_token for run in runs["plain"])
+        for name in policies:
+            stats = RoundStatistics.joined(run.stats for run in runs[name])
+            per_token = statistics.median(run.seconds_per_token for run in runs[name])
+            chains = zip(runs[name], runs["scheduled chains"], strict=True)
+            row = {"regime": regime, "policy": name, "speedup_same_kernels": round(plain / per_token, 3)}
+            row |= {"over_scheduled_chains": round(statistics.median(
+                chain.seconds_per_token / own.seconds_per_token for own, chain in chains), 3)}  # fmt: skip
+            row |= committed(runs[name]) | {
+                "draft_ms": round(1e3 * stats.draft_seconds / stats.rounds, 3),
+                "verify_ms": round(1e3 * stats.verify_seconds / stats.rounds, 3),
+                "rest_ms": round(1e3 * stats.rest_seconds / stats.rounds, 3),
+            }
+            if sampling == GREEDY:
+                same = zip(runs[name], runs["plain"], strict=True)
+                row["identical"] = sum(own.tokens == plainly.tokens for own, plainly in same)
+            rows.append(row)
+            print(row, flush=True)
+    write_result(RESULTS / "trees_speed.json", origin | {"rows": rows})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="part", required=True)
+    parts = {"fit": fit, "tau": tau, "speed": speed}
+    for name in parts:
+        command = commands.add_parser(name)
+        command.add_argument("--max_new_tokens", type=int, default=128)
+        if name == "fit":
+            command.add_argument("--test_file", required=True, help="GSM8K test.jsonl")
+            command.add_argument("--num_prompts", type=int, default=150)
+            command.add_argument("--rounds_folder", default="out/trees", help="recorded rounds, to resume")
+        elif name == "tau":
+            command.add_argument("--num_seeds", type=int, default=4, help="of sampled answers")
+        else:
+            command.add_argument("--num_prompts", type=int, default=50)
+    torch.manual_seed(0)
+    options = parser.parse_args()
+    parts[options.part](options, provenance_of(parser, options))
+
+
+if __name__ == "__main__":
+    main()
