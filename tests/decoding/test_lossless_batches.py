@@ -48,16 +48,18 @@ SLOPE = ThroughputTable((1, 2, 3, 4, 5, 6), tuple(1 / (1 + 0.2 * n) for n in ran
 STEP = ThroughputTable((1, 2, 3, 4, 5, 6), (1.0, 1.0, 0.85, 0.85, 0.85, 0.85))
 
 
-def enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1):
+def enumerate_rounds(
+    monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1, length=None, copies=False
+):
     """Enumerate what rounds commit, continued by the target alone.
 
     Returns how far the joint law of all rows is from the targets' own, its mass, and all lengths.
     """
-    batch, length = padded(prompts), rounds * (GAMMA + 1)
+    batch, length = padded(prompts), length or rounds * (GAMMA + 1)
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     paths, joint, lengths, laws = Paths(), {}, [], None
-    options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())))
+    options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), copies=copies)
     extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
     call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
     honest_invert, honest_ratio = sampling.invert, sampling.acceptance_probability

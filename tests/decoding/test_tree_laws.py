@@ -11,6 +11,8 @@ from transformers import LogitsProcessorList, TopKLogitsWarper
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel
 from hf_dspark.decoding import growing, loop
 from hf_dspark.decoding.drafter import Drafter
+from hf_dspark.decoding.growing import TreeGrower
+from hf_dspark.decoding.ngrams import CopyRates
 from hf_dspark.maths.tree_plans import TreePlan
 from hf_dspark.maths.tree_policies import TreeBudget, TreeScheduler
 from hf_dspark.maths.trees import DraftTree
@@ -57,6 +59,26 @@ def test_a_round_of_two_trees_has_the_joint_law(make_target, monkeypatch, policy
     assert found < 5e-6 and max(map(sum, counts)) > 1
 
 
+@pytest.mark.parametrize("chances", [0.9, 0.1], ids=["before", "after"])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_rounds_with_copied_branches_have_the_targets_law(make_target, monkeypatch, chances, rounds):
+    """What is copied stands before the drawn siblings, or after the first of them."""
+    monkeypatch.setattr(CopyRates, "of", lambda self, length: chances)
+    copied, honest = [], TreeGrower.copy_on
+
+    def copy_on(self, rooms):
+        honest(self, rooms)
+        copied.extend(mass == 0.0 for tree in self.trees for mass in tree.masses)
+
+    monkeypatch.setattr(TreeGrower, "copy_on", copy_on)
+    pair = make_pair(make_target, seed=5)
+    found, _ = distance(
+        monkeypatch, pair, TreeBudget(2 if rounds == 2 else 4), prompts=[[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]], rounds=rounds, length=6,
+        copies=True,
+    )  # fmt: skip
+    assert found < 5e-6 and any(copied) and not all(copied)
+
+
 class ByTheNeighbour(TreePlan):
     """What the second row gets depends on the draw of the first."""
 
@@ -66,6 +88,9 @@ class ByTheNeighbour(TreePlan):
         if depth == 0:
             return np.ones(len(rows), dtype=int)
         return np.array([row * (1 + (trees[0].token_ids == [0])) for row in rows])
+
+    def has_room(self, tree, trees, survival):
+        return False
 
     def kept(self, trees):
         raise AssertionError("nodes were drawn")
@@ -123,13 +148,15 @@ def test_samples_of_calls_with_trees_have_the_targets_law(make_target):
 
 
 def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch):
-    honest = growing.draw_siblings
+    honest = growing.SiblingLaw.draw
 
-    def again(probs, uniform, taken=()):
-        first = [honest(probs, [number])[0] for number in uniform]
-        return [(index, 1.0 - probs[first[0][0]] if rank else mass) for rank, (index, mass) in enumerate(first)]
+    def again(self, uniform):
+        index, _ = honest(growing.SiblingLaw(self._probs), uniform)
+        mass = 1.0 - sum(size for _, size in self._removed)
+        self.remove(index)
+        return index, mass
 
-    monkeypatch.setattr(growing, "draw_siblings", again)
+    monkeypatch.setattr(growing.SiblingLaw, "draw", again)
     assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7)) < 1e-6
 
 
@@ -143,18 +170,19 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options):
+@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
+def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, copies):
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4,
                                                       markov_head_type=head)).eval()  # fmt: skip
-    draft.decoding = DecodingOptions(policy=TreeBudget(20))
+    draft.decoding = DecodingOptions(policy=TreeBudget(20), copies=copies)
     greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | options
     alone = [target.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in PROMPTS]
     batch = padded(PROMPTS)
     together = target.generate(**batch, assistant_model=draft, **greedy)[:, batch["input_ids"].shape[1] :].tolist()
     assert [row[: len(own)] for row, own in zip(together, alone, strict=True)] == alone
-    assert max(draft.last_stats.proposed) > 4 and max(draft.last_stats.depths) <= 4
+    assert max(draft.last_stats.proposed) > 4 and (copies or max(draft.last_stats.depths) <= 4)
 
 
 def test_scores_and_states_are_those_along_the_accepted_path(make_target):

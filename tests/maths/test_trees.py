@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_dspark.maths.sampling import TokenLaw
-from hf_dspark.maths.trees import DraftTree, draw_siblings, invert_without, verify_tree, walk_greedily
+from hf_dspark.maths.trees import DraftTree, SiblingLaw, invert_without, verify_tree, walk_greedily
 from tests.laws import Paths, decide_trees
 
 EXACT = 1e-9
@@ -41,6 +41,13 @@ class World:
 
         prefixes = [prefix for size in range(depth + 1) for prefix in itertools.product(range(vocab), repeat=size)]
         return cls({prefix: law(top_k) for prefix in prefixes}, {prefix: law(top_k) for prefix in prefixes})
+
+
+def draw_siblings(probs, uniform, taken=()):
+    law = SiblingLaw(probs)
+    for index in taken:
+        law.remove(index)
+    return [drawn for number in uniform if (drawn := law.draw(number)) is not None]
 
 
 def grow(world, tree, count, paths_known=(), depth=3):
@@ -156,6 +163,26 @@ def test_tokens_that_were_known_before_join_drawn_siblings(paths, known, vocab):
     world = World.random(11, vocab, 3, zeros=True)
     one = lambda tree, place, prefix: min(1, 4 - tree.num_nodes)  # noqa: E731
     assert bias(paths, [world], lambda: [grow(world, DraftTree(), one, known, depth=2)], depth=2) < EXACT
+
+
+@pytest.mark.parametrize("vocab", [2, 3])
+def test_a_known_token_between_drawn_siblings_keeps_the_targets_law(paths, vocab):
+    world = World.random(19, vocab, 2)
+
+    def mixed():
+        tree, law = DraftTree(), SiblingLaw(world.draft[()])
+        tree.laws[0] = TokenLaw(torch.from_numpy(world.draft[()])[None]), 0
+        first, mass = law.draw(0.5)
+        tree.add(0, first, mass=mass)
+        if first != 1:
+            tree.add(0, 1)
+            law.remove(1)
+        last = law.draw(0.5)
+        if last is not None:
+            tree.add(0, last[0], mass=last[1])
+        return [tree]
+
+    assert bias(paths, [world], mixed, depth=1) < EXACT
 
 
 def test_a_budget_that_depends_on_the_neighbour_keeps_the_joint_law(paths):

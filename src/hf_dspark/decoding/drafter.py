@@ -19,6 +19,7 @@ from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..targets.layer_kinds import tree_obstacle
 from .growing import TreeGrower
+from .ngrams import Copy, CopyFinder, CopyRates
 from .processing import BlockProcessor, Scores
 from .request import Call, Request
 from .rounds import RoundSeconds, RoundStatistics
@@ -74,6 +75,7 @@ class Drafter:
         self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
         self._siblings = draft.config.siblings_for(self._do_sample) if self._grows_trees else None
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
+        self._copy_rates, self._finders = CopyRates(), {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
@@ -147,10 +149,13 @@ class Drafter:
         max_depths: Sequence[int],
         started: float,
     ) -> Proposal:
+        rooms = [self._room(request) for request in requests]
+        copies = [self._copy(request, room) for request, room in zip(requests, rooms, strict=True)]
         grower = TreeGrower(
-            requests, plan, self._siblings, self._laws, max_depths, noise, self._temperatures, self._ends
+            requests, plan, self._siblings, self._laws, max_depths, noise, self._temperatures, self._ends, copies
         )
         self._read(requests, grower=grower)
+        grower.copy_on(rooms)
         if bool(grower.is_broken.any()):
             self._give_up(requests, grower.is_broken)
         trees = grower.trees
@@ -160,6 +165,12 @@ class Drafter:
         rows = [torch.tensor(row, device="cpu") for row in grower.confidence]
         confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return Proposal(lengths, None, trees, confidence, time.perf_counter() - started)
+
+    def _copy(self, request: Request, room: int) -> Copy:
+        if not self._options.copies:
+            return Copy()
+        finder = self._finders.setdefault(request.id, CopyFinder(self._copy_rates))
+        return finder.find(request, min(room, self.policy.most_nodes))
 
     def _read(
         self,

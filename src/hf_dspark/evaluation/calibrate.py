@@ -229,7 +229,7 @@ def _decode_and_record(
             continue
         rounds = done[index] = []
         observer = partial(record, rounds)
-        with decoding_as(draft, policy=policy, domain=None, observer=observer), torch.random.fork_rng():
+        with decoding_as(draft, policy=policy, copies=False, domain=None, observer=observer), torch.random.fork_rng():
             torch.manual_seed(seed + index)
             _answer(target, draft, prompt, processing_class, options)
         if journal is not None:

@@ -115,6 +115,10 @@ class TreePlan(ABC):
         """
 
     @abstractmethod
+    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
+        """Tell whether one more node of such a survival, known before, may join a tree that is otherwise grown."""
+
+    @abstractmethod
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         """Return the places that are sent, of trees of best tokens. Of drawn nodes all must be sent."""
 
@@ -146,6 +150,11 @@ class BudgetPlan(TreePlan):
         self.cut = min(cuts, default=1.0)
         return counts
 
+    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
+        return survival >= max(self.cut, LEAST_PROBABILITY) and (
+            not self.siblings.is_drawn or tree.num_nodes < self.num_nodes
+        )
+
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         return [_best_places(tree, self.num_nodes) for tree in trees]
 
@@ -176,6 +185,11 @@ class PricePlan(TreePlan):
             if counts[of_row].sum() > left:
                 counts[of_row] = _best(survivals[of_row], self.cut, left)
         return counts
+
+    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
+        return (
+            survival >= self.cut and tree.num_nodes < self.most and sum(each.num_nodes for each in trees) < self.in_all
+        )
 
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         survivals = np.sort(np.concatenate([np.array(tree.survivals) for tree in trees]))[::-1]

@@ -78,34 +78,37 @@ class DraftTree:
         return kept
 
 
-def draw_siblings(probs: np.ndarray, uniform: Sequence[float], taken: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """Draw distinct entries of a law `[n]`, one after another, each from what the ones before have left.
+class SiblingLaw:
+    """The law `[n]` of the children of one node, and what is left of it while they are drawn. It need not sum to one
+    exactly."""
 
-    Args:
-        probs (`np.ndarray` of shape `[n]`): The law; it need not sum to one exactly.
-        uniform (`Sequence[float]`): A number in [0, 1) for each draw.
-        taken (`Sequence[int]`): Entries that may not be drawn.
+    def __init__(self, probs: np.ndarray) -> None:
+        self._probs = probs
+        self._cumulative = probs.cumsum(dtype=np.float64)
+        self._removed: list[tuple[float, float]] = []  # where a removed entry starts, and its size; ascending
+        self._gone: set[int] = set()
 
-    Returns:
-        Of each draw the index, and the mass that was left of the law: the entry was drawn from probs / mass. There are
-        fewer draws than numbers where the law has run out of mass.
-    """
-    cumulative = probs.cumsum(dtype=np.float64)
-    total = float(cumulative[-1])
-    removed = sorted((float(cumulative[index] - probs[index]), float(probs[index])) for index in taken)
-    drawn: list[tuple[int, float]] = []
-    gone = set(taken)
-    for number in uniform:
-        mass = total - sum(size for _, size in removed)
+    def remove(self, index: int) -> None:
+        """Let an entry not be drawn any more."""
+        if index not in self._gone:
+            self._gone.add(index)
+            size = float(self._probs[index])
+            self._removed = sorted([*self._removed, (float(self._cumulative[index]) - size, size)])
+
+    def draw(self, uniform: float) -> tuple[int, float] | None:
+        """Draw an entry by a number in [0, 1), and remove it.
+
+        Returns:
+            The entry, and the mass that was left: it was drawn from probs / mass. `None` if too little was left.
+        """
+        mass = float(self._cumulative[-1]) - sum(size for _, size in self._removed)
         if not mass > LEAST_MASS:  # nor NaN
-            break
-        index = invert_without(cumulative, removed, number * mass)
-        if index in gone or not probs[index] > 0.0:  # by rounding alone
-            break
-        drawn.append((index, mass))
-        gone.add(index)
-        removed = sorted([*removed, (float(cumulative[index] - probs[index]), float(probs[index]))])
-    return drawn
+            return None
+        index = invert_without(self._cumulative, self._removed, uniform * mass)
+        if index in self._gone or not self._probs[index] > 0.0:  # by rounding alone
+            return None
+        self.remove(index)
+        return index, mass
 
 
 def invert_without(cumulative: np.ndarray, removed: Sequence[tuple[float, float]], point: float) -> int:
