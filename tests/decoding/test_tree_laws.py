@@ -71,11 +71,9 @@ def test_rounds_with_copied_branches_have_the_targets_law(make_target, monkeypat
         copied.extend(mass == 0.0 for tree in self.trees for mass in tree.masses)
 
     monkeypatch.setattr(TreeGrower, "copy_on", copy_on)
-    pair = make_pair(make_target, seed=5)
-    found, _ = distance(
-        monkeypatch, pair, TreeBudget(2 if rounds == 2 else 4), prompts=[[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]], rounds=rounds, length=6,
-        copies=True,
-    )  # fmt: skip
+    pair, every_match = make_pair(make_target, seed=5), [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
+    budget = TreeBudget(2 if rounds == 2 else 4)
+    found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, copies=True)
     assert found < 5e-6 and any(copied) and not all(copied)
 
 
