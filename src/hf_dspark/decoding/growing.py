@@ -70,6 +70,11 @@ class TreeGrower:
     def max_depth(self) -> int:
         return max(self._max_depths)
 
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether nodes are drawn: then their own probabilities must not decide about them."""
+        return self._noise is not None
+
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
     ) -> tuple[list[int], list[int]]:

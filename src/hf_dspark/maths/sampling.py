@@ -85,6 +85,7 @@ class Grower(Protocol):
     """Draws the children of one level of trees after another; supplied by the caller, as a [`Sampler`] is."""
 
     max_depth: int
+    reads_confidence: bool
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None

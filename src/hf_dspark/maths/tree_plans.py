@@ -18,6 +18,8 @@ from .trees import DraftTree
 MOST_SIBLINGS = 6
 MOST_NODES = 63  # of one request
 LEAST_PROBABILITY = 1e-6
+# Best tokens are grown down to this part of the survival that the last node sent is expected to have.
+BELOW_EXPECTATION = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,14 @@ class SiblingAcceptance:
     fits: Sequence[tuple[float, float]]
     means: Sequence[Sequence[float]]
 
+    @functools.cached_property
+    def _fits(self) -> np.ndarray:
+        return np.array(self.fits, dtype=float).T
+
     def shares(self, known: np.ndarray) -> np.ndarray:
         """Return the expectation for each rank, `[F, ranks]`: of the draft's probabilities of its best tokens,
         `[F, ranks]`, or of confidences `[F, 1]`."""
-        slopes, offsets = np.array(self.fits, dtype=float).T
+        slopes, offsets = self._fits
         chances = 1.0 / (1.0 + np.exp(-(logit(known) * slopes + offsets)))
         if self.is_drawn:
             before = np.cumprod(1.0 - chances, axis=1)
@@ -136,15 +142,16 @@ class BudgetPlan(TreePlan):
         for row in sorted(set(rows.tolist())):
             of_row = rows == row
             children, tree = survivals[of_row], trees[row]
-            if self.siblings.is_drawn:
-                left = self.num_nodes - tree.num_nodes
-                below = self.siblings.descendants(depth + 1, left)
-                pool = np.concatenate([children.ravel(), np.outer(children.ravel(), below).ravel()])
-            else:
-                left, pool = self.num_nodes, np.concatenate([tree.survivals, children.ravel()])
+            left, above = self.num_nodes - tree.num_nodes, ()
+            if not self.siblings.is_drawn:  # a better node may take the place of one that was grown
+                left, above = self.num_nodes, tree.survivals
             if left < 1:
                 continue
+            flat, below = children.ravel(), self.siblings.descendants(depth + 1, left)
+            pool = np.concatenate([above, flat, np.multiply.outer(flat, below).ravel()])
             cut = np.partition(pool, len(pool) - left)[len(pool) - left] if left < len(pool) else 0.0
+            if not self.siblings.is_drawn:
+                cut *= BELOW_EXPECTATION
             counts[of_row] = _best(children, max(cut, LEAST_PROBABILITY), left)
             cuts.append(cut)
         self.cut = min(cuts, default=1.0)

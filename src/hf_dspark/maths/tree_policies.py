@@ -8,7 +8,7 @@ import torch
 
 from .costs import Load
 from .policies import Policy, PrefixScheduler
-from .tree_plans import MOST_NODES, BudgetPlan, PricePlan, SiblingAcceptance, TreePlan, best_count
+from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, PricePlan, SiblingAcceptance, TreePlan, best_count
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,22 @@ class TreeScheduler(PrefixScheduler):
         self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
     ) -> TreePlan | None:
         expected = siblings.descendants(0, self.num_nodes)
-        seconds = self.cost.round_seconds(load, load.num_requests * len(expected))[:: load.num_requests]
-        kept = load.base_tokens + load.num_requests * np.concatenate([[0.0], expected.cumsum()])
+        kept, seconds = _kept(load, expected), self.cost.tree_seconds(load, len(expected))
         count = best_count(kept, seconds)
+        first_children = np.cumprod([row[0] for row in siblings.means])
+        chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
+        if (_kept(load, first_children) / chains).max() >= kept[count] / seconds[count]:
+            return None
         last, next_one = ([*expected, 0.0][place] for place in (max(0, count - 1), count))
         price = (last + next_one) / 2 if count else 1.0
         in_all = int(min(most, load.num_requests * self.num_nodes))
         if siblings.is_drawn:
             return PricePlan(price, self.num_nodes, in_all)
-        base = load.base_tokens
-        return PricePlan(price / 2, self.num_nodes, in_all, base, self.cost.round_seconds(load, in_all))
+        cut, spread = price * BELOW_EXPECTATION, np.arange(in_all + 1) / load.num_requests
+        of_all = np.interp(spread, np.arange(self.num_nodes + 1), self.cost.tree_seconds(load, self.num_nodes))
+        return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all)
+
+
+def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
+    """Return the expected tokens of a round in which every request verifies the first 0, 1, ... nodes."""
+    return load.base_tokens + load.num_requests * np.concatenate([[0.0], survivals.cumsum()])

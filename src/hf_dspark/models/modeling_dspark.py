@@ -397,9 +397,10 @@ class DSparkDraftModel(DraftModel):
         if self.markov_head is not None and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_head.markov_w1(tokens), hidden[:, 0], None)
         hidden, rows = self.predicting(hidden), torch.arange(len(tokens), device=self.device)
+        head = self.confidence_head if grower.reads_confidence else None
         for depth in range(base_logits.shape[1]):
-            scores, node_hidden = base_logits[rows, depth], hidden[rows, depth]
-            candidates = None if best is None else best[rows, depth]
+            scores, node_hidden = of_nodes(base_logits, rows, depth), of_nodes(hidden, rows, depth)
+            candidates = None if best is None else of_nodes(best, rows, depth)
             if successors is not None:
                 candidates = with_successors(candidates, successors(tokens))
             scores, embedding = scores if candidates is None else scores.gather(-1, candidates), None
@@ -407,7 +408,7 @@ class DSparkDraftModel(DraftModel):
                 embedding = self.markov_head.markov_w1(tokens)
                 transition, state = self.markov_head.transition(embedding, node_hidden, state)
                 scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
-            confidence = None if self.confidence_head is None else self.confidence_head(node_hidden, embedding).float()
+            confidence = None if head is None else head(node_hidden, embedding).float()
             parents, children = grower(scores.float(), self._target_ids(candidates, len(tokens)), confidence)
             if not parents:
                 return
@@ -518,3 +519,8 @@ class DSparkDraftModel(DraftModel):
         if token_ids is None:
             return logits
         return scatter_to_vocabulary(logits, token_ids.expand(logits.shape), self.config.vocab_size)
+
+
+def of_nodes(by_slot: torch.Tensor, rows: torch.Tensor, slot: int) -> torch.Tensor:
+    """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, slots, *]`."""
+    return by_slot[:, slot].expand(len(rows), -1) if len(by_slot) == 1 else by_slot[rows, slot]
