@@ -189,12 +189,12 @@ def default_policy(
     obstacle = tree_obstacle(target) if draft.grows_trees else f"{type(draft).__name__} takes a pass for each token"
     if trees and obstacle is not None:
         raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
-    if trees is None:
-        measured = draft.config.sibling_acceptance or {}
-        trees = obstacle is None and ("sampled" if do_sample else "greedy") in measured
     cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
     if cost is None:
         return TreeBudget(USUAL_NODES) if trees else FullBlock()
+    if trees is None:
+        measured = draft.config.sibling_acceptance or {}
+        trees = obstacle is None and ("sampled" if do_sample else "greedy") in measured
     return scheduled_by(cost, trees)
 
 

@@ -24,7 +24,7 @@ from ..maths.calibration import (
     measure_calibration,
 )
 from ..maths.policies import FullBlock, Policy, RoundOutcome
-from ..maths.tree_fit import SiblingTest, fit_siblings, tests_of
+from ..maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from ..maths.tree_policies import TreeBudget
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel, input_device
@@ -254,7 +254,7 @@ def _answer(
 
 def _record_siblings(tests: list[tuple[int, int, float, bool]], outcome: RoundOutcome) -> None:
     for tree, path in zip(outcome.trees or (), outcome.paths or (), strict=True):
-        tests += tests_of(tree, path)
+        tests += recorded_tests(tree, path)
 
 
 def _record(block_size: int, rounds: list[dict[str, Any]], outcome: RoundOutcome) -> None:

@@ -22,7 +22,7 @@ class SiblingTest(NamedTuple):
     was_accepted: bool
 
 
-def tests_of(tree: DraftTree, path: Sequence[int]) -> list[SiblingTest]:
+def recorded_tests(tree: DraftTree, path: Sequence[int]) -> list[SiblingTest]:
     """Return the tests of one round: of drawn siblings up to the accepted one, of best tokens all."""
     tests, is_drawn = [], bool(tree.laws)
     for depth, place in enumerate([0, *path]):
