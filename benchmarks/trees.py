@@ -3,10 +3,14 @@
 python benchmarks/trees.py fit --test_file test.jsonl
 python benchmarks/trees.py tau
 python benchmarks/trees.py speed
+python benchmarks/trees.py copies
+python benchmarks/trees.py example
 
 `fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
 on. `tau` compares trees of fixed budgets with the chain. `speed` decodes each prompt plainly, with the best chains and
-with scheduled trees, in turns. Results are in results/trees_*.json.
+with scheduled trees, in turns. `copies` asks each question a second time after its answer, so that the new answer
+repeats text, and compares trees with copied branches and without. `example` keeps one real tree in which a sibling
+saved a round. Results are in results/trees_*.json.
 """
 
 import argparse
@@ -32,10 +36,19 @@ from pair import (
 from speed import Run, timed
 from tqdm import tqdm
 
-from hf_dspark import DSparkConfig, FullBlock, PrefixScheduler, RoundStatistics, TreeBudget, TreeScheduler
+from hf_dspark import (
+    DecodingOptions,
+    DSparkConfig,
+    FullBlock,
+    PrefixScheduler,
+    RoundStatistics,
+    TreeBudget,
+    TreeScheduler,
+)
 from hf_dspark.decoding.hook import scheduled_by
 from hf_dspark.decoding.step_costs import find_cost
 from hf_dspark.evaluation.calibrate import collect_siblings
+from hf_dspark.maths.policies import RoundOutcome
 from hf_dspark.maths.tree_fit import fit_siblings
 
 BUDGETS = (7, 15, 31)
@@ -136,10 +149,64 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     write_result(RESULTS / "trees_speed.json", origin | {"rows": rows})
 
 
+def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    ways = {
+        "chain": DecodingOptions(policy=FullBlock()),
+        "tree": DecodingOptions(policy=TreeBudget(31), copies=False),
+        "tree, copies": DecodingOptions(policy=TreeBudget(31)),
+    }
+    rows = []
+    for kind in ("asked again", "asked once"):
+        runs: dict[str, list[Run]] = {name: [] for name in ways}
+        for index, prompt in enumerate(tqdm(held_out_prompts()[: options.num_prompts], desc=kind)):
+            ids, common = tokenizer(prompt, return_tensors="pt")["input_ids"], {"max_new_tokens": 128, **GREEDY}
+            if kind == "asked again":
+                answer = target.generate(ids, **common)[:, :-1]  # without its end
+                ids = torch.cat([answer, ids], dim=1)
+            with kernels(target, draft, packed=True):
+                for name, how in ways.items():
+                    draft.decoding = how
+                    runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
+        for name in ways:
+            pairs = zip(runs["chain"], runs[name], strict=True)
+            ratio = statistics.median(chain.seconds_per_token / own.seconds_per_token for chain, own in pairs)
+            rows.append({"prompts": kind, "way": name, "over_chain": round(ratio, 3)} | committed(runs[name]))
+            print(rows[-1], flush=True)
+    write_result(RESULTS / "trees_copies.json", origin | {"rows": rows})
+
+
+def example(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Keep the round of the first prompts in which the accepted path left the chain and went furthest."""
+    target, draft, tokenizer = load_pair()
+    found: list[RoundOutcome] = []
+    for prompt in held_out_prompts()[: options.num_prompts]:
+        draft.decoding = DecodingOptions(policy=TreeBudget(15), copies=False, observer=found.append)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        target.generate(ids, assistant_model=draft, max_new_tokens=64, **GREEDY)
+    best = max((each for each in found if each.trees), key=saved_depth)
+    (tree,), (path,) = best.trees, best.paths
+    facts = zip(tree.parents, map(tokenizer.decode, tree.token_ids), tree.survivals, strict=True)
+    nodes = [
+        {"parent": parent, "text": text, "survival": round(survival, 3), "accepted": place in path}
+        for place, (parent, text, survival) in enumerate(facts, start=1)
+    ]
+    write_result(RESULTS / "trees_example.json", origin | {"nodes": nodes})
+
+
+def saved_depth(outcome: RoundOutcome) -> int:
+    """Return how many accepted tokens stand after the first place where a later sibling was right."""
+    (tree,), (path,) = outcome.trees, outcome.paths
+    for number, (parent, node) in enumerate(zip([0, *path], path, strict=False)):
+        if tree.children(parent)[0] != node:
+            return len(path) - number
+    return 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    parts = {"fit": fit, "tau": tau, "speed": speed}
+    parts = {"fit": fit, "tau": tau, "speed": speed, "copies": copies, "example": example}
     for name in parts:
         command = commands.add_parser(name)
         command.add_argument("--max_new_tokens", type=int, default=128)
