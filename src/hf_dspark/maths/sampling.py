@@ -234,23 +234,21 @@ def verify_block(
 
     following = target_law[first_rows + num_accepted]
     target_next = following.probs
-    draft_next = _draft_probabilities(block, num_accepted.clamp_max(len(slots) - 1), following, target_next)
+    draft_next = draft_probabilities(block, num_accepted.clamp_max(len(slots) - 1), following)
     rejected = num_accepted < lengths  # else every scheduled token was accepted: a bonus token from the target's law
     law = torch.where(rejected[:, None], residual_distribution(target_next, draft_next), target_next)
     return VerifiedBlock(num_accepted, draw(TokenLaw(law, following.candidate_ids), uniform))
 
 
-def _draft_probabilities(
-    block: DraftBlock, slots: torch.Tensor, following: TokenLaw, target_next: torch.Tensor
-) -> torch.Tensor:
-    """Return p_d at one slot of each request, for the tokens on which the target's law stands, `[B, n]`."""
+def draft_probabilities(block: DraftBlock, slots: torch.Tensor, following: TokenLaw) -> torch.Tensor:
+    """Return p_d at one slot of each request, for the tokens on which the target's law `[B, n]` stands, `[B, n]`."""
     requests = torch.arange(len(slots), device=slots.device)
     if block.law is None:
         tokens = block.token_ids[requests, slots][:, None]
         if following.candidate_ids is not None:
-            return (following.candidate_ids == tokens).to(target_next)
-        return torch.zeros_like(target_next).scatter(-1, tokens, 1.0)
+            return (following.candidate_ids == tokens).to(following.probs)
+        return torch.zeros_like(following.probs).scatter(-1, tokens, 1.0)
     law = block.law[requests, slots]
     if following.candidate_ids is not None:
         return law.probability(following.candidate_ids)
-    return law.dense(target_next.shape[-1]).probs
+    return law.dense(following.probs.shape[-1]).probs
