@@ -2,12 +2,14 @@
 
 python benchmarks/trees.py fit --test_file test.jsonl
 python benchmarks/trees.py tau
+python benchmarks/trees.py blocks
 python benchmarks/trees.py speed
 python benchmarks/trees.py copies
 python benchmarks/trees.py example
 
 `fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
-on. `tau` compares trees of fixed budgets with the chain. `speed` decodes each prompt plainly, with the best chains and
+on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a
+whole gains over one token at a time, in the same rounds. `speed` decodes each prompt plainly, with the best chains and
 with scheduled trees, in turns. `copies` asks each question a second time after its answer, so that the new answer
 repeats text, and compares trees with copied branches and without. `example` keeps one real tree in which a sibling
 saved a round. Results are in results/trees_*.json.
@@ -48,7 +50,9 @@ from hf_dspark import (
 from hf_dspark.decoding.hook import scheduled_by
 from hf_dspark.decoding.step_costs import find_cost
 from hf_dspark.evaluation.calibrate import collect_siblings
+from hf_dspark.maths.block_verification import prefix_weights
 from hf_dspark.maths.policies import RoundOutcome
+from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
 
 BUDGETS = (7, 15, 31)
@@ -102,6 +106,37 @@ def committed(runs: list[Run]) -> dict[str, float]:
         "nodes": round(sum(stats.proposed) / stats.rounds, 2),
         "rounds": stats.rounds,
     }
+
+
+def blocks(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Compare both expectations given each drafted block: the sum of p_k, and of the products of the single tests."""
+    target, draft, tokenizer = load_pair()
+    rows = []
+    for name, sampling in {"1": REGIMES["sampled"], "0.7": REGIMES["sampled"] | {"temperature": 0.7}}.items():
+        jointly, singly = [], []
+
+        def observe(outcome: RoundOutcome, jointly: list[float] = jointly, singly: list[float] = singly) -> None:
+            length = int(outcome.lengths[0])
+            if length == 0:  # the answer ends here
+                jointly.append(1.0), singly.append(1.0)
+                return
+            law = TokenLaw(outcome.target_logits[0].float().softmax(-1))
+            block = DraftBlock(outcome.block.token_ids[:, :length], outcome.block.law[:, :length], None)
+            first = torch.zeros(1, dtype=torch.long)
+            target_probs, draft_probs = drafted_probabilities(block, law, first)
+            jointly.append(float(prefix_weights(block, law, first).sum()))
+            singly.append(1.0 + float((target_probs / draft_probs).clamp_max(1.0).cumprod(dim=1).sum()))
+
+        runs = []
+        draft.decoding = DecodingOptions(policy=FullBlock(), observer=observe)
+        for index, prompt in enumerate(held_out_prompts()[: options.num_prompts]):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            limit = {"max_new_tokens": options.max_new_tokens}
+            runs.append(timed(target, ids, index, assistant_model=draft, **sampling, **limit))
+        means = {"as_a_whole": statistics.mean(jointly), "token_by_token": statistics.mean(singly)}
+        rows.append({"temperature": name} | {rule: round(mean, 3) for rule, mean in means.items()} | committed(runs))
+        print(rows[-1], flush=True)
+    write_result(RESULTS / "trees_blocks.json", origin | {"rows": rows})
 
 
 def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
@@ -206,7 +241,7 @@ def saved_depth(outcome: RoundOutcome) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    parts = {"fit": fit, "tau": tau, "speed": speed, "copies": copies, "example": example}
+    parts = {"fit": fit, "tau": tau, "blocks": blocks, "speed": speed, "copies": copies, "example": example}
     for name in parts:
         command = commands.add_parser(name)
         command.add_argument("--max_new_tokens", type=int, default=128)

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import scipy.stats
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -11,9 +12,9 @@ from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.decoding.processing import BlockProcessor
 from hf_dspark.decoding.request import Request, StopRule
 from hf_dspark.decoding.sampler import ProcessedLaws, ProcessedSampler
-from hf_dspark.maths import trees
+from hf_dspark.maths import block_verification, trees
 from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
-from hf_dspark.maths.sampling import acceptance_probability, residual_distribution
+from hf_dspark.maths.sampling import DraftBlock, TokenLaw
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
 
@@ -121,6 +122,28 @@ def decide_trees(monkeypatch, paths):
     monkeypatch.setattr(trees, "accepts", accepts)
 
 
+def decide_longest(paths, chances):
+    """Let `paths` decide which prefixes are accepted, the longest first: for `block_verification.longest_accepted`."""
+    found = torch.zeros(len(chances), dtype=torch.long)
+    for row, chance in enumerate(chances.double().clamp(0.0, 1.0).tolist()):
+        for count in range(len(chance), 0, -1):
+            if paths.choose([1.0 - chance[count - 1], chance[count - 1]]) == 1:
+                found[row] = count
+                break
+    return found
+
+
+def outcomes(block, length, target_law):
+    """Yield how many tokens of a block of one row are accepted, with what probability, and the law of the next one."""
+    paths, drawn_from, first = Paths(), [], torch.zeros(1, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_verification, "draw", lambda law, uniform: drawn_from.append(law.probs[0]) or first)
+        patch.setattr(block_verification, "longest_accepted", lambda chances, coins: decide_longest(paths, chances))
+        for path in paths:
+            found = block_verification.verify_block(block, torch.tensor([length]), target_law, first, None, None)
+            yield int(found.num_accepted), path.probability, drawn_from[-1].tolist()
+
+
 class TargetLaw:
     """The target's processed law after the prompt and a prefix; each prefix is computed once."""
 
@@ -167,19 +190,12 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
         length = planned_length(policy, block)
         length = length if cut is None else cut(path, length)
         draft_probs = drawn_from if claimed_law is None else claimed_law(block)
-        reached = path_probability
-        for slot in range(length + 1):
-            after_prefix = target_law(path[:slot])
-            if slot == length:
-                next_law, stop = after_prefix, 1.0
-            else:
-                token = path[slot]
-                accept = acceptance_probability(after_prefix[token], draft_probs[slot][token]).item()
-                next_law, stop = residual_distribution(after_prefix, draft_probs[slot]), 1.0 - accept
-            for token in range(VOCAB):
-                sequence = (*path[:slot], token)
-                law[sequence] = law.get(sequence, 0.0) + reached * stop * next_law[token].item()
-            reached *= 1.0 - stop
+        judged = DraftBlock(torch.tensor([path]), TokenLaw(draft_probs[None]), None)
+        after_prefixes = TokenLaw(torch.stack([target_law(path[:slot]) for slot in range(length + 1)]))
+        for count, chance, next_law in outcomes(judged, length, after_prefixes):
+            for token, prob in enumerate(next_law):
+                sequence = (*path[:count], token)
+                law[sequence] = law.get(sequence, 0.0) + path_probability * chance * prob
     return extend(target_law, law, gamma + 1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import confidence
 import drafts
 import serving
-import trees
+import tree_figures
 from matplotlib.figure import Figure
 from style import REPORT, save
 
@@ -27,8 +27,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         serving.figure_8_load,
         serving.slo_attainment,
         serving.jagged_step_times,
-        trees.trees_tau,
-        trees.tree_example,
+        tree_figures.trees_tau,
+        tree_figures.tree_example,
     )
 }
 

@@ -25,7 +25,7 @@ from hf_dspark.decoding.conversation import read_prompt
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.request import Call
-from hf_dspark.maths import sampling
+from hf_dspark.maths import block_verification, sampling
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.models.slot_cache import SlotCache
 from tests.laws import (
@@ -33,6 +33,7 @@ from tests.laws import (
     Paths,
     TargetLaw,
     chi_square_p_value,
+    decide_longest,
     decide_trees,
     extend,
     make_pair,
@@ -62,25 +63,12 @@ def enumerate_rounds(
     options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), copies=copies)
     extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
     call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
-    honest_invert, honest_ratio = sampling.invert, sampling.acceptance_probability
-    honest_verify = sampling.verify_block
+    honest_invert = sampling.invert
 
     def invert(probs, uniform):
         return torch.tensor([[0 if row.isnan().any() else paths.choose(row.double())] for row in probs])
 
-    def verify_block(block, scheduled, *rest):
-        def ratio(target_probs, draft_probs):
-            answers = -torch.ones(target_probs.shape)
-            for row, slots in enumerate(honest_ratio(target_probs, draft_probs).double()):
-                for slot in range(int(scheduled[row])):
-                    if paths.choose([1 - slots[slot], slots[slot]]) == 0:
-                        break
-                    answers[row, slot] = 2.0
-            return answers
-
-        monkeypatch.setattr(sampling, "acceptance_probability", ratio)
-        return honest_verify(block, scheduled, *rest)
-
+    monkeypatch.setattr(block_verification, "longest_accepted", lambda chances, coins: decide_longest(paths, chances))
     decide_trees(monkeypatch, paths)
     for path in paths:
         monkeypatch.setattr(sampling, "invert", honest_invert)
@@ -93,15 +81,13 @@ def enumerate_rounds(
         starts = [request.length for request in requests]
         laws = laws or [TargetLaw(target, processors, prompt=request.token_ids[None]) for request in requests]
         monkeypatch.setattr(sampling, "invert", invert)
-        monkeypatch.setattr("hf_dspark.decoding.loop.verify_block", verify_block)
         for _ in range(rounds):
             loop.run_round()
         news = [tuple(request.token_ids[start:].tolist()) for request, start in zip(requests, starts, strict=True)]
         rows = [extend(law, {new: 1.0}, length) for law, new in zip(laws, news, strict=True)]
         for key, mass in joint_law(rows).items():
             joint[key] = joint.get(key, 0.0) + path.probability * mass
-    for name, honest in (("invert", honest_invert), ("acceptance_probability", honest_ratio)):
-        monkeypatch.setattr(sampling, name, honest)
+    monkeypatch.setattr(sampling, "invert", honest_invert)
     return total_variation(joint, product_of(laws, length)), sum(joint.values()), set(lengths)
 
 

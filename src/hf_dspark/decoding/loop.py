@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cpu import fast_linears
+from ..maths.block_verification import verify_block
 from ..maths.noise import BlockNoise
-from ..maths.sampling import TokenLaw, VerifiedBlock, draw, verify_block, verify_greedily
+from ..maths.sampling import TokenLaw, VerifiedBlock, draw, verify_greedily
 from ..maths.trees import DraftTree, verify_tree, walk_greedily
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
@@ -149,7 +150,7 @@ class DecodingLoop:
     def _verify(
         self, proposal: Proposal, scores: Scores, layout: SlotLayout, noise: BlockNoise | None
     ) -> VerifiedBlock:
-        """Accept or reject: min(1, p_t/p_d) along each block, then the residual or the bonus token."""
+        """Accept a prefix of each block, then draw from the residual, or the bonus token."""
         if proposal.trees is not None:
             return self._verify_trees(proposal.trees, scores, layout, noise)
         block, lengths = proposal.block, proposal.lengths.to(self._device)

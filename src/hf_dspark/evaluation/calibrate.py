@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, token_ids
+from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, several, token_ids
 from ..decoding.call import effective_config
 from ..files import Journal, digest, plain_json
+from ..maths.block_verification import prefix_weights
 from ..maths.calibration import (
     CalibrationRounds,
     PositionCalibration,
@@ -24,6 +25,7 @@ from ..maths.calibration import (
     measure_calibration,
 )
 from ..maths.policies import FullBlock, Policy, RoundOutcome
+from ..maths.sampling import DraftBlock, TokenLaw
 from ..maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from ..maths.tree_policies import TreeBudget
 from ..models.auto import require_pair
@@ -106,7 +108,7 @@ def calibrate(
 
     DSpark Section 3.2.1.
     """
-    prompts = list(prompts) if not isinstance(prompts, (str, Mapping)) else prompts  # they are read twice
+    prompts = list(several(prompts))  # they are read twice
     rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
     if len(rounds.num_accepted) < FEW_ROUNDS:
         warnings.warn(
@@ -273,11 +275,15 @@ def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
 
 
 def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tensor:
-    """Return sum over the vocabulary of min(p_t, p_d) at each verified slot, `[1, num_verified]`. DSpark Eq. 8."""
+    """Return with what probability each verified slot is accepted if those before it are, over all tokens that could
+    have been drawn there: sum min(p_t, p_d / p_{k-1}), `[1, num_verified]`. With p_{k-1} = 1 that is DSpark Eq. 8."""
     target_logits = outcome.target_logits[:, :num_verified].float()
+    drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
     if outcome.block.law is None:  # arg-max drafts have a one-hot law, and so has a target that decodes greedily
-        drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
         return (target_logits.argmax(dim=-1) == drafted).float().cpu()
     draft_law = outcome.block.law[:, :num_verified].dense(target_logits.shape[-1])
-    draft_probs = draft_law.probs.to(target_logits.device)
-    return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
+    block = DraftBlock(drafted, TokenLaw(draft_law.probs.to(target_logits.device)), None)
+    target_probs = target_logits.softmax(dim=-1)
+    before = prefix_weights(block, TokenLaw(target_probs[0]), drafted.new_zeros(1))[:, :-1, None]
+    shared = torch.minimum(before * target_probs, block.law.probs).sum(dim=-1)
+    return (shared / before[..., 0].clamp_min(torch.finfo(before.dtype).tiny)).clamp_max(1.0).cpu()

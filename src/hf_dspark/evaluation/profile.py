@@ -298,6 +298,6 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
     tokens = tuple(sorted(seconds))
     rates = tuple(1 / seconds[count] for count in tokens)
     drafting_one = min(drafting[1], 0.9 / max(rates))
-    table = ThroughputTable(tokens, rates, drafting_one, context_seconds, trees, provenance)
+    table = ThroughputTable(tokens, rates, drafting_one, context_seconds, provenance, trees)
     fit = {"target": target_fit, "draft": draft_fit}
     return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)

@@ -202,8 +202,8 @@ class ThroughputTable(StepCost):
     steps_per_second: Sequence[float]
     drafting: float = 0.0
     context_seconds: float = 0.0
-    trees: Sequence[Sequence[float]] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
+    trees: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         tokens, rates = self.verify_tokens, self.steps_per_second
@@ -291,7 +291,7 @@ class ThroughputTable(StepCost):
             steps_per_second=tuple(table["sample_steps_per_sec"]),
             drafting=table.get("draft_seconds", 0.0),
             context_seconds=table.get("context_seconds", 0.0),
-            trees=table.get("trees", ()),
+            trees=tuple(map(tuple, table.get("trees", ()))),
             provenance=table.get("provenance", {}),
         )
 

@@ -11,6 +11,7 @@ from .policies import Policy, PrefixScheduler
 from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, PricePlan, SiblingAcceptance, TreePlan, best_count
 
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
+LEAST_GAIN_OF_DRAWN = 1.08  # drawn chains are verified as a whole, which is worth 5 % of their tokens
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class TreeScheduler(PrefixScheduler):
         count = best_count(kept, seconds)
         first_children = np.cumprod([row[0] for row in siblings.means])
         chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
-        if LEAST_GAIN * (_kept(load, first_children) / chains).max() >= kept[count] / seconds[count]:
+        gain = LEAST_GAIN_OF_DRAWN if siblings.is_drawn else LEAST_GAIN
+        if gain * (_kept(load, first_children) / chains).max() >= kept[count] / seconds[count]:
             return None
         last, next_one = ([*expected, 0.0][place] for place in (max(0, count - 1), count))
         price = (last + next_one) / 2 if count else 1.0
