@@ -20,3 +20,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted(FIGURES.glob("*.png")):
         files.append(File.generated(config, f"report/{path.name}", abs_src_path=str(path)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Show figures and name files of the repository, whose paths hold where pages are read as files."""
+    return REPOSITORY_LINK.sub(_text_or_page, markdown.replace("](../benchmarks/report/", "](report/"))
+
+
+def _text_or_page(link: re.Match[str]) -> str:
+    return link[1] if "](../" in link[0] else link[0]

@@ -2,16 +2,19 @@
 
 import itertools
 
+import numpy as np
+import pytest
 import scipy.stats
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.decoding.drafter import ProcessedSampler
 from hf_dspark.decoding.processing import BlockProcessor
 from hf_dspark.decoding.request import Request, StopRule
+from hf_dspark.decoding.sampler import ProcessedLaws, ProcessedSampler
+from hf_dspark.maths import block_verification, trees
 from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, ThroughputTable
-from hf_dspark.maths.sampling import acceptance_probability, residual_distribution
+from hf_dspark.maths.sampling import DraftBlock, TokenLaw
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.targets.feature_capture import FeatureCapture
 
@@ -44,7 +47,8 @@ class EnumeratingSampler:
         ids, rule = PROMPT[0], StopRule(StoppingCriteriaList())
         request = Request(0, ids, 99, self.processors, rule)
         uniform = torch.zeros(1, len(self.tokens))
-        sampler = ProcessedSampler(BlockProcessor(self.processors, VOCAB), [request], uniform, VOCAB)
+        laws = ProcessedLaws(BlockProcessor(self.processors, VOCAB), VOCAB)
+        sampler = ProcessedSampler(laws, [request], uniform)
         _, law = sampler(logits, candidate_ids, drafted_ids)
         return torch.tensor([self.tokens[drafted_ids.shape[1]]]), law
 
@@ -69,6 +73,75 @@ def make_pair(make_target, gamma=2, seed=0, **overrides):
             draft.confidence_head.proj.weight[0, -config.markov_rank :] = solution[:, 0]
             draft.confidence_head.proj.bias.zero_()
     return target, draft.bind(target)
+
+
+class Paths:
+    """Walks through every sequence of random decisions, depth first, with its probability."""
+
+    def __init__(self):
+        self.chosen, self.open = [], []
+
+    def __iter__(self):
+        while True:
+            self.depth, self.probability = 0, 1.0
+            yield self
+            while self.open and not self.open[-1]:
+                self.open.pop(), self.chosen.pop()
+            if not self.open:
+                return
+            self.chosen[-1] = self.open[-1].pop()
+
+    def choose(self, probs):
+        """Return an outcome; each has its turn."""
+        probs = [float(prob) for prob in probs]
+        if self.depth == len(self.chosen):
+            possible = [index for index, prob in enumerate(probs) if prob > 0.0]
+            self.chosen.append(possible.pop())
+            self.open.append(possible)
+        index = self.chosen[self.depth]
+        self.depth += 1
+        self.probability *= probs[index] / sum(probs)
+        return index
+
+
+def decide_trees(monkeypatch, paths):
+    """Let every draw of a node and every coin of its test come from `paths`."""
+
+    def invert(cumulative, removed, point):
+        probs = np.diff(cumulative, prepend=0.0)
+        for start, size in removed:
+            starts = np.abs(cumulative - probs - start) + np.abs(probs - size)
+            probs[starts.argmin()] = 0.0
+        return paths.choose(probs)
+
+    def accepts(coin, ratio):
+        ratio = min(1.0, ratio)
+        return paths.choose([1.0 - ratio, ratio]) == 1
+
+    monkeypatch.setattr(trees, "invert_without", invert)
+    monkeypatch.setattr(trees, "accepts", accepts)
+
+
+def decide_longest(paths, chances):
+    """Let `paths` decide which prefixes are accepted, the longest first: for `block_verification.longest_accepted`."""
+    found = torch.zeros(len(chances), dtype=torch.long)
+    for row, chance in enumerate(chances.double().clamp(0.0, 1.0).tolist()):
+        for count in range(len(chance), 0, -1):
+            if paths.choose([1.0 - chance[count - 1], chance[count - 1]]) == 1:
+                found[row] = count
+                break
+    return found
+
+
+def outcomes(block, length, target_law):
+    """Yield how many tokens of a block of one row are accepted, with what probability, and the law of the next one."""
+    paths, drawn_from, first = Paths(), [], torch.zeros(1, dtype=torch.long)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_verification, "draw", lambda law, uniform: drawn_from.append(law.probs[0]) or first)
+        patch.setattr(block_verification, "longest_accepted", lambda chances, coins: decide_longest(paths, chances))
+        for path in paths:
+            found = block_verification.verify_block(block, torch.tensor([length]), target_law, first, None, None)
+            yield int(found.num_accepted), path.probability, drawn_from[-1].tolist()
 
 
 class TargetLaw:
@@ -117,19 +190,12 @@ def output_law(target, draft, policy, processors, claimed_law=None, cut=None):
         length = planned_length(policy, block)
         length = length if cut is None else cut(path, length)
         draft_probs = drawn_from if claimed_law is None else claimed_law(block)
-        reached = path_probability
-        for slot in range(length + 1):
-            after_prefix = target_law(path[:slot])
-            if slot == length:
-                next_law, stop = after_prefix, 1.0
-            else:
-                token = path[slot]
-                accept = acceptance_probability(after_prefix[token], draft_probs[slot][token]).item()
-                next_law, stop = residual_distribution(after_prefix, draft_probs[slot]), 1.0 - accept
-            for token in range(VOCAB):
-                sequence = (*path[:slot], token)
-                law[sequence] = law.get(sequence, 0.0) + reached * stop * next_law[token].item()
-            reached *= 1.0 - stop
+        judged = DraftBlock(torch.tensor([path]), TokenLaw(draft_probs[None]), None)
+        after_prefixes = TokenLaw(torch.stack([target_law(path[:slot]) for slot in range(length + 1)]))
+        for count, chance, next_law in outcomes(judged, length, after_prefixes):
+            for token, prob in enumerate(next_law):
+                sequence = (*path[:count], token)
+                law[sequence] = law.get(sequence, 0.0) + path_probability * chance * prob
     return extend(target_law, law, gamma + 1)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import confidence
 import drafts
 import serving
+import tree_figures
 from matplotlib.figure import Figure
 from style import REPORT, save
 
@@ -26,6 +27,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         serving.figure_8_load,
         serving.slo_attainment,
         serving.jagged_step_times,
+        tree_figures.trees_tau,
+        tree_figures.tree_example,
     )
 }
 

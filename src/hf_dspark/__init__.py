@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .maths.policies import Policy as Policy
     from .maths.policies import PrefixScheduler as PrefixScheduler
     from .maths.policies import SLOLimit as SLOLimit
+    from .maths.tree_policies import TreeBudget as TreeBudget
+    from .maths.tree_policies import TreeScheduler as TreeScheduler
     from .models.modeling_dspark import DSparkDraftModel as DSparkDraftModel
     from .models.modeling_eagle3 import Eagle3DraftModel as Eagle3DraftModel
     from .models.options import DecodingOptions as DecodingOptions
@@ -53,6 +55,7 @@ _NAMES = {
     "evaluation.profile": "profile_throughput",
     "maths.costs": "ThroughputTable",
     "maths.policies": "AdaptiveDrafting ConfidenceThreshold FullBlock LaggedScheduler Policy PrefixScheduler SLOLimit",
+    "maths.tree_policies": "TreeBudget TreeScheduler",
     "models.configuration_dspark": "DSparkConfig",
     "models.configuration_eagle3": "Eagle3Config",
     "models.modeling_dspark": "DSparkDraftModel",

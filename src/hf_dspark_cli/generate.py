@@ -29,9 +29,9 @@ def run_generate(options: Namespace, console: Console) -> bool:
     models = load_models(options)
     asked = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
     prompts = [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in asked]
-    policy = choose_policy(options.policy, models)
-    models.draft.decoding = replace(models.draft.decoding, policy=policy)
     kwargs = generate_kwargs(options, models.target)
+    policy = choose_policy(options.policy, models, is_sampled(kwargs, models.target))
+    models.draft.decoding = replace(models.draft.decoding, policy=policy)
     answers = {}
     for done in _completions(prompts, models, options, console, kwargs):
         ids = done.token_ids.tolist()

@@ -23,6 +23,7 @@ from .models import (
     Models,
     choose_policy,
     generate_kwargs,
+    is_sampled,
     load_models,
     note_faults,
     require_roles,
@@ -36,8 +37,10 @@ def run_eval(options: Namespace, console: Console) -> bool:
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in options.prompts}
     faults = note_faults(console, *files.values())
     models = load_models(options)
-    policy = None if options.policy is None else choose_policy(options.policy, models)
-    same = values_of(options, "batch_size", "seed", "enable_thinking") | generate_kwargs(options, models.target)
+    sampling = generate_kwargs(options, models.target)
+    do_sample = is_sampled(sampling, models.target)
+    policy = None if options.policy is None else choose_policy(options.policy, models, do_sample)
+    same = values_of(options, "batch_size", "seed", "enable_thinking") | sampling
     output, compared = options.result_file, options.compare
     evaluation = evaluate(
         models.target, models.draft, files, models.tokenizer, output, policy, compare_plain=compared, **same
@@ -87,6 +90,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     if options.output_dir is None:
         config = type(models.draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
         config.sts_temperatures = models.draft.config.sts_temperatures
+        config.sibling_acceptance = models.draft.config.sibling_acceptance
         config.save_pretrained(folder)
     else:
         models.draft.save_pretrained(folder)

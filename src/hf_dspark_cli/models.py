@@ -17,11 +17,12 @@ from hf_dspark.data.prompts import PromptFile
 from hf_dspark.decoding.hook import default_policy, scheduled_by
 from hf_dspark.decoding.step_costs import find_cost
 from hf_dspark.maths.policies import ConfidenceThreshold, FullBlock, Policy
+from hf_dspark.maths.tree_policies import TreeBudget
 from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
 
 from . import Console
-from .words import THRESHOLD
+from .words import THRESHOLD, TREE
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,18 @@ def note_faults(console: Console, *files: PromptFile) -> list[str]:
     return faults
 
 
-def choose_policy(name: str, models: Models) -> Policy:
+def choose_policy(name: str, models: Models, do_sample: bool) -> Policy:
     """Return the policy of a name; a `ValueError` if the cost of a step on this machine is not known."""
     if models.draft is None:
         raise ValueError(f"--policy {name} needs --draft: give it, or drop --policy")
     if name == "default":
-        return default_policy(models.draft, models.target)
+        return default_policy(models.draft, models.target, do_sample=do_sample)
     if name == "full":
         return FullBlock()
     if name.startswith(THRESHOLD):
         return ConfidenceThreshold(float(name.removeprefix(THRESHOLD)))
+    if name.startswith(TREE):
+        return TreeBudget(int(name.removeprefix(TREE)))
     cost = find_cost(models.target, models.draft)
     if cost is None:
         raise ValueError(

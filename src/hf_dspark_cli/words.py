@@ -18,11 +18,12 @@ WRONG_WORDS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")
 THRESHOLD = "threshold="
+TREE = "tree="
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 
 exit codes: 0 done, 1 failed, 2 wrong words or input, 130 interrupted.
 HF_DSPARK_DEBUG=1 shows where an error came from."""
-POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1]"
+POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1], {TREE}N with N nodes"
 COMPARED = "also decode without the draft"
 GOES_ON = "the same command goes on from there"
 PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
@@ -361,6 +362,8 @@ def policy(text: str) -> str:
     """Accept the name of a policy."""
     if text.startswith(THRESHOLD):
         share(text.removeprefix(THRESHOLD))
+    elif text.startswith(TREE):
+        within(int, 1, 63)(text.removeprefix(TREE))
     elif text not in ("default", "full", "scheduled"):
         raise ArgumentTypeError(f"must be one of {POLICIES}; got {text!r}")
     return text

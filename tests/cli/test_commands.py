@@ -243,7 +243,11 @@ def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refu
     temperatures = DSparkDraftModel.from_pretrained("draft").config.sts_temperatures
     assert temperatures.keys() == {"default", "greedy", "sampled"} and len(temperatures["greedy"]) == 4
     assert Path("draft/model.safetensors").read_bytes() == weights
-    assert json.loads(Path("draft/config.json").read_text()) == config | {"sts_temperatures": temperatures}
+    changed = json.loads(Path("draft/config.json").read_text())
+    assert changed["sibling_acceptance"].keys() == {"greedy", "sampled"}
+    facts = {"sts_temperatures", "sibling_acceptance"}
+    assert changed["sts_temperatures"] == temperatures
+    assert {k: v for k, v in changed.items() if k not in facts} == {k: v for k, v in config.items() if k not in facts}
     results = read_results(["draft/results"])
     assert [result["domain"] for result in results] == ["greedy", "sampled"]
     assert all(result["num_prompts"] == 3 and len(result["temperatures"]) == 4 for result in results)

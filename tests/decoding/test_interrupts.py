@@ -106,7 +106,11 @@ def test_an_interrupt_at_any_place_leaves_nothing_switched(way, target, draft):
 
 @pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_text", "nemotron_h", "recurrent_gemma", pytest.param("glm5_next", marks=pytest.mark.slow)]
+    "family",
+    [
+        "qwen3_5_text",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "recurrent_gemma", "glm5_next")),
+    ],
 )
 def test_an_interrupt_at_any_place_leaves_no_recurrent_layer_switched(family):
     target, draft = pair_of(family)

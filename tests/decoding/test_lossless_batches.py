@@ -25,10 +25,20 @@ from hf_dspark.decoding.conversation import read_prompt
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.request import Call
-from hf_dspark.maths import sampling
+from hf_dspark.maths import block_verification, sampling
 from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.models.slot_cache import SlotCache
-from tests.laws import CLIFF, TargetLaw, chi_square_p_value, extend, make_pair, total_variation
+from tests.laws import (
+    CLIFF,
+    Paths,
+    TargetLaw,
+    chi_square_p_value,
+    decide_longest,
+    decide_trees,
+    extend,
+    make_pair,
+    total_variation,
+)
 from tests.rows import padded
 
 PROMPTS = ([0, 1, 2, 1, 0], [2, 2, 1])
@@ -39,66 +49,27 @@ SLOPE = ThroughputTable((1, 2, 3, 4, 5, 6), tuple(1 / (1 + 0.2 * n) for n in ran
 STEP = ThroughputTable((1, 2, 3, 4, 5, 6), (1.0, 1.0, 0.85, 0.85, 0.85, 0.85))
 
 
-class Paths:
-    """Walks through every sequence of random decisions, depth first, with its probability."""
-
-    def __init__(self):
-        self.chosen, self.open = [], []
-
-    def __iter__(self):
-        while True:
-            self.depth, self.probability = 0, 1.0
-            yield self
-            while self.open and not self.open[-1]:
-                self.open.pop(), self.chosen.pop()
-            if not self.open:
-                return
-            self.chosen[-1] = self.open[-1].pop()
-
-    def choose(self, probs):
-        """Return an outcome; each has its turn."""
-        probs = [float(prob) for prob in probs]
-        if self.depth == len(self.chosen):
-            possible = [index for index, prob in enumerate(probs) if prob > 0.0]
-            self.chosen.append(possible.pop())
-            self.open.append(possible)
-        index = self.chosen[self.depth]
-        self.depth += 1
-        self.probability *= probs[index] / sum(probs)
-        return index
-
-
-def enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1):
+def enumerate_rounds(
+    monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1, length=None, copies=False
+):
     """Enumerate what rounds commit, continued by the target alone.
 
     Returns how far the joint law of all rows is from the targets' own, its mass, and all lengths.
     """
-    batch, length = padded(prompts), rounds * (GAMMA + 1)
+    batch, length = padded(prompts), length or rounds * (GAMMA + 1)
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     paths, joint, lengths, laws = Paths(), {}, [], None
-    options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())))
+    options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), copies=copies)
     extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
     call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
-    honest_invert, honest_ratio = sampling.invert, sampling.acceptance_probability
-    honest_verify = sampling.verify_block
+    honest_invert = sampling.invert
 
     def invert(probs, uniform):
         return torch.tensor([[0 if row.isnan().any() else paths.choose(row.double())] for row in probs])
 
-    def verify_block(block, scheduled, *rest):
-        def ratio(target_probs, draft_probs):
-            answers = -torch.ones(target_probs.shape)
-            for row, slots in enumerate(honest_ratio(target_probs, draft_probs).double()):
-                for slot in range(int(scheduled[row])):
-                    if paths.choose([1 - slots[slot], slots[slot]]) == 0:
-                        break
-                    answers[row, slot] = 2.0
-            return answers
-
-        monkeypatch.setattr(sampling, "acceptance_probability", ratio)
-        return honest_verify(block, scheduled, *rest)
-
+    monkeypatch.setattr(block_verification, "longest_accepted", lambda chances, coins: decide_longest(paths, chances))
+    decide_trees(monkeypatch, paths)
     for path in paths:
         monkeypatch.setattr(sampling, "invert", honest_invert)
         torch.manual_seed(11)
@@ -110,15 +81,13 @@ def enumerate_rounds(monkeypatch, target, draft, policy, processors, prompts=PRO
         starts = [request.length for request in requests]
         laws = laws or [TargetLaw(target, processors, prompt=request.token_ids[None]) for request in requests]
         monkeypatch.setattr(sampling, "invert", invert)
-        monkeypatch.setattr("hf_dspark.decoding.loop.verify_block", verify_block)
         for _ in range(rounds):
             loop.run_round()
         news = [tuple(request.token_ids[start:].tolist()) for request, start in zip(requests, starts, strict=True)]
         rows = [extend(law, {new: 1.0}, length) for law, new in zip(laws, news, strict=True)]
         for key, mass in joint_law(rows).items():
             joint[key] = joint.get(key, 0.0) + path.probability * mass
-    for name, honest in (("invert", honest_invert), ("acceptance_probability", honest_ratio)):
-        monkeypatch.setattr(sampling, name, honest)
+    monkeypatch.setattr(sampling, "invert", honest_invert)
     return total_variation(joint, product_of(laws, length)), sum(joint.values()), set(lengths)
 
 

@@ -65,10 +65,12 @@ def p_value_of_samples(target, draft, calls, rows=200, length=6):
     return chi_square_p_value(counts, law_of_call(target, length))
 
 
+@pytest.mark.slow  # the enumeration above says the same, faster
 def test_samples_have_the_targets_law(pair):
     assert p_value_of_samples(*pair, calls=5) > 1e-3
 
 
+@pytest.mark.slow  # the enumeration above says the same, faster
 def test_samples_catch_the_state_of_a_rejected_token_left_in_place(pair, monkeypatch):
     forget_rejections(monkeypatch)
     assert p_value_of_samples(*pair, calls=5) < 1e-6

@@ -32,16 +32,21 @@ def test_rounds_agree_with_the_statistics_of_generate(target, draft):
         torch.testing.assert_close(row[: len(confidence)], confidence)  # the last block is shorter
 
 
-def test_sampled_acceptance_is_the_overlap_of_both_laws(target, draft, monkeypatch):
+def test_sampled_acceptance_is_the_overlap_of_both_laws_after_the_weight_of_the_prefix(target, draft, monkeypatch):
     seen = []
     monkeypatch.setattr(collection, "recorded_round", lambda o, *size: (seen.append(o), recorded_round(o, *size))[1])
     rounds = records(target, draft, PROMPTS[:1], **SAMPLED)
     assert len(seen) == len(rounds.logits)
     for outcome, row in zip(seen, rounds.acceptance, strict=True):
+        weight = 1.0
         for slot in range(int(outcome.lengths[0])):
             target_law = outcome.target_logits[0, slot].softmax(-1)
             draft_law = outcome.block.law[0, slot].dense(outcome.target_logits.shape[-1]).probs
-            assert row[slot].item() == pytest.approx(torch.minimum(target_law, draft_law).sum().item(), abs=1e-6)
+            if weight > 1e-6:
+                expected = torch.minimum(target_law, draft_law / weight).sum().item()
+                assert row[slot].item() == pytest.approx(expected, abs=1e-5)
+            token = int(outcome.block.token_ids[0, slot])
+            weight = min(1.0, weight * float(target_law[token] / draft_law[token]))
     assert 0.0 < rounds.acceptance[rounds.acceptance > 0].mean() < 1.0
 
 

@@ -112,11 +112,11 @@ def test_a_record_survives_json():
 def test_each_request_of_a_call_has_its_own_rounds_and_the_seconds_of_the_whole_ones():
     whole = [RoundSeconds(2, 0.1, 0.2, 0.4), RoundSeconds(1, 0.3, 0.4, 0.9)]
     some = torch.tensor([0.1234567, 0.5])
-    statistics = RoundStatistics([3, 2, 1], [0, 2, 1], [1, 2, 2], [some, some, None], [0, 1, 1], whole)
+    statistics = RoundStatistics([3, 2, 1], [3, 2, 1], [0, 2, 1], [1, 2, 2], [some, some, None], [0, 1, 1], whole)
     first, second = (TurnRounds.of(statistics, row) for row in (0, 1))
     assert (first.proposed, first.accepted, first.num_requests) == ([3], [0], [2])
     assert (second.proposed, second.accepted, second.num_requests) == ([2, 1], [2, 1], [2, 1])
     assert (first.committed, second.committed) == ([1], [2, 2])
     assert second.draft_seconds == [0.1, 0.3] and second.total_seconds == [0.4, 0.9]
     assert first.confidence == [[0.123457, 0.5]] and second.confidence == [[0.123457, 0.5], None]
-    assert TurnRounds.of(RoundStatistics([1], [0], [1], [None], [0], whole[1:]), 0).confidence is None
+    assert TurnRounds.of(RoundStatistics([1], [1], [0], [1], [None], [0], whole[1:]), 0).confidence is None

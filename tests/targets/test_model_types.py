@@ -4,13 +4,17 @@ The targets are random, so a draft would hardly ever be right: the tests put the
 and an error into some, so that rows accept different numbers of tokens and roll back.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, check_target
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, TreeBudget, check_target
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.maths.sampling import DraftBlock
+from hf_dspark.maths.trees import DraftTree
+from hf_dspark.models.slot_cache import SlotLayout
 from tests.rows import assert_same_tokens, padded
 
 COMMON = {
@@ -85,6 +89,28 @@ def know_the_answers(monkeypatch, answers):
     monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
 
 
+def know_trees(monkeypatch, answers):
+    """Let every tree hold the true continuation among wrong branches, up to a depth that differs from tree to tree."""
+    honest = Drafter._grow_trees
+
+    def grow_trees(self, requests, *args):
+        proposal, trees = honest(self, requests, *args), []
+        for request in requests:
+            tree, place = DraftTree(), 0
+            depth = min((request.blocks * 3 + request.id) % 5, request.max_length - request.length - 1)
+            truth = answers[request.id][request.length : request.length + depth]
+            for number, token in enumerate(truth):
+                wrong = tree.add(place, (token + 1 + number) % 40)
+                below, place = place, tree.add(place, token)
+                tree.add(wrong, token)
+                tree.add(below, (token + 9) % 40)
+            trees.append(tree)
+        lengths = torch.tensor([tree.num_nodes for tree in trees])
+        return replace(proposal, trees=trees, lengths=lengths)
+
+    monkeypatch.setattr(Drafter, "_grow_trees", grow_trees)
+
+
 def assert_decoded_as_if_alone(target, draft, new_tokens=14):
     """Compare a single row and a ragged batch with plain greedy decoding of each prompt; return that."""
     greedy = PLAIN | {"max_new_tokens": new_tokens}
@@ -106,6 +132,27 @@ def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
     assert_decoded_as_if_alone(target, draft, new_tokens=20)
     assert 1.5 < draft.last_stats.tau < 4.5
+
+
+@pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
+def test_trees_follow_their_own_branch_alone(model_type, facts):
+    target, draft = make_pair(model_type, facts)
+    greedy = PLAIN | {"max_new_tokens": 20}
+    plain = [target.generate(input_ids=torch.tensor([prompt]), **greedy)[0].tolist() for prompt in PROMPTS]
+    draft.decoding, batch = DecodingOptions(policy=TreeBudget(12)), padded(PROMPTS)
+    with pytest.MonkeyPatch.context() as patch:
+        know_trees(patch, plain)
+        output = target.generate(**batch, assistant_model=draft, **greedy)
+    answers = [alone[len(prompt) :] for prompt, alone in zip(PROMPTS, plain, strict=True)]
+    assert output[:, batch["input_ids"].shape[1] :].tolist() == answers
+    assert len(set(draft.last_stats.accepted)) >= 4 and max(draft.last_stats.proposed) == 16
+
+
+def test_branches_that_see_each_other_are_found(monkeypatch):
+    honest, all_seen = SlotLayout.slots_of_trees, torch.ones(1, 1, 1, dtype=torch.bool)
+    monkeypatch.setattr(SlotLayout, "slots_of_trees", lambda self, device: (honest(self, device)[0], all_seen))
+    with pytest.raises(AssertionError):
+        test_trees_follow_their_own_branch_alone("llama", {})
 
 
 OWN_ATTENTION = {

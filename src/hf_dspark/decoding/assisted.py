@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
+from ..maths.sampling import VerifiedBlock
 from ..models.modeling_draft import DraftModel
 from ..targets.feature_capture import FeatureCapture, remove_hook
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
@@ -26,7 +27,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call) -> None:
         self.draft = draft
-        self._drafter = Drafter(target, draft, call)
+        self._drafter = Drafter(target, draft, call, grows_trees=False)
         self._call = call
         self._target = target
         self._capture = FeatureCapture(target, draft.config.target_layer_ids)
@@ -115,8 +116,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         seconds = RoundSeconds(1, self._proposal.seconds, self._pass_seconds, now - self._round_started)
         self._round_started = now  # what the loop does between two rounds belongs to the next one
         num_accepted = torch.tensor([self._num_accepted(input_ids, num_matches)], device="cpu")
+        verified = VerifiedBlock(num_accepted, input_ids[:, -1])
         scores = Scores(scores[0])
-        self._drafter.learn([self._request], self._proposal, num_accepted, [num_matches + 1], scores, seconds)
+        self._drafter.learn([self._request], self._proposal, verified, [num_matches + 1], scores, seconds)
 
     def _num_accepted(self, input_ids: torch.Tensor, num_matches: int) -> int:
         """Return the accepted drafts: transformers counts an accepted end-of-sequence draft as the bonus. A rejected

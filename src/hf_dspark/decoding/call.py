@@ -26,7 +26,8 @@ def decode_call(
     cache = open_cache(given, len(call.input_ids), num_layers(target))
     prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
     requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(prompts)]
-    cache.limit = max(request.hidden_prompt + request.max_length for request in requests)
+    longest = max(request.hidden_prompt + request.max_length for request in requests)
+    cache.limit = longest + call.policy.most_nodes
     conversation = Conversation.begin_turn(cache, draft, requests)
     drafter = Drafter(target, draft, call, conversation.draft_cache)
     loop = DecodingLoop(target, drafter, call, cache, Recording.of(call))

@@ -12,12 +12,18 @@ from ..maths.calibration import calibrated_confidence
 from ..maths.costs import Load
 from ..maths.noise import BlockNoise, block_noise
 from ..maths.policies import RoundOutcome
-from ..maths.sampling import DraftBlock, TokenLaw, draw, scatter_to_vocabulary
+from ..maths.sampling import DraftBlock, Grower, Sampler, VerifiedBlock
+from ..maths.tree_plans import TreePlan
+from ..maths.trees import DraftTree
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
+from ..targets.layer_kinds import tree_obstacle
+from .growing import TreeGrower
+from .ngrams import Copy, CopyFinder, CopyRates
 from .processing import BlockProcessor, Scores
 from .request import Call, Request
 from .rounds import RoundSeconds, RoundStatistics
+from .sampler import ProcessedLaws, ProcessedSampler
 
 WAITING_AT_MOST = 128
 
@@ -26,77 +32,50 @@ WAITING_AT_MOST = 128
 class Proposal:
     """What one round sends to verification."""
 
-    lengths: torch.Tensor  # `[R]`, draft tokens l of each request, on the CPU
-    block: DraftBlock | None = None  # `None` when nothing was drafted
+    lengths: torch.Tensor  # `[R]`, draft tokens l of each request, on the CPU; of trees, their nodes
+    block: DraftBlock | None = None  # `None` when nothing was drafted, or trees were
+    trees: Sequence[DraftTree] | None = None  # instead of a block, `[R]`
     confidence: torch.Tensor | None = None  # `[R, n]`, calibrated
     seconds: float = 0.0  # host time that drafting took
 
-
-class ProcessedSampler:
-    """Draws draft tokens under the processors of the target's own decoding, each slot seeing its in-block prefix.
-    `uniform` is the noise of the draws, `[R, γ]`; without it, the arg-max is drawn. `broken` tells of each slot where
-    the draft gave no law, `[R]`: its numbers overflowed. It is known before the slot's token is drawn."""
-
-    def __init__(
-        self, processor: BlockProcessor, requests: Sequence[Request], uniform: torch.Tensor | None, vocab_size: int
-    ) -> None:
-        self.broken: list[torch.Tensor] = []
-        self._processor, self._requests = processor, requests
-        self._uniform, self._vocab_size = uniform, vocab_size
-
-    def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, TokenLaw | None]:
-        scores = self._process(logits, candidate_ids, drafted_ids)
-        if self._uniform is None:
-            token_ids = scores.best()
-            best = scores.values if scores.candidate_ids is not None else scores.values.gather(-1, token_ids[:, None])
-            self.broken.append(best.amax(dim=-1).isnan())
-            return token_ids, None
-        law = scores.law()
-        token_ids = draw(law, self._uniform[:, drafted_ids.shape[1]])
-        self.broken.append(token_ids < 0)
-        return token_ids.clamp_min(0), law
-
-    def _process(self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor) -> Scores:
-        prefixes = []
-        if self._processor.reads_prefixes:
-            prefixes = [request.prefix(drafts) for request, drafts in zip(self._requests, drafted_ids, strict=True)]
-        scores = self._processor(logits, candidate_ids, prefixes)
-        if not self._processor.may_forbid_all or not bool((dead := _have_no_law(scores.values)).any()):
-            return scores
-        dead &= ~_have_no_law(logits)  # by the processors' fault, not the draft's
-        # A constraint may forbid every candidate. Any law is a valid draft law: take the processors' own.
-        if candidate_ids is not None:
-            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
-        scores = self._processor(logits.masked_fill(dead, 0.0), None, prefixes)
-        # Or every token: the target will say so, if plain decoding comes here.
-        return Scores(scores.values.masked_fill(dead & _have_no_law(scores.values), 0.0), scores.candidate_ids)
-
-
-def _have_no_law(scores: torch.Tensor) -> torch.Tensor:
-    """Tell which rows have no possible token, or one that is NaN or infinite, `[R, 1]`."""
-    return ~scores.amax(dim=-1, keepdim=True).isfinite()
+    @property
+    def depths(self) -> list[int]:
+        """Draft tokens of the longest path of each request."""
+        return self.lengths.tolist() if self.trees is None else [tree.depth for tree in self.trees]
 
 
 class Drafter:
     """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted. It binds the draft
     to the target, and gives the call's policy a fresh state; the cache is the draft's."""
 
-    def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call, cache: SlotCache | None = None) -> None:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DraftModel,
+        call: Call,
+        cache: SlotCache | None = None,
+        grows_trees: bool = True,
+    ) -> None:
         self.draft = draft.bind(target)
         self.cache = SlotCache() if cache is None else cache
         self.policy = call.policy.fresh()
         self.statistics = draft.last_stats = RoundStatistics(policy=self.policy)
         self._options = call.options
-        self._processor = BlockProcessor(call.logits_processor, draft.config.vocab_size, tie_margin=0)
+        processor = BlockProcessor(call.logits_processor, draft.config.vocab_size, tie_margin=0)
+        self._laws = ProcessedLaws(processor, draft.config.vocab_size)
         self._do_sample = call.generation_config.do_sample
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
         eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
         self._eos_token_ids = None if eos_token_ids is None else eos_token_ids.cpu()
+        self._ends = frozenset(() if eos_token_ids is None else eos_token_ids.flatten().tolist())
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)
+        # Who limits the tokens of a block means a chain.
+        self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
+        self._siblings = draft.config.siblings_for(self._do_sample) if self._grows_trees else None
+        self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
+        self._copy_rates, self._finders = CopyRates(), {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
@@ -105,7 +84,7 @@ class Drafter:
         if not self._do_sample:
             return None
         ids, blocks = [request.id for request in requests], [request.blocks for request in requests]
-        return block_noise(self._seed, ids, blocks, self.draft.config.block_size, self.draft.device)
+        return block_noise(self._seed, ids, blocks, self._noise_width, self.draft.device)
 
     def propose(self, requests: Sequence[Request], noise: BlockNoise | None) -> Proposal:
         """Draft one block per request, in the order of the cache's rows, and cut it: the requests share one budget.
@@ -128,6 +107,9 @@ class Drafter:
                 return Proposal(torch.zeros_like(max_lengths))
             self._read(requests)
             return Proposal(torch.zeros_like(max_lengths), seconds=time.perf_counter() - started)
+        plan = self.policy.plan_tree(self._siblings, max_lengths, load) if self._grows_trees else None
+        if plan is not None:
+            return self._grow_trees(requests, noise, plan, most, started)
         block = self._draft_blocks(requests, noise, num_tokens)
         confidence, broken = None, block.broken
         if block.confidence_logits is not None:
@@ -138,7 +120,7 @@ class Drafter:
                 confidence = confidence.nan_to_num(0.0).cpu()
         lengths = self._planned_lengths(confidence, max_lengths, load)
         lengths = self._cut(requests, block.token_ids, broken, lengths)
-        return Proposal(lengths, block, confidence, time.perf_counter() - started)
+        return Proposal(lengths, block, None, confidence, time.perf_counter() - started)
 
     def _room(self, request: Request) -> int:
         """Return how many drafts of a request may be sent: not beyond its end, nor the target's last position."""
@@ -155,14 +137,49 @@ class Drafter:
 
     def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None, num_tokens: int) -> DraftBlock:
         uniform = None if noise is None else noise.draft
-        sampler = ProcessedSampler(self._processor, requests, uniform, self.draft.config.vocab_size)
-        block = self._read(requests, sampler, num_tokens)
+        sampler = ProcessedSampler(self._laws, requests, uniform)
+        block = self._read(requests, sampler, num_tokens=num_tokens)
         return replace(block, broken=torch.stack(sampler.broken, dim=1))
 
+    def _grow_trees(
+        self,
+        requests: Sequence[Request],
+        noise: BlockNoise | None,
+        plan: TreePlan,
+        max_depths: Sequence[int],
+        started: float,
+    ) -> Proposal:
+        rooms = [self._room(request) for request in requests]
+        copies = [self._copy(request, room) for request, room in zip(requests, rooms, strict=True)]
+        grower = TreeGrower(
+            requests, plan, self._siblings, self._laws, max_depths, noise, self._temperatures, self._ends, copies
+        )
+        self._read(requests, grower=grower)
+        grower.copy_on(rooms)
+        if bool(grower.is_broken.any()):
+            self._give_up(requests, grower.is_broken)
+        trees = grower.trees
+        if noise is None:
+            trees = [tree.only(places) for tree, places in zip(trees, plan.kept(trees), strict=True)]
+        lengths = torch.tensor([tree.num_nodes for tree in trees], device="cpu")
+        rows = [torch.tensor(row, device="cpu") for row in grower.confidence]
+        confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return Proposal(lengths, None, trees, confidence, time.perf_counter() - started)
+
+    def _copy(self, request: Request, room: int) -> Copy:
+        if not self._options.copies:
+            return Copy()
+        finder = self._finders.setdefault(request.id, CopyFinder(self._copy_rates))
+        return finder.find(request, min(room, self.policy.most_nodes))
+
     def _read(
-        self, requests: Sequence[Request], sampler: ProcessedSampler | None = None, num_tokens: int | None = None
+        self,
+        requests: Sequence[Request],
+        sampler: Sampler | None = None,
+        grower: Grower | None = None,
+        num_tokens: int | None = None,
     ) -> DraftBlock | None:
-        """Let the draft read all features that it has not seen, and draft if there is a sampler."""
+        """Let the draft read all features that it has not seen, and draft a block or grow trees if it shall."""
         draft, num_features = self.draft, _num_features(requests)
         width = len(draft.config.target_layer_ids) * draft.config.hidden_size
         nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
@@ -173,6 +190,9 @@ class Drafter:
         committed_ids = torch.cat([request.last_ids(count) for request, count in pairs])
         before = self.cache.lengths
         try:
+            if grower is not None:
+                draft.grow_tree(anchors, features, self.cache, grower, num_features, committed_ids)
+                return None
             if sampler is None:
                 draft.read_block(anchors, features, self.cache, num_features, committed_ids)
                 return None
@@ -228,23 +248,25 @@ class Drafter:
         self,
         requests: Sequence[Request],
         proposal: Proposal,
-        num_accepted: torch.Tensor,
+        verified: VerifiedBlock,
         num_committed: Sequence[int],
         scores: Scores,
         seconds: RoundSeconds,
     ) -> None:
-        """Record the outcome of a round, and let the policy learn from it. `num_accepted`, `[R]`, is on the CPU.
+        """Record the outcome of a round, and let the policy learn from it.
         Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
-        stats, observer = self.statistics, self._options.observer
+        stats, observer, num_accepted = self.statistics, self._options.observer, verified.num_accepted.cpu()
         if stats.first_round_at is None:
             stats.first_round_at = time.perf_counter() - seconds.total
         request_ids = tuple(request.id for request in requests)
         stats.seconds.append(seconds)
         stats.request_ids += request_ids
         stats.proposed += proposal.lengths.tolist()
+        stats.depths += proposal.depths
         stats.accepted += num_accepted.tolist()
         stats.committed += num_committed
-        stats.confidence += [None] * len(requests) if proposal.confidence is None else proposal.confidence
+        of_chains = proposal.confidence if proposal.trees is None else None
+        stats.confidence += [None] * len(requests) if of_chains is None else of_chains
         target_logits = None
         if observer is not None:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + proposal.lengths).tolist())
@@ -255,9 +277,11 @@ class Drafter:
             lengths=proposal.lengths,
             num_accepted=num_accepted,
             seconds=seconds.total,
-            drafted=proposal.block is not None,
+            drafted=proposal.block is not None or proposal.trees is not None,
             block=proposal.block,
             target_logits=target_logits,
+            trees=proposal.trees,
+            paths=verified.paths,
         )
         self.policy.observe(outcome)
         if observer is not None:

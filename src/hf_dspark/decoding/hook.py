@@ -15,10 +15,11 @@ from transformers.generation import CandidateGenerator, GenerationMode
 from ..maths.checked import CheckedPolicy
 from ..maths.costs import ThroughputTable
 from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
+from ..maths.tree_policies import TreeBudget, TreeScheduler
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel, check_fits
 from ..models.options import DecodingOptions
-from ..targets.layer_kinds import check_state, is_stateful
+from ..targets.layer_kinds import check_state, is_stateful, tree_obstacle
 from ..targets.slot_attention import heal
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
@@ -36,6 +37,8 @@ from .step_costs import evidence_about, find_cost
 
 # transformers fills these with defaults that are meant for other assistants.
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
+
+USUAL_NODES = 15  # of trees that are asked for where no cost is known
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
 
@@ -171,20 +174,34 @@ def _plan(
     if max_drafts is not None and max_drafts < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
     if threshold is None:
-        policy = options.policy or default_policy(draft, target)
+        policy = options.policy or default_policy(draft, target, options.trees, config.do_sample)
     else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
     check_policy(policy, draft, config.do_sample)
     return policy, max_drafts
 
 
-def default_policy(draft: DraftModel, target: PreTrainedModel) -> Policy:
-    """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block."""
+def default_policy(
+    draft: DraftModel, target: PreTrainedModel, trees: bool | None = None, do_sample: bool = False
+) -> Policy:
+    """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block, or a
+    tree of a usual size if trees are asked for."""
+    obstacle = tree_obstacle(target) if draft.grows_trees else f"{type(draft).__name__} takes a pass for each token"
+    if trees and obstacle is not None:
+        raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
     cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
-    return FullBlock() if cost is None else scheduled_by(cost)
+    if cost is None:
+        return TreeBudget(USUAL_NODES) if trees else FullBlock()
+    if trees is None:
+        measured = draft.config.sibling_acceptance or {}
+        trees = obstacle is None and ("sampled" if do_sample else "greedy") in measured
+    return scheduled_by(cost, trees)
 
 
-def scheduled_by(cost: ThroughputTable) -> Policy:
+def scheduled_by(cost: ThroughputTable, trees: bool = False) -> Policy:
     """Return the scheduler as long as rounds agree with a measured cost, and the full block if they did not."""
     evidence = evidence_about(cost.provenance.get("table", "in use"))
-    return FullBlock() if evidence.contradicted else CheckedPolicy(AdaptiveDrafting(PrefixScheduler(cost)), evidence)
+    if evidence.contradicted:
+        return FullBlock()
+    scheduler = TreeScheduler(cost) if trees else PrefixScheduler(cost)
+    return CheckedPolicy(AdaptiveDrafting(scheduler), evidence)

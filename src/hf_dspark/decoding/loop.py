@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cpu import fast_linears
+from ..maths.block_verification import verify_block
 from ..maths.noise import BlockNoise
-from ..maths.sampling import VerifiedBlock, draw, verify_block, verify_greedily
+from ..maths.sampling import TokenLaw, VerifiedBlock, draw, verify_greedily
+from ..maths.trees import DraftTree, verify_tree, walk_greedily
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..targets.feature_capture import FeatureCapture
@@ -84,12 +86,18 @@ class DecodingLoop:
         num_committed = self._commit(proposal, verified, scores, output)
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
-        self.drafter.learn(requests, proposal, verified.num_accepted.cpu(), num_committed, scores, seconds)
+        self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
 
     def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:
+        starts = tuple(request.anchor_position for request in requests)
         counts = tuple(1 + length for length in proposal.lengths.tolist())
-        layout = SlotLayout(tuple(request.anchor_position for request in requests), counts)
         anchors = torch.cat([request.anchor for request in requests])
+        if proposal.trees is not None:
+            rows = zip(anchors.tolist(), proposal.trees, strict=True)
+            tokens = [token for anchor, tree in rows for token in (anchor, *tree.token_ids)]
+            parents = tuple((0, *tree.parents) for tree in proposal.trees)
+            return torch.tensor(tokens, device="cpu"), SlotLayout(starts, counts, parents=parents)
+        layout = SlotLayout(starts, counts)
         if proposal.block is None:
             return anchors, layout
         columns = torch.cat([anchors.to(self._device)[:, None], proposal.block.token_ids], dim=1)
@@ -130,6 +138,11 @@ class DecodingLoop:
         prefixes = []
         if self._processor.reads_prefixes:
             for row, (request, length) in enumerate(zip(requests, proposal.lengths.tolist(), strict=True)):
+                if proposal.trees is not None:
+                    tree = proposal.trees[row]
+                    before = [tree.tokens(tree.path(place)) for place in range(1 + length)]
+                    prefixes += [request.prefix(torch.tensor(tokens, device="cpu")) for tokens in before]
+                    continue
                 drafts = proposal.block.token_ids[row] if length else request.token_ids[:0]
                 prefixes += [request.prefix(drafts[:count]) for count in range(1 + length)]
         return self._processor(logits, None, prefixes)
@@ -137,7 +150,9 @@ class DecodingLoop:
     def _verify(
         self, proposal: Proposal, scores: Scores, layout: SlotLayout, noise: BlockNoise | None
     ) -> VerifiedBlock:
-        """Accept or reject: min(1, p_t/p_d) along each block, then the residual or the bonus token."""
+        """Accept a prefix of each block, then draw from the residual, or the bonus token."""
+        if proposal.trees is not None:
+            return self._verify_trees(proposal.trees, scores, layout, noise)
         block, lengths = proposal.block, proposal.lengths.to(self._device)
         if block is None:
             return VerifiedBlock(lengths, _next_tokens(scores, noise))  # nothing was drafted: lengths are 0
@@ -146,6 +161,21 @@ class DecodingLoop:
             return verify_greedily(block, lengths, scores.best(), first_rows)
         coins = noise.coins[:, : block.token_ids.shape[1]]
         return verify_block(block, lengths, scores.law(), first_rows, coins, noise.following)
+
+    def _verify_trees(
+        self, trees: Sequence[DraftTree], scores: Scores, layout: SlotLayout, noise: BlockNoise | None
+    ) -> VerifiedBlock:
+        spans = [slice(first, first + count) for first, count in zip(layout.first_tokens, layout.counts, strict=True)]
+        if noise is None:
+            best = scores.best().tolist()
+            walks = [walk_greedily(tree, best[span]) for tree, span in zip(trees, spans, strict=True)]
+            paths, following = [path for path, _ in walks], torch.tensor([token for _, token in walks], device="cpu")
+        else:
+            law, coins = scores.law(), noise.coins.tolist()
+            walks = [verify_tree(*row) for row in zip(trees, (law[span] for span in spans), coins, strict=True)]
+            paths, laws = [path for path, _ in walks], TokenLaw.stack([each[None] for _, each in walks])[0]
+            following = draw(laws, noise.following)
+        return VerifiedBlock(torch.tensor(list(map(len, paths)), device="cpu"), following, paths)
 
     def _commit(self, proposal: Proposal, verified: VerifiedBlock, scores: Scores, output: TargetOutput) -> list[int]:
         """Append what was verified up to each request's end; return how many tokens each one gained."""
@@ -157,14 +187,19 @@ class DecodingLoop:
         for row, (accepted, following, *drafted) in enumerate(on_host):
             request, first = self.requests[row], output.layout.first_tokens[row]
             require_token(request.id, following)
+            columns, tokens = range(1 + accepted), slice(first, first + 1 + accepted)
+            if verified.paths is not None:
+                drafted = proposal.trees[row].tokens(verified.paths[row])
+                columns = [0, *verified.paths[row]]
+                tokens = [first + column for column in columns]
             new_tokens = [*drafted[:accepted], following]
-            tokens = slice(first, first + len(new_tokens))
-            self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
+            if self.recording.wants_steps:
+                self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
             kept = request.commit(new_tokens, self.recording.scores.get(request.id, ()))
             self.recording.forget(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
-            self.cache.commit(row, kept)
-            request.features.append(output.features[first : first + kept])
+            self.cache.commit_path(row, columns[:kept])
+            request.features.append(output.features[tokens][:kept])
             num_committed.append(kept)
             self._stream(new_tokens[:kept])
         return num_committed

@@ -51,7 +51,7 @@ class Scores:
     values: torch.Tensor  # `[n, V]` or `[n, candidates]`, not normalised; minus infinity is impossible
     candidate_ids: torch.Tensor | None = None  # `[n, candidates]`; `None` means all tokens
 
-    def __getitem__(self, positions: slice) -> "Scores":
+    def __getitem__(self, positions: slice | list[int]) -> "Scores":
         return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
 
     def law(self) -> TokenLaw:

@@ -20,7 +20,7 @@ class TargetOutput:
     features: torch.Tensor  # `[T, m*d]`, tapped layers
     hidden_states: tuple[torch.Tensor, ...] | None  # of all layers, `[T, d]` each
 
-    def states_of(self, tokens: slice) -> list[tuple[torch.Tensor, ...]]:
+    def states_of(self, tokens: slice | list[int]) -> list[tuple[torch.Tensor, ...]]:
         """Return the hidden states of some tokens one by one, by layer `[1, d]`; nothing if there are none."""
         if self.hidden_states is None:
             return []
@@ -46,6 +46,11 @@ class Recording:
         wanted = (config.output_scores, config.output_logits, config.output_hidden_states)
         returned = bool(config.return_dict_in_generate)
         return cls(*(bool(returned and each) for each in wanted), returned or call.fills_users_cache)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether anything is kept of each generated token."""
+        return self.wants_scores or self.wants_logits or self.wants_hidden_states
 
     def add_prompt(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
         """Keep the hidden states of a stretch of a prompt; all stretches are one step."""

@@ -26,11 +26,12 @@ class RoundStatistics:
     own entry in the lists, and counts as a round of its own; only `seconds` has one entry for the whole round.
 
     Attributes:
-        proposed (`list[int]`): Draft tokens sent to verification.
+        proposed (`list[int]`): Draft tokens sent to verification; of a tree, all nodes.
+        depths (`list[int]`): Draft tokens of the longest path that was sent; of a chain, all of them.
         accepted (`list[int]`): Draft tokens accepted, without the bonus token; an end-of-sequence token counts.
         committed (`list[int]`): Tokens gained: the accepted ones and the bonus token, up to the request's end.
         confidence (`list[torch.Tensor | None]`): Calibrated c_k of each token drafted in the round, `[n]`, n <= γ;
-            `None` where nothing was drafted or the draft has no confidence head.
+            `None` where nothing was drafted, a tree was, or the draft has no confidence head.
         request_ids (`list[int]`): The row of a `generate()` call, or the prompt's place in `generate_many`.
         seconds (`list[RoundSeconds]`): A round of R requests belongs to the next R entries of the other lists.
         prefill_seconds (`float`): Host time until the first new token.
@@ -47,6 +48,7 @@ class RoundStatistics:
     """
 
     proposed: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     confidence: list[torch.Tensor | None] = field(default_factory=list)
@@ -61,7 +63,7 @@ class RoundStatistics:
         """Put the rounds of several calls one after the other."""
         whole = cls()
         for part in parts:
-            for name in ("proposed", "accepted", "committed", "confidence", "request_ids", "seconds"):
+            for name in ("proposed", "depths", "accepted", "committed", "confidence", "request_ids", "seconds"):
                 getattr(whole, name).extend(getattr(part, name))
             whole.prefill_seconds += part.prefill_seconds
         return whole
@@ -115,12 +117,12 @@ class RoundStatistics:
 
     def proposed_at(self, position: int) -> int:
         """Rounds that sent a token at a draft position (1..γ) to verification."""
-        return sum(length >= position for length in self.proposed)
+        return sum(depth >= position for depth in self.depths)
 
     def reached(self, position: int) -> int:
         """Rounds that verified the token at a draft position (1..γ) after an accepted prefix."""
-        pairs = zip(self.proposed, self.accepted, strict=True)
-        return sum(length >= position and accepted >= position - 1 for length, accepted in pairs)
+        pairs = zip(self.depths, self.accepted, strict=True)
+        return sum(depth >= position and accepted >= position - 1 for depth, accepted in pairs)
 
     def accepted_at(self, position: int) -> int:
         """Rounds that accepted the token at a draft position (1..γ)."""

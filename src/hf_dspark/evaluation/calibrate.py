@@ -1,7 +1,8 @@
-"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the temperatures that they ask for."""
+"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the temperatures that they ask for.
+Then rounds with trees, and what to expect of their nodes."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, token_ids
+from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, several, token_ids
 from ..decoding.call import effective_config
 from ..files import Journal, digest, plain_json
+from ..maths.block_verification import prefix_weights
 from ..maths.calibration import (
     CalibrationRounds,
     PositionCalibration,
@@ -22,15 +24,20 @@ from ..maths.calibration import (
     fit_temperatures,
     measure_calibration,
 )
-from ..maths.policies import FullBlock, RoundOutcome
+from ..maths.policies import FullBlock, Policy, RoundOutcome
+from ..maths.sampling import DraftBlock, TokenLaw
+from ..maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
+from ..maths.tree_policies import TreeBudget
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel, input_device
 from ..targets.fingerprint import fingerprint
+from ..targets.layer_kinds import tree_obstacle
 from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
 DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
+RECORDED_NODES = 31  # of the trees that acceptances are fitted on
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,9 @@ def calibrate(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> CalibrationReport:
-    """Fit the draft's confidence temperatures on real rounds, and keep them in its config.
+    """Fit the draft's confidence temperatures on real rounds, and what to expect of the nodes of trees.
+
+    Both are kept in its config.
 
     `generate()` uses them from then on; `draft.save_pretrained` stores them.
 
@@ -99,6 +108,7 @@ def calibrate(
 
     DSpark Section 3.2.1.
     """
+    prompts = list(several(prompts))  # they are read twice
     rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
     if len(rounds.num_accepted) < FEW_ROUNDS:
         warnings.warn(
@@ -113,8 +123,27 @@ def calibrate(
     known[domain] = list(scaling.temperatures)
     known.setdefault(DEFAULT_DOMAIN, known[domain])
     draft.config.sts_temperatures = known
+    if draft.grows_trees and tree_obstacle(target) is None:
+        _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs)
     before, after = measure_calibration(rounds), measure_calibration(rounds, scaling.temperatures)
     return CalibrationReport(domain, scaling, before, after, conditional_auc(rounds))
+
+
+def _fit_siblings(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None,
+    output_file: str | Path | None,
+    seed: int,
+    generate_kwargs: Mapping[str, Any],
+) -> None:
+    """Fit what is expected of the nodes of trees on the same prompts, and keep it in the draft's config."""
+    is_drawn = effective_config(target, generate_kwargs).do_sample
+    tests = collect_siblings(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
+    fitted = fit_siblings(tests, is_drawn, draft.config.block_size)
+    known = dict(draft.config.sibling_acceptance or {})
+    draft.config.sibling_acceptance = known | {"sampled" if is_drawn else "greedy": fitted.to_dict()}
 
 
 def collect_rounds(
@@ -134,6 +163,49 @@ def collect_rounds(
     require_pair(target, draft)
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
+    # Set on the call, so that a threshold in the target's generation config does not count.
+    whole = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
+    record = partial(_record, draft.config.block_size)
+    parts = _decode_and_record(
+        target, draft, prompts, processing_class, output_file, seed, FullBlock(), record, generate_kwargs, whole
+    )
+    return CalibrationRounds.concatenate(
+        [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
+    )
+
+
+def collect_siblings(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> list[SiblingTest]:
+    """Decode prompts with large trees and record every test of a node; resumed as [`collect_rounds`] is."""
+    policy, name = TreeBudget(RECORDED_NODES), None
+    if output_file is not None:
+        name = Path(output_file).with_suffix(".trees.jsonl")
+    parts = _decode_and_record(
+        target, draft, prompts, processing_class, name, seed, policy, _record_siblings, generate_kwargs, {}
+    )
+    return [SiblingTest(*part) for part in parts]
+
+
+def _decode_and_record(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None,
+    output_file: str | Path | None,
+    seed: int,
+    policy: Policy,
+    record: Callable[[list, RoundOutcome], None],
+    generate_kwargs: Mapping[str, Any],
+    call_options: Mapping[str, Any],
+) -> list[Any]:
+    """Return what `record` has written of all rounds, prompt after prompt."""
     read = [as_chat(row, processing_class) if row.later_turns else row for row in read_prompts(prompts)]
     first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
     cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
@@ -153,22 +225,18 @@ def collect_rounds(
         }
         journal = Journal(output_file, settings)
         done = {entry["index"]: entry["rounds"] for entry in journal.entries}
-    # Set on the call, so that a threshold in the target's generation config does not count.
-    options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
+    options |= call_options
     for index, prompt in enumerate(tqdm(read, desc="collecting rounds", disable=None)):
         if index in done:
             continue
         rounds = done[index] = []
-        observer = partial(_record, rounds, draft.config.block_size)
-        with decoding_as(draft, policy=FullBlock(), domain=None, observer=observer), torch.random.fork_rng():
+        observer = partial(record, rounds)
+        with decoding_as(draft, policy=policy, copies=False, domain=None, observer=observer), torch.random.fork_rng():
             torch.manual_seed(seed + index)
             _answer(target, draft, prompt, processing_class, options)
         if journal is not None:
             journal.append({"index": index, "rounds": rounds})
-    parts = [part for index in sorted(done) for part in done[index]]
-    return CalibrationRounds.concatenate(
-        [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
-    )
+    return [part for index in sorted(done) for part in done[index]]
 
 
 def _answer(
@@ -186,7 +254,12 @@ def _answer(
         _answer(target, draft, next_turn(prompt, answer), processing_class, options)
 
 
-def _record(rounds: list[dict[str, Any]], block_size: int, outcome: RoundOutcome) -> None:
+def _record_siblings(tests: list[tuple[int, int, float, bool]], outcome: RoundOutcome) -> None:
+    for tree, path in zip(outcome.trees or (), outcome.paths or (), strict=True):
+        tests += recorded_tests(tree, path)
+
+
+def _record(block_size: int, rounds: list[dict[str, Any]], outcome: RoundOutcome) -> None:
     """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
     if outcome.drafted:
         rounds.append({name: value.tolist() for name, value in vars(recorded_round(outcome, block_size)).items()})
@@ -202,11 +275,15 @@ def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
 
 
 def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tensor:
-    """Return sum over the vocabulary of min(p_t, p_d) at each verified slot, `[1, num_verified]`. DSpark Eq. 8."""
+    """Return with what probability each verified slot is accepted if those before it are, over all tokens that could
+    have been drawn there: sum min(p_t, p_d / p_{k-1}), `[1, num_verified]`. With p_{k-1} = 1 that is DSpark Eq. 8."""
     target_logits = outcome.target_logits[:, :num_verified].float()
+    drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
     if outcome.block.law is None:  # arg-max drafts have a one-hot law, and so has a target that decodes greedily
-        drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
         return (target_logits.argmax(dim=-1) == drafted).float().cpu()
     draft_law = outcome.block.law[:, :num_verified].dense(target_logits.shape[-1])
-    draft_probs = draft_law.probs.to(target_logits.device)
-    return torch.minimum(target_logits.softmax(dim=-1), draft_probs).sum(dim=-1).clamp_max(1.0).cpu()
+    block = DraftBlock(drafted, TokenLaw(draft_law.probs.to(target_logits.device)), None)
+    target_probs = target_logits.softmax(dim=-1)
+    before = prefix_weights(block, TokenLaw(target_probs[0]), drafted.new_zeros(1))[:, :-1, None]
+    shared = torch.minimum(before * target_probs, block.law.probs).sum(dim=-1)
+    return (shared / before[..., 0].clamp_min(torch.finfo(before.dtype).tiny)).clamp_max(1.0).cpu()

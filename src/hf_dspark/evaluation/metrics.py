@@ -33,6 +33,7 @@ class TurnRounds:
     verify_seconds: list[float]
     total_seconds: list[float]
     num_requests: list[int]  # turns that the round served together
+    depths: list[int] | None = None  # of the longest paths that were verified; `None` where all were chains
 
     @classmethod
     def of(cls, statistics: RoundStatistics, request_id: int) -> "TurnRounds":
@@ -50,6 +51,7 @@ class TurnRounds:
             verify_seconds=[part.verify for part in seconds],
             total_seconds=[part.total for part in seconds],
             num_requests=[part.num_requests for part in seconds],
+            depths=[statistics.depths[place] for place in places],
         )
 
 
@@ -145,7 +147,8 @@ class Metrics:
         """Sum up turns; γ is 0 without a draft."""
         parts = [record.rounds for record in records]
         rounds = RoundStatistics.joined(
-            RoundStatistics(part.proposed, part.accepted, part.committed) for part in parts
+            RoundStatistics(part.proposed, part.depths or part.proposed, part.accepted, part.committed)
+            for part in parts
         )
         confidences = predicted_rounds(records)
         calibration = [] if confidences is None else measure_calibration(confidences)

@@ -11,21 +11,30 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers.generation import StoppingCriteriaList
 from transformers.utils.logging import tqdm
 
 from ..cpu import fast_linears
+from ..decoding.growing import TreeGrower
+from ..decoding.ngrams import Copy
+from ..decoding.processing import BlockProcessor
+from ..decoding.request import Request, StopRule
+from ..decoding.sampler import ProcessedLaws
 from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, forget_profiles
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
+from ..maths.noise import block_noise
 from ..maths.sampling import TokenLaw, draw
+from ..maths.tree_plans import BudgetPlan
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import load_hint
-from ..targets.layer_kinds import keeps_states, slot_cache_obstacle
+from ..targets.layer_kinds import keeps_states, slot_cache_obstacle, tree_obstacle
 from ..targets.slot_attention import PackedTarget
 from .timed_decoding import synchronize
 
+TREE_NODES = (7, 15, 31)
 ATTEMPTS = 3  # at a setting whose samples cannot be believed
 
 
@@ -70,7 +79,7 @@ def profile_throughput(
     _check_settings(target, batch_sizes, context_lengths, repetitions)
     draft.bind(target)
     gamma = draft.config.block_size
-    samples: dict[str, list[Sample]] = {"target": [], "draft": []}
+    samples: dict[str, list[Sample]] = {"target": [], "draft": [], "trees": []}
     lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
     settings = list(itertools.product(context_lengths, batch_sizes))
     # transformers' own loop, which decodes the others, keeps PyTorch's products.
@@ -80,6 +89,8 @@ def profile_throughput(
             setting = (requests, context_length, repetitions)
             samples["target"] += _believable(_time_verify, target, lengths[requests], *setting)
             samples["draft"] += _believable(_time_draft, draft, *setting)
+            if requests == 1 and draft.grows_trees and tree_obstacle(target) is None:
+                samples["trees"] += _believable(_time_trees, target, draft, context_length, repetitions)
     profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
     if profile.fault is not None:
         again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
@@ -193,6 +204,41 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
     yield Sample(requests, requests, requests * context_length, *times)
 
 
+def _time_trees(target: PreTrainedModel, draft: DraftModel, context_length: int, repetitions: int) -> Iterator[Sample]:
+    """Yield rounds of one request with a drawn tree: its growth, and the pass over it."""
+    width, device = len(draft.config.target_layer_ids) * draft.config.hidden_size, draft.device
+    vocab_size, rule = draft.config.vocab_size, StopRule(StoppingCriteriaList())
+    siblings = draft.config.siblings_for(do_sample=True)
+    laws = ProcessedLaws(BlockProcessor(LogitsProcessorList(), vocab_size), vocab_size)
+    prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
+    request = Request(0, prompt[0].cpu(), 2 * context_length, LogitsProcessorList(), rule)
+    packed, cache, context = PackedTarget(target), SlotCache(), SlotCache()
+    layout = SlotLayout((0,), (context_length,), stays=True)
+    packed(cache, layout, input_ids=prompt, position_ids=layout.position_ids(prompt.device), logits_to_keep=1)
+    anchor = torch.zeros(1, dtype=torch.long, device=device)
+
+    def features(count: int) -> torch.Tensor:
+        return torch.ones(1, count, width, device=device, dtype=draft.dtype)
+
+    draft.read_block(anchor, features(context_length), context, committed_ids=anchor.expand(context_length))
+    for num_nodes in TREE_NODES:
+
+        def one_round(num_nodes: int = num_nodes) -> None:
+            noise, depths = block_noise(0, [0], [0], num_nodes, device), [draft.config.block_size]
+            plan = BudgetPlan(num_nodes, siblings)
+            grower = TreeGrower([request], plan, siblings, laws, depths, noise, None, frozenset(), [Copy()])
+            draft.grow_tree(anchor, features(3), context, grower, committed_ids=anchor.expand(3))
+            context.truncate(0, context_length)
+            (tree,) = grower.trees
+            while tree.num_nodes < num_nodes:  # the law ran out
+                tree.add(tree.num_nodes // 2, 0)
+            layout = SlotLayout((context_length,), (1 + num_nodes,), parents=((0, *tree.parents),))
+            tokens = torch.tensor([[0, *tree.token_ids]], device=target.device)
+            packed(cache, layout, input_ids=tokens, position_ids=layout.position_ids(tokens.device))
+
+        yield Sample(1, 1 + num_nodes, context_length, *_repeated(one_round, repetitions, draft.device))
+
+
 def _plain_sampler(
     logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
 ) -> tuple[torch.Tensor, TokenLaw]:
@@ -232,6 +278,11 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
     provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
     # Each point at the shortest context, less what that context costs: the table adds the actual one.
     context_seconds = target_cost.alpha + draft_cost.alpha
+    trees = tuple(
+        (sample.verify_tokens - 1, max(sample.seconds - context_seconds * shortest, sample.seconds / 2))
+        for sample in samples["trees"]
+        if sample.context_tokens == shortest
+    )
     verify, drafts = (
         [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
         for name in ("target", "draft")
@@ -246,6 +297,7 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
     }
     tokens = tuple(sorted(seconds))
     rates = tuple(1 / seconds[count] for count in tokens)
-    table = ThroughputTable(tokens, rates, min(drafting[1], 0.9 / max(rates)), context_seconds, provenance)
+    drafting_one = min(drafting[1], 0.9 / max(rates))
+    table = ThroughputTable(tokens, rates, drafting_one, context_seconds, provenance, trees)
     fit = {"target": target_fit, "draft": draft_fit}
     return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+USUAL_GROWTH = 1.5  # drafting of a tree over that of a chain, where it was not measured
+
 
 @dataclass(frozen=True)
 class Load:
@@ -154,6 +156,12 @@ class StepCost(ABC):
         first = load.base_tokens
         return self.curve.window(first, first + num_drafts).measured + self.request_seconds(load)
 
+    def tree_seconds(self, load: Load, num_nodes: int) -> np.ndarray:
+        """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes for each request,
+        `[num_nodes + 1]`."""
+        chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
+        return chains + (USUAL_GROWTH - 1) * self.draft_seconds(load)
+
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafting: every request gets one token."""
         return float(self.round_seconds(load, 0)[0]) - self.draft_seconds(load)
@@ -172,6 +180,8 @@ class ThroughputTable(StepCost):
         steps_per_second (`Sequence[float]`): SPS of whole rounds, drafting included; positive.
         drafting (`float`): Seconds of each round that are spent drafting.
         context_seconds (`float`): Seconds that each cached token adds to a round.
+        trees (`Sequence[tuple[int, float]]`): Nodes of a tree, and the seconds of a round of one request that grows
+            and verifies so many; increasing. Empty where trees were not measured.
         provenance (`dict`): Where the numbers come from; written along.
 
     Raises:
@@ -193,6 +203,7 @@ class ThroughputTable(StepCost):
     drafting: float = 0.0
     context_seconds: float = 0.0
     provenance: dict[str, Any] = field(default_factory=dict)
+    trees: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         tokens, rates = self.verify_tokens, self.steps_per_second
@@ -209,6 +220,9 @@ class ThroughputTable(StepCost):
         bad = [rate for rate in rates if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0)]
         if bad:
             raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]!r}")
+        pairs = [tuple(pair) for pair in self.trees]
+        if pairs != sorted(set(pairs)) or not all(len(pair) == 2 and pair[0] >= 1 and pair[1] > 0 for pair in pairs):
+            raise ValueError(f"trees must be increasing numbers of nodes with positive seconds, got {pairs}")
         shortest = 1 / max(rates)
         if not 0.0 <= self.drafting < shortest:
             raise ValueError(
@@ -227,6 +241,23 @@ class ThroughputTable(StepCost):
     def draft_seconds(self, load: Load) -> float:
         return self.drafting
 
+    def tree_seconds(self, load: Load, num_nodes: int) -> np.ndarray:
+        if not self.trees:
+            return super().tree_seconds(load, num_nodes)
+        nodes, seconds = np.array(self.trees).T
+        one = Load((0,))
+        if load.base_tokens == 1:
+            chain = self.round_seconds(one, num_nodes)
+            first = min(float(chain[min(len(chain) - 1, int(nodes[0]))]), float(seconds[0]))
+            grown = np.interp(np.arange(num_nodes + 1), nodes, seconds)
+            few = np.arange(num_nodes + 1) < nodes[0]
+            grown[few] = (chain + float(seconds[0]) - first)[few]
+            return grown + self.request_seconds(load)
+        # Of several requests the growth is known, of one tree as large as the smallest that was measured.
+        growth = max(0.0, float(seconds[0] - self.round_seconds(one, int(nodes[0]))[-1]))
+        chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
+        return chains + growth * load.num_requests
+
     def to_sglang(self) -> dict[str, Any]:
         """Return SGLang's 1-D table; fields that its reader ignores carry the rest."""
         return {
@@ -235,6 +266,7 @@ class ThroughputTable(StepCost):
             "max_batch_tokens": int(self.verify_tokens[-1]),
             "draft_seconds": self.drafting,
             "context_seconds": self.context_seconds,
+            "trees": [list(pair) for pair in self.trees],
             "provenance": self.provenance,
         }
 
@@ -259,6 +291,7 @@ class ThroughputTable(StepCost):
             steps_per_second=tuple(table["sample_steps_per_sec"]),
             drafting=table.get("draft_seconds", 0.0),
             context_seconds=table.get("context_seconds", 0.0),
+            trees=tuple(map(tuple, table.get("trees", ()))),
             provenance=table.get("provenance", {}),
         )
 

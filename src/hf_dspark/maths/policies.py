@@ -20,6 +20,8 @@ import torch
 from .costs import Load, StepCost
 from .ranking import Ranking, checked_confidence, first_drop, survival
 from .sampling import DraftBlock
+from .tree_plans import MOST_NODES, SiblingAcceptance, TreePlan
+from .trees import DraftTree
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class RoundOutcome:
 
     request_ids: Sequence[int]
     confidence: torch.Tensor | None  # calibrated c_k, [R, γ]; `None` if nothing was drafted or no head predicts it
-    lengths: torch.Tensor  # draft tokens verified, [R]
+    lengths: torch.Tensor  # draft tokens verified, [R]; of trees, all nodes
     num_accepted: torch.Tensor  # draft tokens accepted, without the bonus token, [R]
     seconds: float  # duration of the round
     drafted: bool = True
     block: DraftBlock | None = None  # what was drafted
     target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]
+    trees: Sequence[DraftTree] | None = None  # what was drafted instead of a block, [R]
+    paths: Sequence[Sequence[int]] | None = None  # their accepted places, [R]
 
 
 class Policy:
@@ -44,6 +48,7 @@ class Policy:
         requires_confidence (`bool`): Whether `plan_verify` needs a draft with a confidence head.
         accept_bias (`bool`): Whether the user lets a policy that is not causal run on sampled drafts, as an
             experiment.
+        most_nodes (`int`): Nodes of a request's tree at most; 0 if it never plans trees.
 
     Example:
 
@@ -58,6 +63,7 @@ class Policy:
 
     requires_confidence: bool = False
     accept_bias: bool = False
+    most_nodes: int = 0
 
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
         """Tell whether sampled drafts keep the target's law.
@@ -96,6 +102,18 @@ class Policy:
             load ([`Load`]): The rows, and what shares their forward pass.
         """
         return max_lengths.clone()
+
+    def plan_tree(
+        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+    ) -> TreePlan | None:
+        """Return how the round's trees are shaped; `None` if chains are drafted, of which `plan_verify` decides.
+
+        Args:
+            siblings ([`SiblingAcceptance`]): What to expect of children.
+            max_lengths, load: As for `plan_verify`.
+            most (`float`): Nodes of all requests together at most.
+        """
+        return None
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
@@ -297,6 +315,10 @@ class PolicyOverPolicy(Policy):
     def accept_bias(self) -> bool:
         return self.policy.accept_bias
 
+    @property
+    def most_nodes(self) -> int:
+        return self.policy.most_nodes
+
     def is_causal(self, confidence_reads_tokens: bool) -> bool:
         return self.policy.is_causal(confidence_reads_tokens)
 
@@ -305,6 +327,11 @@ class PolicyOverPolicy(Policy):
 
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         return self.policy.limit_lengths(max_lengths, load)
+
+    def plan_tree(
+        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+    ) -> TreePlan | None:
+        return self.policy.plan_tree(siblings, max_lengths, load, most)
 
 
 SLO_MODES = ("step", "expected", "running")
@@ -401,6 +428,12 @@ class SLOLimit(PolicyOverPolicy):
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         limits = self.policy.limit_lengths(max_lengths, load)
         return limits.clamp(max=self._capacity(int(max_lengths.sum()), load))
+
+    def plan_tree(
+        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+    ) -> TreePlan | None:
+        capacity = self._capacity(MOST_NODES * load.num_requests, load)
+        return self.policy.plan_tree(siblings, max_lengths, load, min(most, capacity))
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)

@@ -1,4 +1,4 @@
-"""Draft blocks, and the rejection test that turns one into tokens of the target's own law.
+"""Draft blocks, laws of tokens, and what is drawn from them.
 
 Shape letters used in the whole package: B requests, S context positions, N anchors, γ draft tokens in a block
 (`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
@@ -66,6 +66,7 @@ class VerifiedBlock:
     num_accepted: torch.Tensor  # draft tokens, without the bonus token, [B]
     # [B]: the residual draw after a rejection, else the bonus token; -1 if the target has no law there.
     next_token_ids: torch.Tensor
+    paths: "list[list[int]] | None" = None  # the accepted places, where trees were drafted
 
 
 class Sampler(Protocol):
@@ -78,6 +79,19 @@ class Sampler(Protocol):
 
         `drafted_ids` `[B, k-1]` is the block so far, without the anchor. The law of an arg-max draw is `None`.
         """
+
+
+class Grower(Protocol):
+    """Draws the children of one level of trees after another; supplied by the caller, as a [`Sampler`] is."""
+
+    max_depth: int
+    reads_confidence: bool
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Draw children of the nodes of a level from `softmax(logits)`, `[F, n]`, processed. The confidences are those
+        of c_k after each node, `[F]`. Return the next level: the number of each node's parent, and its token."""
 
 
 def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,12 +174,6 @@ def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return index.clamp_max(probs.shape[-1] - 1)  # NaN sorts after everything
 
 
-def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """Return min(1, p_t(x) / p_d(x)) of drafted tokens x. DSpark Section 2.1."""
-    # A drawn token has p_d > 0; the floor only keeps 0/0 out of slots that no token was drawn from.
-    return (target_probs / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)).clamp_max(1.0)
-
-
 def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """Return max(p_t - p_d, 0), normalised: the law of the token that replaces a rejected one, `[..., n]`.
 
@@ -192,51 +200,35 @@ def verify_greedily(
     return VerifiedBlock(num_accepted, target_ids[first_rows + num_accepted])
 
 
-def verify_block(
-    block: DraftBlock,
-    lengths: torch.Tensor,
-    target_law: TokenLaw,
-    first_rows: torch.Tensor,
-    coins: torch.Tensor,
-    uniform: torch.Tensor,
-) -> VerifiedBlock:
-    """Accept a prefix of each scheduled draft by the ratio test, and draw the token after it.
+def draft_probabilities(block: DraftBlock, slots: torch.Tensor, following: TokenLaw) -> torch.Tensor:
+    """Return p_d at one slot of each request, for the tokens on which the target's law `[B, n]` stands, `[B, n]`."""
+    requests = torch.arange(len(slots), device=slots.device)
+    law = None if block.law is None else block.law[requests, slots]
+    return on_support(law, block.token_ids[requests, slots], following)
 
-    `target_law` stands where [`verify_greedily`] has ids, processed like the drafts. The acceptance `coins` `[B, γ]`
-    and the noise `uniform` `[B]` of the last token, all in [0, 1), are independent of the draft noise.
 
-    DSpark Section 2.1; Leviathan et al. 2023, Algorithm 1.
-    """
-    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
-    tokens = block.token_ids[..., None]
-    rows = (first_rows[:, None] + slots).clamp_max(len(target_law.probs) - 1)  # not read beyond l
+def on_support(draft_law: TokenLaw | None, drafted_ids: torch.Tensor, target_law: TokenLaw) -> torch.Tensor:
+    """Return p_d `[..., n]` of the tokens on which laws `[..., n]` of the target stand. Drafts without a law were
+    arg-max: all is on the drafted token."""
+    if draft_law is None:
+        tokens = drafted_ids[..., None]
+        if target_law.candidate_ids is not None:
+            return (target_law.candidate_ids == tokens).to(target_law.probs)
+        return torch.zeros_like(target_law.probs).scatter(-1, tokens, 1.0)
+    if target_law.candidate_ids is not None:
+        return draft_law.probability(target_law.candidate_ids)
+    return draft_law.dense(target_law.probs.shape[-1]).probs
+
+
+def drafted_probabilities(
+    block: DraftBlock, target_law: TokenLaw, first_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return p_t and p_d of the drafted tokens, `[B, γ]` each; after the scheduled length they mean nothing."""
+    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
+    rows = (first_rows[:, None] + slots).clamp_max(len(target_law.probs) - 1)
     if target_law.candidate_ids is None:
         target_probs = target_law.probs[rows, block.token_ids]
     else:
         target_probs = target_law[rows].probability(tokens)[..., 0]
     draft_probs = torch.ones_like(target_probs) if block.law is None else block.law.probability(tokens)[..., 0]
-    accepted = (coins < acceptance_probability(target_probs, draft_probs)) & (slots < lengths[:, None])
-    num_accepted = accepted.long().cumprod(dim=-1).sum(dim=-1)
-
-    following = target_law[first_rows + num_accepted]
-    target_next = following.probs
-    draft_next = _draft_probabilities(block, num_accepted.clamp_max(len(slots) - 1), following, target_next)
-    rejected = num_accepted < lengths  # else every scheduled token was accepted: a bonus token from the target's law
-    law = torch.where(rejected[:, None], residual_distribution(target_next, draft_next), target_next)
-    return VerifiedBlock(num_accepted, draw(TokenLaw(law, following.candidate_ids), uniform))
-
-
-def _draft_probabilities(
-    block: DraftBlock, slots: torch.Tensor, following: TokenLaw, target_next: torch.Tensor
-) -> torch.Tensor:
-    """Return p_d at one slot of each request, for the tokens on which the target's law stands, `[B, n]`."""
-    requests = torch.arange(len(slots), device=slots.device)
-    if block.law is None:
-        tokens = block.token_ids[requests, slots][:, None]
-        if following.candidate_ids is not None:
-            return (following.candidate_ids == tokens).to(target_next)
-        return torch.zeros_like(target_next).scatter(-1, tokens, 1.0)
-    law = block.law[requests, slots]
-    if following.candidate_ids is not None:
-        return law.probability(following.candidate_ids)
-    return law.dense(target_next.shape[-1]).probs
+    return target_probs, draft_probs

@@ -84,6 +84,7 @@ class DraftConfig(PreTrainedConfig):
     enable_confidence_head: ClassVar[bool] = False
     confidence_head_with_markov: ClassVar[bool] = False
     sts_temperatures: ClassVar[dict[str, list[float]] | None] = None
+    sibling_acceptance: ClassVar[dict[str, Any] | None] = None
     embedding_norm: ClassVar[bool] = True
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False

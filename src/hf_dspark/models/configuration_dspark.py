@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from ..maths.calibration import check_temperatures
+from ..maths.tree_plans import SiblingAcceptance, check_siblings, usual_acceptance
 from .configuration_draft import DraftConfig, text_config
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class DSparkConfig(DraftConfig):
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
             per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
+        sibling_acceptance (`dict[str, dict]`, *optional*): What calibration found about trees of drafts, by sampling
+            regime: `fits` and `means` of `SiblingAcceptance`.
         sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
             other one the token in its own place. Always written, because serving engines guess when it is missing.
@@ -80,6 +83,7 @@ class DSparkConfig(DraftConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     sts_temperatures: dict[str, list[float]] | None = None
+    sibling_acceptance: dict[str, Any] | None = None
     sample_from_anchor: bool = True
     sliding_from_anchor: bool = False
     causal_sliding: bool = False
@@ -117,9 +121,20 @@ class DSparkConfig(DraftConfig):
                     check_temperatures(temperatures, self.block_size)
                 except ValueError as error:
                     raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
+        for regime, entry in (self.sibling_acceptance or {}).items():
+            self._require(regime in ("greedy", "sampled"), "sibling_acceptance", "have entries 'greedy' and 'sampled'")
+            try:
+                check_siblings(entry, self.block_size)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"DSparkConfig.sibling_acceptance[{regime!r}]: {error}") from error
         pruned = self.draft_vocab_size
         if pruned is not None:
             self._require(1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]")
+
+    def siblings_for(self, do_sample: bool) -> SiblingAcceptance:
+        """Return what to expect of nodes: what was measured, or else what holds for many drafts."""
+        entry = (self.sibling_acceptance or {}).get("sampled" if do_sample else "greedy")
+        return usual_acceptance(do_sample, self.block_size) if entry is None else SiblingAcceptance(do_sample, **entry)
 
     @property
     def num_slots(self) -> int:

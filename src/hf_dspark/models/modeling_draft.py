@@ -69,6 +69,7 @@ class DraftModel(PreTrainedModel):
         last_stats ([`RoundStatistics`], *optional*): Of the last call.
     """
 
+    grows_trees = False  # whether `grow_tree` costs one parallel pass, as a block does
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

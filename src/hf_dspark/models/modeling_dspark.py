@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..formats.tensors import kept_token_ids
 from ..maths.losses import SlotLogits
-from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest, scatter_to_vocabulary
+from ..maths.sampling import DraftBlock, Grower, Sampler, TokenLaw, largest, scatter_to_vocabulary
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
@@ -291,6 +291,7 @@ class DSparkDraftModel(DraftModel):
 
     config_class = DSparkConfig
     config: DSparkConfig
+    grows_trees = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _no_split_modules = ["DSparkLayer"]
@@ -375,6 +376,45 @@ class DSparkDraftModel(DraftModel):
         hidden = self.read_block(anchor_ids, features, cache, num_features)
         base_logits = self.base_logits(self.predicting(hidden)[:, :num_tokens])
         return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
+
+    @torch.no_grad()
+    def grow_tree(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        grower: Grower,
+        num_features: Sequence[int] | None = None,
+        committed_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Read the new context as [`~DraftModel.draft_block`] does, and run the sequential stage level by level: the
+        law of a node's children is softmax(U_k + B_k), whatever branch it is in. DSpark Eq. 4."""
+        hidden = self.read_block(anchor_ids, features, cache, num_features)
+        base_logits = self.base_logits(self.predicting(hidden)[:, : grower.max_depth])
+        top_k, state, tokens = self.config.draft_top_k, None, anchor_ids.to(self.device)
+        best = None if top_k is None else largest(base_logits, top_k)[1]
+        successors = None if top_k is None else self._successors()
+        if self.markov_head is not None and not self.config.sample_from_anchor:
+            _, state = self.markov_head.transition(self.markov_head.markov_w1(tokens), hidden[:, 0], None)
+        hidden, rows = self.predicting(hidden), torch.arange(len(tokens), device=self.device)
+        head = self.confidence_head if grower.reads_confidence else None
+        for depth in range(base_logits.shape[1]):
+            scores, node_hidden = of_nodes(base_logits, rows, depth), of_nodes(hidden, rows, depth)
+            candidates = None if best is None else of_nodes(best, rows, depth)
+            if successors is not None:
+                candidates = with_successors(candidates, successors(tokens))
+            scores, embedding = scores if candidates is None else scores.gather(-1, candidates), None
+            if self.markov_head is not None:
+                embedding = self.markov_head.markov_w1(tokens)
+                transition, state = self.markov_head.transition(embedding, node_hidden, state)
+                scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
+            confidence = None if head is None else head(node_hidden, embedding).float()
+            parents, children = grower(scores.float(), self._target_ids(candidates, len(tokens)), confidence)
+            if not parents:
+                return
+            chosen = torch.tensor(parents, device=self.device)
+            tokens, rows = torch.tensor(children, device=self.device), rows[chosen]
+            state = None if state is None else state[chosen]
 
     @torch.no_grad()
     def read_block(
@@ -479,3 +519,8 @@ class DSparkDraftModel(DraftModel):
         if token_ids is None:
             return logits
         return scatter_to_vocabulary(logits, token_ids.expand(logits.shape), self.config.vocab_size)
+
+
+def of_nodes(by_slot: torch.Tensor, rows: torch.Tensor, slot: int) -> torch.Tensor:
+    """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, slots, *]`."""
+    return by_slot[:, slot].expand(len(rows), -1) if len(by_slot) == 1 else by_slot[rows, slot]

@@ -15,8 +15,11 @@ class DecodingOptions:
 
     Args:
         policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. Default:
-            [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this machine's throughput is
-            known, as long as rounds take as long as that promises; else [`FullBlock`].
+            [`TreeScheduler`] or [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this
+            machine's throughput is known, as long as rounds take as long as that promises; else [`FullBlock`].
+        trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where calibration has measured
+            them, and the target can verify them.
+        copies (`bool`): Whether trees also get a branch that repeats what followed an earlier match of the text's end.
         other_tokens (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward
             pass, or a function that returns them.
         domain (`str`, *optional*): Whose temperatures calibrate the confidences. Default: the sampling regime's.
@@ -38,6 +41,8 @@ class DecodingOptions:
     """
 
     policy: Policy | None = None
+    trees: bool | None = None
+    copies: bool = True
     other_tokens: int | Callable[[], int] = 0
     domain: str | None = None
     observer: Callable[[RoundOutcome], None] | None = None
@@ -50,6 +55,10 @@ class DecodingOptions:
             raise TypeError(
                 f"policy must be a hf_dspark.Policy, got {shortened(self.policy)}: pass FullBlock(), "
                 "ConfidenceThreshold(0.5), PrefixScheduler(cost), one of your own, or None for the default"
+            )
+        if self.trees is not None and self.policy is not None:
+            raise ValueError(
+                f"trees={self.trees} chooses the default policy, got policy={shortened(self.policy)}, too: drop one"
             )
         if not callable(self.other_tokens):
             self.tokens_of_others()

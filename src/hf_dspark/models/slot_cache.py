@@ -30,6 +30,8 @@ class SlotLayout:
     counts: tuple[int, ...]  # tokens of each row in this pass; 0 where a row has come to its end
     first_row: int = 0  # cache row of the first row; the others follow it
     stays: bool = False  # whether all tokens of this pass will be committed, as a prompt's are
+    # Of trees: the column of each token's parent in its row, 0 for the first one. `None`: each follows the one before.
+    parents: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -74,16 +76,51 @@ class SlotLayout:
             self._indices[device] = tuple(part.to(device, non_blocking=True) for part in index)
         return self._indices[device]
 
+    @functools.cached_property
+    def _tree(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how deep each column is, and which columns it sees: its ancestors and itself; `[R, width]` and
+        `[R, width, width]`, on the CPU."""
+        depths = torch.zeros(self.num_rows, self.width, dtype=torch.long, device="cpu")
+        sees = torch.eye(self.width, dtype=torch.bool, device="cpu").repeat(self.num_rows, 1, 1)
+        for row, parents in enumerate(self.parents):
+            for column, parent in enumerate(parents[1:], start=1):
+                depths[row, column] = depths[row, parent] + 1
+                sees[row, column] |= sees[row, parent]
+        return depths, sees
+
+    def slots_of_trees(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the position of each slot, `[R, slots]`, and whether each column of a tree sees it,
+        `[R, width, slots]`. Nodes of equal depth have equal positions, in slots of their own."""
+        if device not in self._slots_of_trees:
+            (depths, sees), slots = self._tree, torch.arange(self.end, device="cpu")
+            starts = torch.tensor(self.starts, device="cpu")[:, None]
+            is_node = (slots >= starts) & (slots < starts + self.width)
+            columns = (slots - starts).clamp(0, self.width - 1)
+            positions = torch.where(is_node, starts + depths.gather(1, columns), slots)
+            among_nodes = sees.gather(2, columns[:, None].expand(-1, self.width, -1))
+            visible = torch.where(is_node[:, None], among_nodes, (slots < starts)[:, None])
+            self._slots_of_trees[device] = positions.to(device), visible.to(device)
+        return self._slots_of_trees[device]
+
+    @functools.cached_property
+    def _slots_of_trees(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
+
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the packed tokens, `[1, T]`."""
+        if self.parents is not None:
+            rows, columns, _ = self._index(torch.device("cpu"))
+            return self.row_positions(torch.device("cpu"))[rows, columns][None].to(device)
         if self.num_rows == 1:
             return torch.arange(self.starts[0], self.end, device=device)[None]
         return self._index(device)[2][None]
 
     def row_positions(self, device: torch.device) -> torch.Tensor:
         """Return positions `[R, width]`; columns that hold no token continue the count."""
-        starts = torch.tensor(self.starts, device=device)
-        return starts[:, None] + torch.arange(self.width, device=device)
+        starts = torch.tensor(self.starts, device=device)[:, None]
+        if self.parents is not None:
+            return starts + self._tree[0].to(device)
+        return starts + torch.arange(self.width, device=device)
 
     def to_rows(self, states: torch.Tensor) -> torch.Tensor:
         """Bring packed states `[1, heads, T, size]` into rows `[R, heads, width, size]`, zero where no token is."""
@@ -146,6 +183,16 @@ class SlotCache(Cache):
     def commit(self, row: int, count: int) -> None:
         """Count the next slots of a row, which hold its latest tokens, as committed."""
         self._lengths[row] += count
+
+    def commit_path(self, row: int, columns: Sequence[int]) -> None:
+        """Count some of the latest tokens of a row as committed, in ascending order, and bring them together."""
+        moved = [(place, column) for place, column in enumerate(columns) if place != column]
+        if moved:
+            start = self._lengths[row]
+            places, sources = (torch.tensor(each, device="cpu") + start for each in zip(*moved, strict=True))
+            for store in self._stores.values():
+                store[row].index_copy_(1, places.to(store.device), store[row][:, sources.to(store.device)])
+        self.commit(row, len(columns))
 
     def truncate(self, row: int, length: int) -> None:
         """Keep the first slots of a row alone; 0 makes room for another sequence."""

@@ -67,6 +67,13 @@ def called_by_rows(target: PreTrainedModel) -> list[Mixer | RowAttention]:
     return [*find_mixers(target), *(RowAttention(name, modules[name], config) for name in with_indexer)]
 
 
+def tree_obstacle(target: PreTrainedModel) -> str | None:
+    """Return why a target cannot verify trees of drafts; `None` if it can."""
+    if called_by_rows(target):
+        return f"{type(target).__name__} has layers that read a row token by token, and cannot follow several branches"
+    return None
+
+
 def check_state(target: PreTrainedModel) -> None:
     """Raise a `ValueError` for stateful targets that cannot be decoded with a draft at all."""
     # transformers' own loop, which takes targets with other obstacles, cannot bring a state back, either.

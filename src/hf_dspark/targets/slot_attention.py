@@ -82,13 +82,18 @@ def slot_mask(
 ) -> torch.Tensor | None:
     """Return what the target's mask function says of positions and slots, `[R, 1, width, slots]`; `None`: causal."""
     layout = _running_pass().layout
+    zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
+    if layout.parents is not None:
+        positions = layout.row_positions(torch.device(device))
+        key_positions, visible = layout.slots_of_trees(torch.device(device))
+        asked = mask_function(zero, zero, positions[:, None, :, None], key_positions[:, None, None])
+        return asked & visible[:, None]
     starts_empty = not any(layout.starts) and layout.width > 1
     sees_all = layout.width == 1 and layout.num_rows == 1
     if mask_function is causal_mask_function and (starts_empty or sees_all):
         return None
     positions = layout.row_positions(torch.device(device))[:, None, :, None]
     slots = torch.arange(layout.end, device=device)[None, None, None]
-    zero = torch.zeros((), dtype=torch.long, device=device)  # only padding would tell rows apart, and there is none
     return mask_function(zero, zero, positions, slots).expand(layout.num_rows, 1, layout.width, layout.end)
 
 

@@ -21,7 +21,7 @@ TORCH_FILES = (".pt", ".pth", ".bin")  # zip archives with checksums
 # What may differ in the config of a draft that is trained on; `Trainer` sets the ids of special tokens.
 NO_FACTS = {
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
-    "sts_temperatures", "torch_dtype", "transformers_version",
+    "sibling_acceptance", "sts_temperatures", "torch_dtype", "transformers_version",
 }  # fmt: skip
 ARGUMENTS = ("per_device_train_batch_size", "seed", "data_seed", "num_anchors", "max_length", "packing")
 

@@ -1,0 +1,262 @@
+"""Trees of drafts on the shipped pair: what they commit against nodes verified, and what that is worth in time.
+
+python benchmarks/trees.py fit --test_file test.jsonl
+python benchmarks/trees.py tau
+python benchmarks/trees.py blocks
+python benchmarks/trees.py speed
+python benchmarks/trees.py copies
+python benchmarks/trees.py example
+
+`fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
+on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a
+whole gains over one token at a time, in the same rounds. `speed` decodes each prompt plainly, with the best chains and
+with scheduled trees, in turns. `copies` asks each question a second time after its answer, so that the new answer
+repeats text, and compares trees with copied branches and without. `example` keeps one real tree in which a sibling
+saved a round. Results are in results/trees_*.json.
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+from typing import Any
+
+import torch
+from pair import (
+    GREEDY,
+    PAIR,
+    REGIMES,
+    RESULTS,
+    calibration_prompts,
+    decoding,
+    held_out_prompts,
+    kernels,
+    load_pair,
+    provenance_of,
+    write_result,
+)
+from speed import Run, timed
+from tqdm import tqdm
+
+from hf_dspark import (
+    DecodingOptions,
+    DSparkConfig,
+    FullBlock,
+    PrefixScheduler,
+    RoundStatistics,
+    TreeBudget,
+    TreeScheduler,
+)
+from hf_dspark.decoding.hook import scheduled_by
+from hf_dspark.decoding.step_costs import find_cost
+from hf_dspark.evaluation.calibrate import collect_siblings
+from hf_dspark.maths.block_verification import prefix_weights
+from hf_dspark.maths.policies import RoundOutcome
+from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
+from hf_dspark.maths.tree_fit import fit_siblings
+
+BUDGETS = (7, 15, 31)
+
+
+def fit(options: argparse.Namespace, _: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    prompts = calibration_prompts(options.test_file, options.num_prompts)
+    found = {}
+    for regime, sampling in REGIMES.items():
+        tests = collect_siblings(
+            target, draft, prompts, tokenizer, f"{options.rounds_folder}/{regime}.jsonl", **sampling
+        )
+        fitted = fit_siblings(tests, regime == "sampled", draft.config.block_size)
+        found[regime] = fitted.to_dict()
+        print(regime, len(tests), "tests", found[regime]["fits"])
+    config = DSparkConfig.from_pretrained(PAIR / "draft")
+    config.sibling_acceptance = found
+    config.save_pretrained(PAIR / "draft")
+
+
+def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    policies = {"chain": FullBlock()} | {str(nodes): TreeBudget(nodes) for nodes in BUDGETS}
+    prompts, rows = held_out_prompts(), []
+    for regime, sampling in REGIMES.items():
+        seeds = range(options.num_seeds) if regime == "sampled" else range(1)
+        for name, policy in policies.items():
+            runs = []
+            for seed, (index, prompt) in itertools.product(seeds, enumerate(prompts)):
+                ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+                with decoding(draft, policy):
+                    runs.append(
+                        timed(
+                            target, ids, 1000 * seed + index, assistant_model=draft, **sampling,
+                            max_new_tokens=options.max_new_tokens,
+                        )
+                    )  # fmt: skip
+            rows.append({"regime": regime, "tree": name} | committed(runs))
+            print(rows[-1], flush=True)
+    write_result(RESULTS / "trees_tau.json", origin | {"rows": rows})
+
+
+def committed(runs: list[Run]) -> dict[str, float]:
+    """Return tau, its standard error over rounds, and the nodes of a round."""
+    stats = RoundStatistics.joined(run.stats for run in runs)
+    error = statistics.stdev(stats.committed) / math.sqrt(stats.rounds)
+    return {
+        "tau": round(stats.tau, 3),
+        "standard_error": round(error, 3),
+        "nodes": round(sum(stats.proposed) / stats.rounds, 2),
+        "rounds": stats.rounds,
+    }
+
+
+def blocks(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Compare both expectations given each drafted block: the sum of p_k, and of the products of the single tests."""
+    target, draft, tokenizer = load_pair()
+    rows = []
+    for name, sampling in {"1": REGIMES["sampled"], "0.7": REGIMES["sampled"] | {"temperature": 0.7}}.items():
+        jointly, singly = [], []
+
+        def observe(outcome: RoundOutcome, jointly: list[float] = jointly, singly: list[float] = singly) -> None:
+            length = int(outcome.lengths[0])
+            if length == 0:  # the answer ends here
+                jointly.append(1.0), singly.append(1.0)
+                return
+            law = TokenLaw(outcome.target_logits[0].float().softmax(-1))
+            block = DraftBlock(outcome.block.token_ids[:, :length], outcome.block.law[:, :length], None)
+            first = torch.zeros(1, dtype=torch.long)
+            target_probs, draft_probs = drafted_probabilities(block, law, first)
+            jointly.append(float(prefix_weights(block, law, first).sum()))
+            singly.append(1.0 + float((target_probs / draft_probs).clamp_max(1.0).cumprod(dim=1).sum()))
+
+        runs = []
+        draft.decoding = DecodingOptions(policy=FullBlock(), observer=observe)
+        for index, prompt in enumerate(held_out_prompts()[: options.num_prompts]):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            limit = {"max_new_tokens": options.max_new_tokens}
+            runs.append(timed(target, ids, index, assistant_model=draft, **sampling, **limit))
+        means = {"as_a_whole": statistics.mean(jointly), "token_by_token": statistics.mean(singly)}
+        rows.append({"temperature": name} | {rule: round(mean, 3) for rule, mean in means.items()} | committed(runs))
+        print(rows[-1], flush=True)
+    write_result(RESULTS / "trees_blocks.json", origin | {"rows": rows})
+
+
+def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    cost = find_cost(target, draft)
+    if cost is None:
+        raise SystemExit("measure this machine first: hf-dspark profile")
+    policies = {
+        "whole blocks": FullBlock(),
+        "scheduled chains": scheduled_by(cost),
+        "chains, never skipped": PrefixScheduler(cost),
+        "scheduled trees": scheduled_by(cost, trees=True),
+        "trees, never skipped": TreeScheduler(cost),
+        "trees of 15": TreeBudget(15),
+    }
+    rows = []
+    for regime, sampling in REGIMES.items():
+        runs: dict[str, list[Run]] = {name: [] for name in ("plain", *policies)}
+        for index, prompt in enumerate(tqdm(held_out_prompts()[: options.num_prompts], desc=regime)):
+            ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+            common = {"max_new_tokens": options.max_new_tokens, **sampling}
+            with kernels(target, draft, packed=True):
+                runs["plain"].append(timed(target, ids, index, **common))
+                for name, policy in policies.items():
+                    with decoding(draft, policy):
+                        runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
+        plain = statistics.median(run.seconds_per_token for run in runs["plain"])
+        for name in policies:
+            stats = RoundStatistics.joined(run.stats for run in runs[name])
+            per_token = statistics.median(run.seconds_per_token for run in runs[name])
+            chains = zip(runs[name], runs["scheduled chains"], strict=True)
+            row = {"regime": regime, "policy": name, "speedup_same_kernels": round(plain / per_token, 3)}
+            row |= {"over_scheduled_chains": round(statistics.median(
+                chain.seconds_per_token / own.seconds_per_token for own, chain in chains), 3)}  # fmt: skip
+            row |= committed(runs[name]) | {
+                "draft_ms": round(1e3 * stats.draft_seconds / stats.rounds, 3),
+                "verify_ms": round(1e3 * stats.verify_seconds / stats.rounds, 3),
+                "rest_ms": round(1e3 * stats.rest_seconds / stats.rounds, 3),
+            }
+            if sampling == GREEDY:
+                same = zip(runs[name], runs["plain"], strict=True)
+                row["identical"] = sum(own.tokens == plainly.tokens for own, plainly in same)
+            rows.append(row)
+            print(row, flush=True)
+    write_result(RESULTS / "trees_speed.json", origin | {"rows": rows})
+
+
+def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_pair()
+    ways = {
+        "chain": DecodingOptions(policy=FullBlock()),
+        "tree": DecodingOptions(policy=TreeBudget(31), copies=False),
+        "tree, copies": DecodingOptions(policy=TreeBudget(31)),
+    }
+    rows = []
+    for kind in ("asked again", "asked once"):
+        runs: dict[str, list[Run]] = {name: [] for name in ways}
+        for index, prompt in enumerate(tqdm(held_out_prompts()[: options.num_prompts], desc=kind)):
+            ids, common = tokenizer(prompt, return_tensors="pt")["input_ids"], {"max_new_tokens": 128, **GREEDY}
+            if kind == "asked again":
+                answer = target.generate(ids, **common)[:, :-1]  # without its end
+                ids = torch.cat([answer, ids], dim=1)
+            with kernels(target, draft, packed=True):
+                for name, how in ways.items():
+                    draft.decoding = how
+                    runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
+        for name in ways:
+            pairs = zip(runs["chain"], runs[name], strict=True)
+            ratio = statistics.median(chain.seconds_per_token / own.seconds_per_token for chain, own in pairs)
+            rows.append({"prompts": kind, "way": name, "over_chain": round(ratio, 3)} | committed(runs[name]))
+            print(rows[-1], flush=True)
+    write_result(RESULTS / "trees_copies.json", origin | {"rows": rows})
+
+
+def example(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Keep the round of the first prompts in which the accepted path left the chain and went furthest."""
+    target, draft, tokenizer = load_pair()
+    found: list[RoundOutcome] = []
+    for prompt in held_out_prompts()[: options.num_prompts]:
+        draft.decoding = DecodingOptions(policy=TreeBudget(15), copies=False, observer=found.append)
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        target.generate(ids, assistant_model=draft, max_new_tokens=64, **GREEDY)
+    best = max((each for each in found if each.trees), key=saved_depth)
+    (tree,), (path,) = best.trees, best.paths
+    facts = zip(tree.parents, map(tokenizer.decode, tree.token_ids), tree.survivals, strict=True)
+    nodes = [
+        {"parent": parent, "text": text, "survival": round(survival, 3), "accepted": place in path}
+        for place, (parent, text, survival) in enumerate(facts, start=1)
+    ]
+    write_result(RESULTS / "trees_example.json", origin | {"nodes": nodes})
+
+
+def saved_depth(outcome: RoundOutcome) -> int:
+    """Return how many accepted tokens stand after the first place where a later sibling was right."""
+    (tree,), (path,) = outcome.trees, outcome.paths
+    for number, (parent, node) in enumerate(zip([0, *path], path, strict=False)):
+        if tree.children(parent)[0] != node:
+            return len(path) - number
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="part", required=True)
+    parts = {"fit": fit, "tau": tau, "blocks": blocks, "speed": speed, "copies": copies, "example": example}
+    for name in parts:
+        command = commands.add_parser(name)
+        command.add_argument("--max_new_tokens", type=int, default=128)
+        if name == "fit":
+            command.add_argument("--test_file", required=True, help="GSM8K test.jsonl")
+            command.add_argument("--num_prompts", type=int, default=150)
+            command.add_argument("--rounds_folder", default="out/trees", help="recorded rounds, to resume")
+        elif name == "tau":
+            command.add_argument("--num_seeds", type=int, default=4, help="of sampled answers")
+        else:
+            command.add_argument("--num_prompts", type=int, default=50)
+    torch.manual_seed(0)
+    options = parser.parse_args()
+    parts[options.part](options, provenance_of(parser, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Grows trees of drafts, level by level: the draft says what follows each node, the plan how many children it gets."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..maths.calibration import calibrated_confidence
+from ..maths.noise import BlockNoise
+from ..maths.sampling import largest
+from ..maths.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreePlan
+from ..maths.trees import DraftTree, SiblingLaw
+from .ngrams import Copy
+from .processing import Scores
+from .request import Request
+from .sampler import ProcessedLaws
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A child that a node may get."""
+
+    token: int | None  # `None`: will be drawn
+    share: float  # predicted probability that it is the accepted one, its parent being accepted
+    rank: int  # among the draft's own
+
+
+class TreeGrower:
+    """Draws the children of one level after another.
+
+    Args:
+        requests (`Sequence[Request]`): The rows.
+        plan ([`TreePlan`]): Decides the shape.
+        siblings ([`SiblingAcceptance`]): What to expect of children.
+        laws ([`ProcessedLaws`]): Processes the draft's logits as the target's are.
+        max_depths (`Sequence[int]`): How deep the tree of each request may be.
+        noise ([`BlockNoise`], *optional*): Of the draws; without it, the best tokens are taken.
+        temperatures (`Sequence[float]`, *optional*): Of the confidences, by depth.
+        ends (`frozenset[int]`): Tokens that end a sequence, and have no children.
+        copies (`Sequence[Copy]`): What each request may copy. Its tokens are known before anything is drawn.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        plan: TreePlan,
+        siblings: SiblingAcceptance,
+        laws: ProcessedLaws,
+        max_depths: Sequence[int],
+        noise: BlockNoise | None,
+        temperatures: Sequence[float] | None,
+        ends: frozenset[int],
+        copies: Sequence[Copy],
+    ) -> None:
+        self.trees = [DraftTree() for _ in requests]
+        # c_k, or what stands for it, along the first children: what a chain would have known. [R, depth]
+        self.confidence: list[list[float]] = [[] for _ in requests]
+        self.is_broken = torch.zeros(len(requests), 1, dtype=torch.bool)  # the first slot: see `Drafter._give_up`
+        self._requests, self._plan, self._siblings, self._laws = requests, plan, siblings, laws
+        self._max_depths, self._temperatures, self._ends = max_depths, temperatures, ends
+        self._noise = None if noise is None else noise.draft.tolist()
+        self._copies = copies
+        # Nodes that end a copied path: how many of its tokens they make up.
+        self._copied = {(row, 0): 0 for row, copy in enumerate(copies) if copy.token_ids}
+        self._depth = 0
+        self._level = [(row, 0) for row in range(len(requests))]  # row and place of each node
+
+    @property
+    def max_depth(self) -> int:
+        return max(self._max_depths)
+
+    @property
+    def reads_confidence(self) -> bool:
+        """Whether nodes are drawn: then their own probabilities must not decide about them."""
+        return self._noise is not None
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Draw the children of the nodes of a level, in order.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `[F, n]`): What follows each node, in float32.
+            candidate_ids (`torch.LongTensor` of shape `[F, n]`, *optional*): The tokens that these are of.
+            confidence_logits (`torch.FloatTensor` of shape `[F]`, *optional*): Of c_k after each node.
+
+        Returns:
+            The nodes of the next level: the number of each one's parent in this level, and its token.
+        """
+        rows = [row for row, _ in self._level]
+        paths = [self.trees[row].tokens(self.trees[row].path(place)) for row, place in self._level]
+        scores = self._laws(logits, candidate_ids, [self._requests[row] for row in rows], paths)
+        if self._noise is None:
+            (best_ids, known), law, probs = _best_tokens(scores), None, None
+        else:
+            best_ids, law = [], scores.law()
+            probs = law.probs.cpu().numpy()
+            known = self._confidence(confidence_logits, probs)
+        is_broken = ~np.isfinite(known).all(axis=1)
+        if self._depth == 0:
+            self.is_broken = torch.from_numpy(is_broken)[:, None]
+        shares = self._siblings.shares(np.where(is_broken[:, None], 0.0, known))
+        so_far = np.array([self._survival(row, place) for row, place in self._level])
+        for row, first in dict(zip(rows[::-1], shares[::-1, 0], strict=True)).items():
+            self.confidence[row].append(float(first))
+        children = [self._children(number, shares[number], best_ids) for number in range(len(rows))]
+        width = max(len(each) for each in children)
+        survivals = np.zeros((len(rows), width))
+        for number, each in enumerate(children):
+            survivals[number, : len(each)] = so_far[number] * np.array([child.share for child in each])
+        survivals[is_broken] = 0.0
+        counts = self._plan.admit(self._depth, rows, survivals, self.trees)
+        self._depth += 1
+        parents, level = [], []
+        for number, (row, place) in enumerate(self._level):
+            wanted = children[number][: int(counts[number])]
+            if self._noise is not None and wanted:
+                self.trees[row].laws[place] = law, number
+                ids = None if law.candidate_ids is None else law.candidate_ids[number].tolist()
+                wanted = self._drawn(row, wanted, SiblingLaw(probs[number]), ids)
+            for child, mass in wanted if self._noise is not None else ((each, 0.0) for each in wanted):
+                survival = float(so_far[number] * child.share)
+                basis = float(known[number, min(child.rank, known.shape[1] - 1)])
+                added = self._add(row, place, child.token, survival, basis, mass)
+                if self._may_grow(row, added):
+                    parents.append(number)
+                    level.append((row, added))
+        self._level = level
+        return parents, [self.trees[row].token_ids[place - 1] for row, place in level]
+
+    def _children(self, number: int, shares: np.ndarray, best_ids: list[list[int]]) -> list["_Child"]:
+        """Return the children that a node may have, in the order of their tests: the draft's, and one to copy."""
+        row, place = self._level[number]
+        tokens = [None] * len(shares) if self._noise is not None else best_ids[number]
+        pairs = enumerate(zip(tokens, shares, strict=True))
+        children = [_Child(token, float(share), rank) for rank, (token, share) in pairs]
+        copied = self._copied.get((row, place))
+        if copied is None or copied >= len(self._copies[row].token_ids):
+            return children
+        token, chance = self._copies[row].token_ids[copied], self._copies[row].chances[copied]
+        if self._noise is not None:
+            first = int(chance < shares[0])  # before the drawn ones, or after the first of them
+            before = sum(child.share for child in children[:first])
+            copy = _Child(token, chance * (1.0 - before), 0)
+            rest = [replace(child, share=child.share * (1.0 - chance)) for child in children[first:]]
+            return _falling([*children[:first], copy, *rest])
+        others = [replace(child, share=child.share * (1.0 - chance)) for child in children if child.token != token]
+        own = [child.share for child in children if child.token == token]
+        best = _Child(token, max([chance, *own]), 0)
+        return sorted([best, *others], key=lambda child: -child.share)
+
+    def _drawn(
+        self, row: int, wanted: Sequence["_Child"], law: SiblingLaw, ids: list[int] | None
+    ) -> Iterator[tuple["_Child", float]]:
+        """Draw siblings one after another; what is copied is known. A token that was drawn is not copied, too."""
+        tree, seen = self.trees[row], set()
+        for child in wanted:
+            mass = 0.0
+            if child.token is None:
+                drawn = law.draw(self._noise[row][tree.num_nodes])
+                if drawn is None:
+                    return
+                index, mass = drawn
+                child = replace(child, token=index if ids is None else ids[index])
+            elif child.token in seen:
+                continue
+            elif ids is None:
+                law.remove(child.token)
+            elif child.token in ids:
+                law.remove(ids.index(child.token))
+            seen.add(child.token)
+            yield child, mass
+
+    def _add(self, row: int, place: int, token: int, survival: float, known: float, mass: float) -> int:
+        tree, copied = self.trees[row], self._copied.get((row, place))
+        added = tree.add(place, token, survival, known, mass=mass)
+        tokens = self._copies[row].token_ids
+        if copied is not None and copied < len(tokens) and tokens[copied] == token:
+            self._copied[row, added] = copied + 1
+        return added
+
+    def _may_grow(self, row: int, place: int) -> bool:
+        tree = self.trees[row]
+        inside = self._depth < self._max_depths[row] and tree.token_ids[place - 1] not in self._ends
+        return inside and tree.survivals[place - 1] >= self._plan.cut
+
+    def copy_on(self, rooms: Sequence[int]) -> None:
+        """Let copied paths go on below the draft's depth, as far as they pay; `rooms` are the deepest that fit."""
+        for (row, place), copied in list(self._copied.items()):
+            tree, copy = self.trees[row], self._copies[row]
+            if any(tree.parents[node - 1] == place and (row, node) in self._copied for node in tree.children(place)):
+                continue
+            survival = self._survival(row, place)
+            for token, chance in zip(copy.token_ids[copied:], copy.chances[copied:], strict=True):
+                survival *= chance
+                is_end = place > 0 and tree.token_ids[place - 1] in self._ends
+                if is_end or tree.depth_of(place) >= rooms[row] or not self._plan.has_room(tree, self.trees, survival):
+                    break
+                known = [node for node in tree.children(place) if tree.token_ids[node - 1] == token]
+                if known:
+                    break
+                place = tree.add(place, token, survival)
+
+    def _survival(self, row: int, place: int) -> float:
+        if place == 0:
+            return float(self._max_depths[row] > 0)
+        return self.trees[row].survivals[place - 1]
+
+    def _confidence(self, logits: torch.Tensor | None, probs: np.ndarray) -> np.ndarray:
+        """Return c_k after each node, `[F, 1]`. Without a head, what a draft that is right would have."""
+        if logits is None:
+            return np.square(probs).sum(axis=1, keepdims=True)
+        temperatures = None if self._temperatures is None else self._temperatures[self._depth : self._depth + 1]
+        return calibrated_confidence(logits[:, None], temperatures).cpu().numpy().astype(float)
+
+
+def _falling(children: list[_Child]) -> list[_Child]:
+    """Return the same children, none with a larger share than one before it."""
+    shares = np.minimum.accumulate([child.share for child in children])
+    return [replace(child, share=float(share)) for child, share in zip(children, shares, strict=True)]
+
+
+def _best_tokens(scores: Scores) -> tuple[list[list[int]], np.ndarray]:
+    """Return the best tokens of each node and the draft's probabilities of them, `[F, ranks]`."""
+    values = scores.values.float()
+    best, index = largest(values, min(MOST_SIBLINGS, values.shape[-1]))
+    ids = index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)
+    probs = (best - values.logsumexp(dim=-1, keepdim=True)).exp()
+    return ids.tolist(), probs.cpu().numpy().astype(float)

@@ -1,0 +1,68 @@
+"""Fits what is expected of the nodes of trees on recorded rounds."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .tree_plans import MOST_SIBLINGS, SiblingAcceptance, logit
+from .trees import DraftTree
+
+RIDGE = 1e-2  # keeps fits of few tests near the usual ones
+LEAST_MEAN = 1e-3
+
+
+class SiblingTest(NamedTuple):
+    """A node that was tested, its parent being accepted."""
+
+    depth: int  # of its parent
+    rank: int
+    known: float  # what its acceptance is predicted from
+    was_accepted: bool
+
+
+def recorded_tests(tree: DraftTree, path: Sequence[int]) -> list[SiblingTest]:
+    """Return the tests of one round: of drawn siblings up to the accepted one, of best tokens all."""
+    tests, is_drawn = [], bool(tree.laws)
+    for depth, place in enumerate([0, *path]):
+        following = path[depth] if depth < len(path) else None
+        for rank, child in enumerate(tree.children(place)):
+            tests.append(SiblingTest(depth, rank, tree.known[child - 1], child == following))
+            if is_drawn and child == following:
+                break
+    return tests
+
+
+def fit_siblings(tests: Sequence[SiblingTest], is_drawn: bool, block_size: int) -> SiblingAcceptance:
+    """Fit logits by maximum likelihood, and count means. Best tokens share one fit, drawn ones have one per rank."""
+    groups = [[test for test in tests if test.rank == rank] for rank in range(MOST_SIBLINGS)] if is_drawn else [tests]
+    fits = [_fit(group) for group in groups if group]
+    reached = np.zeros(block_size)
+    accepted = np.zeros((block_size, MOST_SIBLINGS))
+    for test in tests:
+        reached[test.depth] += test.rank == 0
+        accepted[test.depth, test.rank] += test.was_accepted
+    means = (accepted / reached.clip(1)[:, None]).clip(LEAST_MEAN)
+    means = np.minimum.accumulate(means, axis=1).round(4)
+    return SiblingAcceptance(is_drawn, fits, means.tolist())
+
+
+def _fit(tests: Sequence[SiblingTest]) -> tuple[float, float]:
+    inputs = torch.from_numpy(logit(np.array([test.known for test in tests])))
+    labels = torch.tensor([float(test.was_accepted) for test in tests], dtype=torch.double)
+    weights = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        predicted = inputs * weights[0] + weights[1]
+        mean = torch.nn.functional.binary_cross_entropy_with_logits(predicted, labels)
+        total = mean + RIDGE / len(labels) * ((weights[0] - 1.0) ** 2 + weights[1] ** 2)
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    slope, offset = weights.detach().tolist()
+    return round(slope, 4), round(offset, 4)

@@ -1,0 +1,108 @@
+"""Policies that shape trees of drafts: the best nodes of a fixed budget, or as many as pay on this machine."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .costs import Load
+from .policies import Policy, PrefixScheduler
+from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, PricePlan, SiblingAcceptance, TreePlan, best_count
+
+LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
+LEAST_GAIN_OF_DRAWN = 1.08  # drawn chains are verified as a whole, which is worth 5 % of their tokens
+
+
+@dataclass(frozen=True)
+class TreeBudget(Policy):
+    """Verify a tree of so many nodes for each request, the most promising ones.
+
+    Args:
+        num_nodes (`int`): At least 1, at most 63.
+
+    Raises:
+        ValueError: If it is another number.
+
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=TreeBudget(15))
+    ```
+    """
+
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.num_nodes, int) and 1 <= self.num_nodes <= MOST_NODES):
+            raise ValueError(f"num_nodes must be a whole number from 1 to {MOST_NODES}, got {self.num_nodes!r}")
+
+    @property
+    def most_nodes(self) -> int:
+        return self.num_nodes
+
+    def plan_tree(
+        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+    ) -> TreePlan | None:
+        return BudgetPlan(int(min(self.num_nodes, most // load.num_requests)), siblings)
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return max_lengths.clamp(max=self.num_nodes)
+
+
+@dataclass(frozen=True)
+class TreeScheduler(PrefixScheduler):
+    """Algorithm 1 on the nodes of trees: a node is verified if it survives often enough to pay for its place.
+
+    What a place in the pass is worth follows from the mean tree of the draft and the cost of this machine, before
+    anything is drawn. Every node whose survival reaches that price is admitted, level by level, in all requests. So
+    the budget is one for all of them, and a loaded machine gets shorter trees, then chains, then nothing. Where
+    drafts are the best tokens, nothing needs to be known before a draw: the nodes that were grown are sorted, and the
+    best number of them is verified.
+
+    Where trees cannot be verified, it schedules chains.
+
+    Args:
+        cost ([`StepCost`]): What a round costs on this machine.
+        num_nodes (`int`): Nodes of a request at most.
+
+    Example:
+
+    ```python
+    cost = ThroughputTable((1, 8, 64), (95, 94, 80))  # tokens of a pass, passes per second
+    draft.decoding = DecodingOptions(policy=TreeScheduler(cost))
+    ```
+
+    DSpark Algorithm 1, for trees.
+    """
+
+    num_nodes: int = 31
+
+    @property
+    def most_nodes(self) -> int:
+        return self.num_nodes
+
+    def plan_tree(
+        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+    ) -> TreePlan | None:
+        expected = siblings.descendants(0, self.num_nodes)
+        kept, seconds = _kept(load, expected), self.cost.tree_seconds(load, len(expected))
+        count = best_count(kept, seconds)
+        first_children = np.cumprod([row[0] for row in siblings.means])
+        chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
+        gain = LEAST_GAIN_OF_DRAWN if siblings.is_drawn else LEAST_GAIN
+        if gain * (_kept(load, first_children) / chains).max() >= kept[count] / seconds[count]:
+            return None
+        last, next_one = ([*expected, 0.0][place] for place in (max(0, count - 1), count))
+        price = (last + next_one) / 2 if count else 1.0
+        in_all = int(min(most, load.num_requests * self.num_nodes))
+        if siblings.is_drawn:
+            return PricePlan(price, self.num_nodes, in_all)
+        cut, spread = price * BELOW_EXPECTATION, np.arange(in_all + 1) / load.num_requests
+        of_all = np.interp(spread, np.arange(self.num_nodes + 1), self.cost.tree_seconds(load, self.num_nodes))
+        return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all)
+
+
+def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
+    """Return the expected tokens of a round in which every request verifies the first 0, 1, ... nodes."""
+    return load.base_tokens + load.num_requests * np.concatenate([[0.0], survivals.cumsum()])

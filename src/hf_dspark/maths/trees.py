@@ -1,0 +1,210 @@
+"""Trees of drafts: siblings drawn without replacement, the recursive rejection test, and the greedy walk.
+
+Whether a node is drawn may depend on everything that is known before: on its ancestors, its earlier siblings, other
+branches and their confidences. It must not depend on its own token, nor on what is drawn after it. A node that was
+drawn must be verified. What chooses among drawn nodes by their tokens or by their own probabilities is not exact.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .sampling import TokenLaw, residual_distribution
+
+# A law of which less is left draws no more children: sums of float32 probabilities are off by as much.
+LEAST_MASS = 1e-5
+
+
+@dataclass
+class DraftTree:
+    """The tree of one request. Its anchor has place 0, its i-th node place i. Parents come before their children, and
+    siblings in the order in which they are tested."""
+
+    token_ids: list[int] = field(default_factory=list)  # of the nodes, [n]
+    parents: list[int] = field(default_factory=list)  # their places, [n]
+    depths: list[int] = field(default_factory=list)  # 1 for children of the anchor, [n]
+    survivals: list[float] = field(default_factory=list)  # predicted probability that the node is accepted, [n]
+    known: list[float] = field(default_factory=list)  # what that was predicted from, see `SiblingAcceptance`, [n]
+    # What was left of the parent's law when the node was drawn, [n]. 0 where the token was not drawn, but known
+    # before: such a node is tested against a law that has no other token.
+    masses: list[float] = field(default_factory=list)
+    laws: dict[int, tuple[TokenLaw, int]] = field(default_factory=dict)  # place -> its children's law, and its row
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths, default=0)
+
+    def add(self, parent: int, token_id: int, survival: float = 1.0, known: float = 1.0, *, mass: float = 0.0) -> int:
+        """Add a node after the last one, and return its place."""
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(1 + self.depth_of(parent))
+        self.survivals.append(survival)
+        self.known.append(known)
+        self.masses.append(mass)
+        return len(self.token_ids)
+
+    def depth_of(self, place: int) -> int:
+        return self.depths[place - 1] if place else 0
+
+    def children(self, place: int) -> list[int]:
+        return [node for node, parent in enumerate(self.parents, start=1) if parent == place]
+
+    def path(self, place: int) -> list[int]:
+        """Return the places from the first node down to this one."""
+        places = []
+        while place:
+            places.append(place)
+            place = self.parents[place - 1]
+        return places[::-1]
+
+    def tokens(self, places: Iterable[int]) -> list[int]:
+        return [self.token_ids[place - 1] for place in places]
+
+    def only(self, places: Sequence[int]) -> "DraftTree":
+        """Return the tree with some nodes alone, in ascending order, whose parents are among them: for arg-max drafts.
+        A node that was drawn must not be left out."""
+        new_place = {0: 0} | {place: new for new, place in enumerate(places, start=1)}
+        kept = DraftTree()
+        for place in places:
+            facts = self.token_ids[place - 1], self.survivals[place - 1], self.known[place - 1]
+            kept.add(new_place[self.parents[place - 1]], *facts)
+        return kept
+
+
+class SiblingLaw:
+    """The law `[n]` of the children of one node, and what is left of it while they are drawn. It need not sum to one
+    exactly."""
+
+    def __init__(self, probs: np.ndarray) -> None:
+        self._probs = probs
+        self._cumulative = probs.cumsum(dtype=np.float64)
+        self._removed: list[tuple[float, float]] = []  # where a removed entry starts, and its size; ascending
+        self._gone: set[int] = set()
+
+    def remove(self, index: int) -> None:
+        """Let an entry not be drawn any more."""
+        if index not in self._gone:
+            self._gone.add(index)
+            size = float(self._probs[index])
+            self._removed = sorted([*self._removed, (float(self._cumulative[index]) - size, size)])
+
+    def draw(self, uniform: float) -> tuple[int, float] | None:
+        """Draw an entry by a number in [0, 1), and remove it.
+
+        Returns:
+            The entry, and the mass that was left: it was drawn from probs / mass. `None` if too little was left.
+        """
+        mass = float(self._cumulative[-1]) - sum(size for _, size in self._removed)
+        if not mass > LEAST_MASS:  # nor NaN
+            return None
+        index = invert_without(self._cumulative, self._removed, uniform * mass)
+        if index in self._gone or not self._probs[index] > 0.0:  # by rounding alone
+            return None
+        self.remove(index)
+        return index, mass
+
+
+def invert_without(cumulative: np.ndarray, removed: Sequence[tuple[float, float]], point: float) -> int:
+    """Return the entry at a point of a cumulative law out of which some stretches, (start, size) in ascending order,
+    were cut."""
+    for start, size in removed:
+        if point >= start:
+            point += size
+    return min(int(cumulative.searchsorted(point, side="right")), len(cumulative) - 1)
+
+
+def accepts(coin: float, ratio: float) -> bool:
+    """Tell whether a draft is accepted whose token has `ratio` = p_t / p_d. DSpark Section 2.1."""
+    return coin < ratio
+
+
+def walk_greedily(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int], int]:
+    """Follow the target's arg-max after each place, `[1 + n]`, as long as it is a child.
+
+    Returns:
+        The accepted places, and the token after them.
+    """
+    place, path = 0, []
+    while True:
+        following = target_ids[place]
+        matching = [node for node in tree.children(place) if tree.token_ids[node - 1] == following]
+        if not matching:
+            return path, following
+        place = matching[0]
+        path.append(place)
+
+
+def verify_tree(tree: DraftTree, target_law: TokenLaw, coins: Sequence[float]) -> tuple[list[int], TokenLaw]:
+    """Accept a path by the ratio test, sibling after sibling.
+
+    At each place p_1 is the target's law there. Child j is accepted with probability min(1, p_j(z) / q_j(z)); after a
+    rejection p_{j+1} = norm(max(p_j - q_j, 0)). q_j is what the draft drew it from, or stands on z alone if z was
+    known before. Each test is the usual one for the pair (p_j, q_j): the token after a place has the law p_1.
+
+    Args:
+        tree ([`DraftTree`]): With every node that was drawn.
+        target_law ([`TokenLaw`] of shape `[1 + n, m]`): After each place, processed like the drafts.
+        coins (`Sequence[float]`): One for each node, in [0, 1), independent of the draws.
+
+    Returns:
+        The accepted places, and the law of the token after them, `[m]`.
+    """
+    place, path = 0, []
+    while True:
+        law, tried, accepted = target_law[place], [], None
+        probs, draft_probs = law.probs, None
+        for node in tree.children(place):
+            token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
+            target_prob = _probability(probs, law.candidate_ids, token)
+            if mass > 0.0:
+                children_law, row = tree.laws[place]
+                draft_law = children_law[row]
+                ratio = target_prob * mass / _probability(draft_law.probs, draft_law.candidate_ids, token)
+            else:
+                ratio = target_prob
+            if accepts(coins[node - 1], ratio):
+                accepted = node
+                break
+            if mass > 0.0:
+                if draft_probs is None:
+                    draft_probs = _on_stand_of(law, draft_law)
+                left = _without(draft_probs, law.candidate_ids, tried) / mass
+            else:
+                left = _one_hot(probs, law.candidate_ids, token)
+            probs = residual_distribution(probs, left)
+            tried.append(token)
+        if accepted is None:
+            return path, TokenLaw(probs, law.candidate_ids)
+        place = accepted
+        path.append(place)
+
+
+def _probability(probs: torch.Tensor, candidate_ids: torch.Tensor | None, token: int) -> float:
+    if candidate_ids is None:
+        return float(probs[token])
+    return float(probs[candidate_ids == token].sum())
+
+
+def _on_stand_of(law: TokenLaw, draft_law: TokenLaw) -> torch.Tensor:
+    """Return a draft law's probabilities of the tokens on which the target's stands, `[m]`."""
+    if law.candidate_ids is not None:
+        return draft_law.probability(law.candidate_ids)
+    return draft_law.dense(law.probs.shape[-1]).probs
+
+
+def _without(probs: torch.Tensor, candidate_ids: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+    for token in tokens:
+        probs = probs * (1.0 - _one_hot(probs, candidate_ids, token))
+    return probs
+
+
+def _one_hot(probs: torch.Tensor, candidate_ids: torch.Tensor | None, token: int) -> torch.Tensor:
+    ids = torch.arange(len(probs), device=probs.device) if candidate_ids is None else candidate_ids
+    return (ids == token).to(probs)

@@ -1,0 +1,72 @@
+"""Copies: the longest match is continued, and what was right before is expected to be right again."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, TreeBudget
+from hf_dspark.decoding.ngrams import USUAL, CopyFinder, CopyRates
+from hf_dspark.decoding.request import Request, StopRule
+
+
+def request(tokens):
+    return Request(0, torch.tensor(tokens), 999, LogitsProcessorList(), StopRule(StoppingCriteriaList()))
+
+
+def test_the_longest_match_is_continued():
+    finder = CopyFinder(CopyRates())
+    copy = finder.find(request([1, 2, 3, 9, 8, 2, 3, 7, 5, 1, 2, 3]), 4)
+    assert copy.token_ids == [9, 8, 2, 3]  # 2, 3 was followed by 7 later on
+    assert list(copy.chances) == [USUAL[1][1], USUAL[2][1], USUAL[2][1], USUAL[3][1]]
+    assert CopyFinder(CopyRates()).find(request([1, 2, 3, 4]), 4).token_ids == ()
+    assert CopyFinder(CopyRates()).find(request([1, 2, 5, 1, 2]), 0).token_ids == ()
+
+
+def test_a_match_within_the_continuation_itself_goes_on():
+    assert CopyFinder(CopyRates()).find(request([4, 5, 4, 5, 4, 5]), 9).token_ids == [4, 5]
+
+
+def test_rates_follow_what_was_right_whether_it_was_sent_or_not():
+    rates, tokens = CopyRates(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    finder = CopyFinder(rates)
+    before = [rates.of(length) for length in (3, 4)]
+    finder.find(request(tokens), 5)
+    finder.find(request([*tokens, 4, 9]), 5)  # 4 is right, 5 would have been wrong
+    assert rates.of(3) > before[0] and rates.of(4) < before[1]
+    assert rates.of(2) == USUAL[0][1]
+
+
+def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
+    """A target that repeats three tokens for ever."""
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    ids = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+    honest = target.forward
+
+    def forward(input_ids=None, **kwargs):
+        output = honest(input_ids=input_ids, **kwargs)
+        following = {5: 9, 9: 30, 30: 5}
+        for place, token in enumerate(input_ids[0, -output.logits.shape[1] :].tolist()):
+            output.logits[0, place, following.get(token, 5)] += 1e3
+        return output
+
+    target.forward = forward
+    rounds = {}
+    for copies in (True, False):
+        draft.decoding = DecodingOptions(policy=TreeBudget(12), copies=copies)
+        output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
+        assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
+        rounds[copies] = draft.last_stats.rounds
+    assert rounds[True] < 0.6 * rounds[False]
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_copies_end_where_the_sequence_must(make_target, length):
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft.decoding = DecodingOptions(policy=TreeBudget(30))
+    ids = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+    options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0, "eos_token_id": 7}
+    assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))

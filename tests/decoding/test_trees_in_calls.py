@@ -1,0 +1,142 @@
+"""Trees in every kind of call: conversations, queues, several sequences, stop rules, streams, and what is refused."""
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, TreeBudget, generate_many
+from hf_dspark.decoding.hook import default_policy
+from hf_dspark.maths.checked import CheckedPolicy
+from hf_dspark.maths.tree_policies import TreeScheduler
+from tests.laws import TABLE
+from tests.rows import padded
+
+PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
+GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+
+
+@pytest.fixture
+def target(make_target):
+    return make_target(seed=4)
+
+
+@pytest.fixture
+def draft(target):
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft.decoding = DecodingOptions(policy=TreeBudget(14))
+    return draft
+
+
+def test_a_queue_of_requests_is_answered_as_each_alone(target, draft):
+    plain = [target.generate(torch.tensor([row]), **GREEDY)[0, len(row) :].tolist() for row in PROMPTS * 2]
+    answers = generate_many(target, draft, PROMPTS * 2, batch_size=2, progress=False, **GREEDY)
+    assert [answer.token_ids.tolist() for answer in answers] == plain
+    assert max(draft.last_stats.proposed) > 4
+
+
+def test_a_conversation_goes_on_in_the_cache_of_its_trees(target, draft):
+    first = target.generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, return_dict_in_generate=True, **GREEDY)
+    longer = torch.cat([first.sequences, torch.tensor([[8, 2, 40]])], dim=1)
+    second = target.generate(longer, assistant_model=draft, past_key_values=first.past_key_values, **GREEDY)
+    assert torch.equal(second, target.generate(longer, **GREEDY))
+
+
+def test_several_sequences_of_a_prompt_draw_their_own_trees(target, draft):
+    torch.manual_seed(0)
+    options = GREEDY | {"do_sample": True, "num_return_sequences": 3}
+    rows = target.generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, **options)
+    assert len({tuple(row) for row in rows.tolist()}) == 3
+
+
+def test_a_tree_does_not_depend_on_its_neighbours(target, draft):
+    """The first row draws the same tokens, whoever stands beside it."""
+    options, answers = GREEDY | {"do_sample": True, "top_k": 0}, []
+    for others in ([], PROMPTS[1:2], PROMPTS[2:3]):
+        torch.manual_seed(3)
+        answers.append(target.generate(**padded([PROMPTS[0], *others]), assistant_model=draft, **options)[0, -20:])
+    assert all(torch.equal(answers[0], other) for other in answers[1:])
+
+
+class AtToken(StoppingCriteria):
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([row[-1] == self.token for row in input_ids.tolist()])
+
+
+def test_criteria_and_streams_see_the_accepted_path_alone(target, draft):
+    ids, seen = torch.tensor(PROMPTS[:1]), []
+    plain = target.generate(ids, **GREEDY)
+    stop = StoppingCriteriaList([AtToken(int(plain[0, ids.shape[1] + 6]))])
+
+    class Streamer:
+        def put(self, value):
+            seen.extend(value.flatten().tolist())
+
+        def end(self):
+            seen.append("end")
+
+    expected = target.generate(ids, stopping_criteria=stop, **GREEDY)
+    output = target.generate(ids, stopping_criteria=stop, assistant_model=draft, streamer=Streamer(), **GREEDY)
+    assert torch.equal(output, expected) and seen == [*expected[0].tolist(), "end"]
+
+
+def test_a_number_of_assistant_tokens_means_a_chain(target, draft):
+    target.generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, num_assistant_tokens=3, **GREEDY)
+    assert max(draft.last_stats.proposed) <= 3 and draft.last_stats.depths == draft.last_stats.proposed
+
+
+def test_transformers_own_loop_decodes_chains(target, draft):
+    ids = torch.tensor(PROMPTS[:1])
+    draft.decoding = DecodingOptions(policy=TreeBudget(3), use_transformers_loop=True)
+    assert torch.equal(target.generate(ids, assistant_model=draft, **GREEDY), target.generate(ids, **GREEDY))
+    assert max(draft.last_stats.proposed) <= 3
+
+
+def test_trees_are_the_default_where_draft_and_machine_are_measured(target, draft, monkeypatch):
+    draft.config.sts_temperatures = {"default": [1.0] * 4}
+    monkeypatch.setattr("hf_dspark.decoding.hook.find_cost", lambda *_: TABLE)
+    scheduler = lambda **how: default_policy(draft, target, **how).policy.policy  # noqa: E731
+    assert not isinstance(scheduler(), TreeScheduler)
+    fitted = draft.config.siblings_for(do_sample=False).to_dict()
+    draft.config.sibling_acceptance = {"greedy": fitted}
+    assert isinstance(scheduler(), TreeScheduler) and not isinstance(scheduler(do_sample=True), TreeScheduler)
+    assert not isinstance(scheduler(trees=False), TreeScheduler)
+    assert isinstance(scheduler(trees=True, do_sample=True), TreeScheduler)
+    monkeypatch.setattr("hf_dspark.decoding.hook.find_cost", lambda *_: None)
+    assert default_policy(draft, target) == FullBlock() and default_policy(draft, target, trees=True) == TreeBudget(15)
+
+
+def test_now_and_then_a_round_is_a_chain_to_compare_the_clock_with(target, draft):
+    draft.decoding = DecodingOptions(policy=CheckedPolicy(TreeBudget(14), cost=TABLE))
+    ids = torch.tensor(PROMPTS[:1])
+    output = target.generate(ids, assistant_model=draft, **GREEDY)
+    assert torch.equal(output, target.generate(ids, **GREEDY))
+    assert 4 in draft.last_stats.proposed and max(draft.last_stats.proposed) > 4
+
+
+def test_options_that_contradict_each_other_are_refused(draft):
+    with pytest.raises(ValueError, match="trees=True chooses the default policy, got policy="):
+        DecodingOptions(trees=True, policy=FullBlock())
+
+
+def test_trees_of_a_target_with_recurrent_states_are_refused(make_target, monkeypatch):
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    monkeypatch.setattr("hf_dspark.decoding.hook.tree_obstacle", lambda _: "it reads rows token by token")
+    with pytest.raises(ValueError, match=r"DecodingOptions\(trees=True\) asks for trees of drafts, but it reads"):
+        draft.decoding = DecodingOptions(trees=True)
+        target.generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:the draft .* NaN or infinite")
+def test_a_draft_that_overflows_leaves_plain_decoding(target, draft):
+    with torch.no_grad():
+        draft.markov_head.markov_w2.weight.fill_(torch.nan)
+    ids = torch.tensor(PROMPTS[:1])
+    for options in (GREEDY, GREEDY | {"do_sample": True, "top_k": 1}):
+        output = target.generate(ids, assistant_model=draft, **options)
+        assert torch.equal(output, target.generate(ids, **GREEDY))

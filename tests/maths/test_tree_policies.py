@@ -1,0 +1,183 @@
+"""Trees are as large as pays: against exhaustive search over shapes, and on machines of different kinds."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, SLOLimit, TreeBudget, TreeScheduler
+from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
+from hf_dspark.maths.tree_plans import BudgetPlan, PricePlan, SiblingAcceptance, check_siblings, usual_acceptance
+from hf_dspark.maths.trees import DraftTree
+
+MEANS = ((0.7, 0.1, 0.05), (0.65, 0.12, 0.04), (0.6, 0.1, 0.05))
+DRAWN = SiblingAcceptance(True, ((1.0, 0.0), (0.5, -1.0), (0.5, -1.5)), MEANS)
+BEST = SiblingAcceptance(False, ((1.0, 0.0),), MEANS)
+LENGTHS = torch.tensor([3])
+
+
+def machine(*milliseconds_of_nodes, drafting=0.1e-3):
+    """A machine on which trees of 1, 2, ... nodes take so many milliseconds, and chains as many."""
+    tokens = tuple(range(1, len(milliseconds_of_nodes) + 1))
+    return ThroughputTable(tokens, tuple(1e3 / each for each in milliseconds_of_nodes), drafting)
+
+
+def grown(plan, shares, ranks=3):
+    """Grow one tree of certain shares, `[depth][rank]`, whatever the tokens are."""
+    tree, level, depth = DraftTree(), [0], 0
+    while level and depth < len(shares):
+        above = np.array([tree.survivals[place - 1] if place else 1.0 for place in level])
+        survivals = np.outer(above, shares[depth])
+        counts = plan.admit(depth, [0] * len(level), survivals, [tree])
+        level = [
+            tree.add(place, rank, float(survivals[number, rank]))
+            for number, place in enumerate(level)
+            for rank in range(int(counts[number]))
+        ]
+        depth += 1
+    return tree
+
+
+def best_of_all_shapes(shares, seconds, most):
+    """Return the best throughput of any tree: the best nodes of the whole tree, of every number."""
+    paths = {(): 1.0}
+    for depth in range(len(shares)):
+        for path in [path for path in paths if len(path) == depth]:
+            for rank, share in enumerate(shares[depth]):
+                paths[(*path, rank)] = paths[path] * share
+    survivals = sorted((survival for path, survival in paths.items() if path), reverse=True)[:most]
+    return max((1 + sum(survivals[:count])) / seconds[count] for count in range(len(survivals) + 1))
+
+
+JAGGED = {
+    "flat": [1.0] * 40,
+    "slope": [1.0 + 0.05 * n for n in range(40)],
+    "steep": [1.0 + 0.4 * n for n in range(40)],
+    "cliffs": [1.0 + 0.6 * (n // 8) for n in range(40)],
+    "early_cliff": [1.0 if n < 3 else 2.0 + 0.01 * n for n in range(40)],
+}
+
+
+@pytest.mark.parametrize("curve", JAGGED.values(), ids=JAGGED)
+@pytest.mark.parametrize("siblings", [DRAWN, BEST], ids=["drawn", "best"])
+def test_the_scheduler_comes_near_an_exhaustive_search_over_shapes(curve, siblings, monkeypatch):
+    cost = machine(*curve)
+    seconds = cost.tree_seconds(Load(), 31)
+    for gain in ("LEAST_GAIN", "LEAST_GAIN_OF_DRAWN"):
+        monkeypatch.setattr(f"hf_dspark.maths.tree_policies.{gain}", 0.0)
+    plan = TreeScheduler(cost).plan_tree(siblings, LENGTHS, Load())
+    tree = grown(plan, MEANS)
+    if not siblings.is_drawn:
+        tree = tree.only(plan.kept([tree])[0])
+    found = (1 + sum(tree.survivals)) / seconds[tree.num_nodes]
+    assert found >= 0.95 * best_of_all_shapes(MEANS, seconds, 31)
+
+
+def test_a_loaded_machine_gets_smaller_trees_then_chains(monkeypatch):
+    cost = ThroughputTable((1, 32, 64, 128), (100, 95, 60, 35), 1e-3)
+    nodes = []
+    for requests in (1, 4, 16):
+        plan = TreeScheduler(cost).plan_tree(BEST, torch.tensor([3] * requests), Load(range(requests)))
+        nodes.append(0 if plan is None else grown(plan, MEANS).num_nodes)
+    assert nodes[0] > nodes[1] >= nodes[2] == 0
+
+
+def test_chains_are_kept_where_a_tree_gains_too_little():
+    assert TreeScheduler(machine(*JAGGED["steep"])).plan_tree(DRAWN, LENGTHS, Load()) is None
+    assert TreeScheduler(machine(*JAGGED["flat"])).plan_tree(DRAWN, LENGTHS, Load()) is not None
+
+
+def test_wrapped_policies_plan_the_same_trees_under_their_caps():
+    cost = machine(*(1.0 + 0.005 * n for n in range(70)))
+    inside = TreeScheduler(cost).plan_tree(DRAWN, LENGTHS, Load())
+    assert AdaptiveDrafting(TreeScheduler(cost)).plan_tree(DRAWN, LENGTHS, Load()).cut == inside.cut
+    capped = SLOLimit(TreeScheduler(cost), tpot_seconds=1.0225e-3).plan_tree(DRAWN, LENGTHS, Load())
+    assert capped.in_all == 4 and grown(capped, MEANS).num_nodes == 4
+    assert SLOLimit(TreeBudget(20), tpot_seconds=1.0225e-3, cost=cost).plan_tree(DRAWN, LENGTHS, Load()).num_nodes == 4
+    assert PrefixScheduler(cost).plan_tree(DRAWN, LENGTHS, Load()) is None
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 11])
+def test_a_budget_of_best_tokens_is_the_best_of_the_whole_tree(num_nodes):
+    plan = BudgetPlan(num_nodes, BEST)
+    tree = grown(plan, MEANS)
+    kept = tree.only(plan.kept([tree])[0])
+    every = [1.0]
+    survivals = []
+    for row in MEANS:
+        every = [above * share for above, share in itertools.product(every, row)]
+        survivals += every
+    assert kept.num_nodes == num_nodes
+    assert sum(kept.survivals) == pytest.approx(sum(sorted(survivals)[::-1][:num_nodes]))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 9])
+def test_a_budget_of_drawn_nodes_is_never_exceeded_and_used_up(num_nodes):
+    assert grown(BudgetPlan(num_nodes, DRAWN), MEANS).num_nodes == num_nodes
+
+
+def test_deciding_for_64_trees_of_31_nodes_takes_a_millisecond():
+    plan = PricePlan(0.03, 31, 64 * 31)
+    trees = [DraftTree() for _ in range(64)]
+    rows = np.repeat(np.arange(64), 4).tolist()
+    survivals = np.sort(np.random.default_rng(0).random((256, 6)), axis=1)[:, ::-1] * 0.1
+    times = []
+    for _ in range(50):
+        started = time.perf_counter()
+        plan.admit(3, rows, survivals, trees)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 1e-3
+
+
+def test_a_cap_for_all_requests_goes_to_the_best_nodes():
+    plan = PricePlan(0.1, 31, 3)
+    counts = plan.admit(0, [0, 1], np.array([[0.5, 0.2], [0.9, 0.3]]), [DraftTree(), DraftTree()])
+    assert counts.tolist() == [1, 2]
+
+
+def test_fits_recover_what_acceptances_were_drawn_from():
+    generator, truth, tests = np.random.default_rng(0), ((1.2, 0.3), (0.6, -1.0)), []
+    for _ in range(4000):
+        known = generator.uniform(0.05, 0.95)
+        for rank, (slope, offset) in enumerate(truth):
+            chance = 1 / (1 + np.exp(-(slope * np.log(known / (1 - known)) + offset)))
+            accepted = generator.random() < chance
+            tests.append(SiblingTest(0, rank, known, accepted))
+            if accepted:
+                break
+    fitted = fit_siblings(tests, True, 3)
+    assert np.abs(np.array(fitted.fits) - np.array(truth)).max() < 0.15
+    first = sum(test.was_accepted for test in tests if test.rank == 0) / 4000
+    assert fitted.means[0][0] == pytest.approx(first, abs=1e-4) and len(fitted.means) == 3
+    check_siblings(fitted.to_dict(), 3)
+
+
+def test_tests_in_a_round_end_with_the_accepted_sibling():
+    tree = DraftTree()
+    first, second = tree.add(0, 5, known=0.7), tree.add(0, 6, known=0.7)
+    tree.add(first, 7, known=0.2)
+    below = tree.add(second, 7, known=0.4)
+    assert recorded_tests(tree, [second, below]) == [(0, 0, 0.7, False), (0, 1, 0.7, True), (1, 0, 0.4, True)]
+
+
+def test_shares_of_siblings_never_rise_with_the_rank():
+    shares = usual_acceptance(True, 4).shares(np.array([[0.02], [0.5], [0.99]]))
+    assert (np.diff(shares, axis=1) <= 0).all() and (shares.sum(axis=1) <= 1).all()
+
+
+@pytest.mark.parametrize("num_nodes", [0, 64, 2.5, "7"])
+def test_impossible_budgets_are_refused(num_nodes):
+    with pytest.raises(ValueError, match="num_nodes must be a whole number from 1 to 63"):
+        TreeBudget(num_nodes)
+
+
+@pytest.mark.parametrize(
+    "entry", [None, {"fits": [[1, 2]]}, {"fits": [], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[0.5]]},
+              {"fits": [[1, float("nan")]], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[1.5]] * 3}]
+)  # fmt: skip
+def test_damaged_acceptances_are_refused(entry):
+    with pytest.raises(ValueError, match="acceptances"):
+        check_siblings(entry, 3)
