@@ -6,6 +6,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_dspark.data.prompts import as_chat, read_prompt_file
+from hf_dspark.data.suites import suite_files
 from hf_dspark.decoding.step_costs import cache_folder, find_cost
 from hf_dspark.evaluation import results
 from hf_dspark.evaluation.calibrate import calibrate
@@ -32,9 +33,10 @@ from .models import (
 
 
 def run_eval(options: Namespace, console: Console) -> bool:
-    if len(dict(options.prompts)) < len(options.prompts):
+    tasks = dict(options.prompts or suite_files(*options.suite))
+    if len(tasks) < len(options.prompts or tasks):
         raise ValueError("--prompts names a task twice: give NAME=FILE with different names")
-    files = {name: read_prompt_file(path, options.num_prompts) for name, path in options.prompts}
+    files = {name: read_prompt_file(path, options.num_prompts) for name, path in tasks.items()}
     faults = note_faults(console, *files.values())
     models = load_models(options)
     sampling = generate_kwargs(options, models.target)

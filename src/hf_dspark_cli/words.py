@@ -212,7 +212,10 @@ def eval_(parser: ArgumentParser) -> None:
       --prompts math=examples/gsm8k_pair/prompts.jsonl --num_prompts 20 --compare --result_file out/math.json
     """
     add = parser.add_argument
-    add("--prompts", type=task, nargs="+", required=True, metavar="NAME=FILE", help=f"tasks to measure. {PROMPTS}")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompts", type=task, nargs="+", metavar="NAME=FILE", help=f"tasks to measure. {PROMPTS}")
+    suites = "a benchmark, paper or spec_bench, and the folder of its prompt files"
+    asked.add_argument("--suite", nargs=2, metavar=("SUITE", "FOLDER"), help=suites)
     add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")

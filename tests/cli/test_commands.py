@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel
+from hf_dspark.data.suites import SUITES
 from hf_dspark.decoding import regenerate as regeneration
 from hf_dspark.decoding import step_costs
 from hf_dspark.evaluation import run as evaluation_run
@@ -200,6 +201,16 @@ def test_eval_writes_a_result_and_overwrites_none(capsys, refusal):
     assert "first.json exists" in refusal(f"{words} --result_file first.json")
     words = "eval --target target --prompts prompts.jsonl --max_new_tokens 4 --batch_size 2 --result_file alone.json"
     assert main(shlex.split(words)) == 0 and read_results(["alone.json"])[0]["draft"] == {}
+
+
+def test_eval_measures_a_benchmark_by_its_name(capsys, refusal):
+    words = f"eval {PAIR} --suite spec_bench bench --temperature 0 --max_new_tokens 3 --num_prompts 1"
+    assert "bench lacks mt_bench.jsonl, translation.jsonl, " in refusal(words)
+    Path("bench").mkdir()
+    for task in SUITES["spec_bench"]:
+        Path(f"bench/{task}.jsonl").write_text('{"turns": ["what is up"]}\n"up"\n')
+    assert main(shlex.split(f"{words} --result_file out.json")) == 0
+    assert read_results(["out.json"])[0]["tasks"].keys() == {*SUITES["spec_bench"], "all"}
 
 
 def test_eval_compares_with_plain_decoding_and_lists_what_failed(capsys):

@@ -85,7 +85,7 @@ def test_no_block_is_shorter_in_expectation_than_token_by_token():
 def test_the_first_k_tokens_are_accepted_as_often_however_many_are_sent():
     world, path = World.random(4, 3, 4), (2, 0, 1)
     weights = prefix_weights(drafted(world, path), targets(world, path, 3), ONE)[0]
-    mean = {length: 0.0 for length in (1, 2, 3)}
+    mean = dict.fromkeys((1, 2, 3), 0.0)
     for length in mean:
         for rest in itertools.product(range(3), repeat=length - 1):
             whole = (2, *rest)

@@ -1,0 +1,64 @@
+"""Let a chat model write questions itself: it sees the opening of a user's turn, and goes on.
+
+python examples/smollm2/write_questions.py --target out/smollm2/target --output_file out/smollm2/questions.jsonl
+
+Goes on where it stopped. The idea is Magpie's (Xu et al., 2024, arXiv 2406.08464).
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BATCH = 48
+SHORTEST = 12  # characters
+SENTENCE_END = re.compile(r"[.?!](?=\s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--output_file", required=True)
+    parser.add_argument("--num_questions", type=int, default=3000)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16)
+    end = tokenizer.eos_token_id
+    # With the system's message that the template adds, and without.
+    whole = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False).partition("\0")[0]
+    openings = (whole, whole[whole.rindex("<|im_start|>") :])
+    path = Path(options.output_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = [json.loads(line)["prompt"] for line in path.read_text().splitlines()] if path.exists() else []
+    seen, missing = set(known), options.num_questions - len(known)
+    with path.open("a") as file, tqdm(total=max(0, missing), disable=None) as bar:
+        while len(seen) < options.num_questions:
+            torch.manual_seed(len(seen))
+            opening = tokenizer([openings[len(seen) % 2]] * BATCH, return_tensors="pt", add_special_tokens=False)
+            rows = target.generate(
+                **opening, do_sample=True, temperature=1.0, top_p=0.95, max_new_tokens=72, eos_token_id=end,
+                pad_token_id=end,
+            )  # fmt: skip
+            for row in rows[:, opening["input_ids"].shape[1] :].tolist():
+                question = as_question(tokenizer.decode(row, skip_special_tokens=True), whole=end in row)
+                if question and question not in seen:
+                    seen.add(question)
+                    file.write(json.dumps({"prompt": question}) + "\n")
+                    bar.update()
+            file.flush()
+
+
+def as_question(text: str, whole: bool) -> str | None:
+    """Return what was written, up to its last whole sentence if it has no end."""
+    if not whole:
+        ends = [match.end() for match in SENTENCE_END.finditer(text)]
+        text = text[: ends[-1]] if ends else ""
+    return text.strip() if len(text.strip()) >= SHORTEST else None
+
+
+if __name__ == "__main__":
+    main()
