@@ -28,7 +28,7 @@ def trees_tau() -> Figure:
     axes["greedy"].set_ylabel("tokens per round")
     return finish(
         figure,
-        "The same number of tokens commits more as a tree",
+        "Trees commit more than chains, most of all when greedy",
         f"{PAIR} 50 held-out questions. Bars: standard error over rounds.",
         axes["greedy"],
     )

