@@ -6,21 +6,25 @@ python benchmarks/trees.py blocks
 python benchmarks/trees.py speed
 python benchmarks/trees.py copies
 python benchmarks/trees.py example
+python benchmarks/trees.py machines --curves vidur_linear_layer_ms_vs_tokens.csv
 
 `fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
 on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a
 whole gains over one token at a time, in the same rounds. `speed` decodes each prompt plainly, with the best chains and
 with scheduled trees, in turns. `copies` asks each question a second time after its answer, so that the new answer
 repeats text, and compares trees with copied branches and without. `example` keeps one real tree in which a sibling
-saved a round. Results are in results/trees_*.json.
+saved a round. `machines` computes the best chain and the best tree, for the acceptances of the shipped pair, from the
+shipped tables of this kind of CPU and from the step times of GPUs. Results are in results/trees_*.json.
 """
 
 import argparse
 import itertools
+import json
 import math
 import statistics
 from typing import Any
 
+import numpy as np
 import torch
 from pair import (
     GREEDY,
@@ -35,6 +39,7 @@ from pair import (
     provenance_of,
     write_result,
 )
+from simulator import DRAFT_SHARE, load_curves
 from speed import Run, timed
 from tqdm import tqdm
 
@@ -48,14 +53,16 @@ from hf_dspark import (
     TreeScheduler,
 )
 from hf_dspark.decoding.hook import scheduled_by
-from hf_dspark.decoding.step_costs import find_cost
+from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
 from hf_dspark.evaluation.calibrate import collect_siblings
 from hf_dspark.maths.block_verification import prefix_weights
+from hf_dspark.maths.costs import Load, ThroughputTable
 from hf_dspark.maths.policies import RoundOutcome
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
 
 BUDGETS = (7, 15, 31)
+GPUS = ("A100 Llama-2-7B", "H100 Llama-2-7B")
 
 
 def fit(options: argparse.Namespace, _: dict[str, Any]) -> None:
@@ -238,10 +245,47 @@ def saved_depth(outcome: RoundOutcome) -> int:
     return 0
 
 
+def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Compute tokens per second of the best chain and the best tree by several tables; trees pay for their growth."""
+    draft_config = DSparkConfig.from_pretrained(PAIR / "draft")
+    whole = {row["temperature"]: row for row in json.loads((RESULTS / "trees_blocks.json").read_text())["rows"]}["1"]
+    tables = {path.stem: ThroughputTable.load(path) for path in sorted(SHIPPED_TABLES.glob("*.json"))}
+    tables |= {name: table for name, table in load_curves(options.curves, DRAFT_SHARE).items() if name in GPUS}
+    rows = []
+    for (name, table), regime in itertools.product(tables.items(), REGIMES):
+        siblings = draft_config.siblings_for(regime == "sampled")
+        expected, chain = siblings.descendants(0, BUDGETS[-1]), np.cumprod([row[0] for row in siblings.means])
+        # What verifying a drawn chain as a whole adds to the tokens of a round.
+        factor = whole["as_a_whole"] / whole["token_by_token"] if siblings.is_drawn else 1.0
+        for requests in (1, 4, 16, 64):
+            load = Load(tuple(range(requests)))
+            tokens = [1 + np.concatenate([[0.0], each.cumsum()]) for each in (chain, expected)]
+            seconds = [table.round_seconds(load, requests * len(chain))[::requests], table.tree_seconds(load, 31)]
+            of_chains = np.append(1 / table.plain_seconds(load), tokens[0][1:] * factor / seconds[0][1:])
+            of_trees = tokens[1] / seconds[1]
+            rows.append({
+                "table": name, "regime": regime, "requests": requests, "best_chain": int(of_chains.argmax()),
+                "best_tree": int(of_trees.argmax()),
+                "tree_over_chain": round(float(of_trees.max() / of_chains.max()), 3),
+                "tree_of_15_over_chain": round(float(of_trees[15] / of_chains.max()), 3),
+                "chosen": TreeScheduler(table).plan_tree(siblings, torch.full((requests,), 7), load) is not None,
+            })  # fmt: skip
+            print(rows[-1])
+    write_result(RESULTS / "trees_machines.json", origin | {"rows": rows})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    parts = {"fit": fit, "tau": tau, "blocks": blocks, "speed": speed, "copies": copies, "example": example}
+    parts = {
+        "fit": fit,
+        "tau": tau,
+        "blocks": blocks,
+        "speed": speed,
+        "copies": copies,
+        "example": example,
+        "machines": machines,
+    }
     for name in parts:
         command = commands.add_parser(name)
         command.add_argument("--max_new_tokens", type=int, default=128)
@@ -249,6 +293,8 @@ def main() -> None:
             command.add_argument("--test_file", required=True, help="GSM8K test.jsonl")
             command.add_argument("--num_prompts", type=int, default=150)
             command.add_argument("--rounds_folder", default="out/trees", help="recorded rounds, to resume")
+        elif name == "machines":
+            command.add_argument("--curves", required=True, help="CSV of step times; see simulator.load_curves")
         elif name == "tau":
             command.add_argument("--num_seeds", type=int, default=4, help="of sampled answers")
         else:
