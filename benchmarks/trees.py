@@ -4,17 +4,18 @@ python benchmarks/trees.py fit --test_file test.jsonl
 python benchmarks/trees.py tau
 python benchmarks/trees.py blocks
 python benchmarks/trees.py speed
-python benchmarks/trees.py copies
+python benchmarks/trees.py copies --pair out/smollm2 --prompts copying=examples/smollm2/copies.jsonl \\
+    chat=mt-bench.jsonl
 python benchmarks/trees.py example
 python benchmarks/trees.py machines --curves vidur_linear_layer_ms_vs_tokens.csv
 
 `fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
-on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a
-whole gains over one token at a time, in the same rounds. `speed` decodes each prompt plainly, with the best chains and
-with scheduled trees, in turns. `copies` asks each question a second time after its answer, so that the new answer
-repeats text, and compares trees with copied branches and without. `example` keeps one real tree in which a sibling
-saved a round. `machines` computes the best chain and the best tree, for the acceptances of the shipped pair, from the
-shipped tables of this kind of CPU and from the step times of GPUs. Results are in results/trees_*.json.
+on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a whole gains over
+one token at a time, in the same rounds. `speed` decodes each prompt plainly, with the best chains and with scheduled
+trees, in turns. `copies` compares trees with copied branches and without, on prompts that ask for a copy and on
+others. `example` keeps one real tree in which a sibling saved a round. `machines` computes the best chain and the
+best tree, for the acceptances of the shipped pair, from the shipped tables of this kind of CPU and from the step
+times of GPUs. Results are in results/trees_*.json.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import itertools
 import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,7 @@ from hf_dspark import (
     TreeBudget,
     TreeScheduler,
 )
+from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.decoding.hook import scheduled_by
 from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
 from hf_dspark.evaluation.calibrate import collect_siblings
@@ -62,6 +65,7 @@ from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
 
 BUDGETS = (7, 15, 31)
+LOOKED_UP = 10  # tokens at a time, as transformers' documentation has it
 GPUS = ("A100 Llama-2-7B", "H100 Llama-2-7B")
 
 
@@ -192,28 +196,35 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
 
 
 def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
-    target, draft, tokenizer = load_pair()
-    ways = {
+    """Compare copied branches with none, on prompts that ask for a copy and on others, beside plain prompt lookup."""
+    target, draft, tokenizer = load_pair(getattr(torch, options.dtype), Path(options.pair))
+    drafted: dict[str, DecodingOptions] = {
         "chain": DecodingOptions(policy=FullBlock()),
-        "tree": DecodingOptions(policy=TreeBudget(31), copies=False),
-        "tree, copies": DecodingOptions(policy=TreeBudget(31)),
+        "tree": DecodingOptions(policy=TreeBudget(options.nodes), copies=False),
+        "tree, copies": DecodingOptions(policy=TreeBudget(options.nodes)),
+        "default": DecodingOptions(),
     }
     rows = []
-    for kind in ("asked again", "asked once"):
-        runs: dict[str, list[Run]] = {name: [] for name in ways}
-        for index, prompt in enumerate(tqdm(held_out_prompts()[: options.num_prompts], desc=kind)):
-            ids, common = tokenizer(prompt, return_tensors="pt")["input_ids"], {"max_new_tokens": 128, **GREEDY}
-            if kind == "asked again":
-                answer = target.generate(ids, **common)[:, :-1]  # without its end
-                ids = torch.cat([answer, ids], dim=1)
+    for kind, file in options.prompts:
+        runs: dict[str, list[Run]] = {name: [] for name in ("plain", "prompt lookup", *drafted)}
+        prompts = read_prompt_file(file, options.num_prompts).prompts
+        for index, prompt in enumerate(tqdm(prompts, desc=kind)):
+            ids = torch.tensor([token_ids(as_chat(prompt, tokenizer), tokenizer)])
+            common = {"attention_mask": torch.ones_like(ids), "max_new_tokens": options.max_new_tokens, **GREEDY}
             with kernels(target, draft, packed=True):
-                for name, how in ways.items():
+                runs["plain"].append(timed(target, ids, index, **common))
+                runs["prompt lookup"].append(timed(target, ids, index, prompt_lookup_num_tokens=LOOKED_UP, **common))
+                for name, how in drafted.items():
                     draft.decoding = how
                     runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
-        for name in ways:
-            pairs = zip(runs["chain"], runs[name], strict=True)
-            ratio = statistics.median(chain.seconds_per_token / own.seconds_per_token for chain, own in pairs)
-            rows.append({"prompts": kind, "way": name, "over_chain": round(ratio, 3)} | committed(runs[name]))
+        for name, own in runs.items():
+            row = {"prompts": kind, "way": name}
+            for baseline in ("plain", "chain"):
+                pairs = zip(runs[baseline], own, strict=True)
+                ratios = [base.seconds_per_token / run.seconds_per_token for base, run in pairs]
+                row[f"over_{baseline}"] = round(statistics.median(ratios), 3)
+            row["identical"] = sum(run.tokens == plain.tokens for run, plain in zip(own, runs["plain"], strict=True))
+            rows.append(row | (committed(own) if name in drafted else {}))
             print(rows[-1], flush=True)
     write_result(RESULTS / "trees_copies.json", origin | {"rows": rows})
 
@@ -293,6 +304,14 @@ def main() -> None:
             command.add_argument("--test_file", required=True, help="GSM8K test.jsonl")
             command.add_argument("--num_prompts", type=int, default=150)
             command.add_argument("--rounds_folder", default="out/trees", help="recorded rounds, to resume")
+        elif name == "copies":
+            command.add_argument("--pair", default=PAIR, help="a folder with target and draft")
+            command.add_argument(
+                "--prompts", nargs="+", required=True, metavar="NAME=FILE", type=lambda word: word.split("=", 1)
+            )
+            command.add_argument("--num_prompts", type=int, help="of each file")
+            command.add_argument("--nodes", type=int, default=31)
+            command.add_argument("--dtype", default="float32")
         elif name == "machines":
             command.add_argument("--curves", required=True, help="CSV of step times; see simulator.load_curves")
         elif name == "tau":
