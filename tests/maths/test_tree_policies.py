@@ -90,6 +90,16 @@ def test_chains_are_kept_where_a_tree_gains_too_little():
     assert TreeScheduler(machine(*JAGGED["flat"])).plan_tree(DRAWN, LENGTHS, Load()) is not None
 
 
+def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
+    cost = machine(*(1.0 + 0.03 * n for n in range(40)))
+    plan = lambda siblings, *copies: TreeScheduler(cost).plan_tree(  # noqa: E731
+        siblings, LENGTHS, Load(range(len(copies))), copies=copies
+    )
+    for siblings in (DRAWN, BEST):
+        assert plan(siblings, [0.95] * 20) is not None and plan(siblings, [0.2] * 20) is None
+        assert plan(siblings, [0.95] * 20).cut > 0.0
+
+
 def test_wrapped_policies_plan_the_same_trees_under_their_caps():
     cost = machine(*(1.0 + 0.005 * n for n in range(70)))
     inside = TreeScheduler(cost).plan_tree(DRAWN, LENGTHS, Load())

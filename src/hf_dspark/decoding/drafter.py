@@ -107,9 +107,12 @@ class Drafter:
                 return Proposal(torch.zeros_like(max_lengths))
             self._read(requests)
             return Proposal(torch.zeros_like(max_lengths), seconds=time.perf_counter() - started)
-        plan = self.policy.plan_tree(self._siblings, max_lengths, load) if self._grows_trees else None
-        if plan is not None:
-            return self._grow_trees(requests, noise, plan, most, started)
+        if self._grows_trees and self.policy.most_nodes > 0:
+            copies = [self._copy(request) for request in requests]
+            chances = [copy.chances for copy in copies]
+            plan = self.policy.plan_tree(self._siblings, max_lengths, load, copies=chances)
+            if plan is not None:
+                return self._grow_trees(requests, noise, plan, most, copies, started)
         block = self._draft_blocks(requests, noise, num_tokens)
         confidence, broken = None, block.broken
         if block.confidence_logits is not None:
@@ -147,15 +150,14 @@ class Drafter:
         noise: BlockNoise | None,
         plan: TreePlan,
         max_depths: Sequence[int],
+        copies: Sequence[Copy],
         started: float,
     ) -> Proposal:
-        rooms = [self._room(request) for request in requests]
-        copies = [self._copy(request, room) for request, room in zip(requests, rooms, strict=True)]
         grower = TreeGrower(
             requests, plan, self._siblings, self._laws, max_depths, noise, self._temperatures, self._ends, copies
         )
         self._read(requests, grower=grower)
-        grower.copy_on(rooms)
+        grower.copy_on([self._room(request) for request in requests])
         if bool(grower.is_broken.any()):
             self._give_up(requests, grower.is_broken)
         trees = grower.trees
@@ -166,11 +168,11 @@ class Drafter:
         confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return Proposal(lengths, None, trees, confidence, time.perf_counter() - started)
 
-    def _copy(self, request: Request, room: int) -> Copy:
+    def _copy(self, request: Request) -> Copy:
         if not self._options.copies:
             return Copy()
         finder = self._finders.setdefault(request.id, CopyFinder(self._copy_rates))
-        return finder.find(request, min(room, self.policy.most_nodes))
+        return finder.find(request, min(self._room(request), self.policy.most_nodes))
 
     def _read(
         self,

@@ -8,6 +8,7 @@ import math
 import statistics
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,9 +89,14 @@ class CheckedPolicy(PolicyOverPolicy):
         return max_lengths if self._verifies_all else self.policy.limit_lengths(max_lengths, load)
 
     def plan_tree(
-        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+        self,
+        siblings: SiblingAcceptance,
+        max_lengths: torch.Tensor,
+        load: Load,
+        most: float = math.inf,
+        copies: Sequence[Sequence[float]] = (),
     ) -> TreePlan | None:
-        return None if self._verifies_all else self.policy.plan_tree(siblings, max_lengths, load, most)
+        return None if self._verifies_all else self.policy.plan_tree(siblings, max_lengths, load, most, copies)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)

@@ -104,7 +104,12 @@ class Policy:
         return max_lengths.clone()
 
     def plan_tree(
-        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+        self,
+        siblings: SiblingAcceptance,
+        max_lengths: torch.Tensor,
+        load: Load,
+        most: float = math.inf,
+        copies: Sequence[Sequence[float]] = (),
     ) -> TreePlan | None:
         """Return how the round's trees are shaped; `None` if chains are drafted, of which `plan_verify` decides.
 
@@ -112,6 +117,8 @@ class Policy:
             siblings ([`SiblingAcceptance`]): What to expect of children.
             max_lengths, load: As for `plan_verify`.
             most (`float`): Nodes of all requests together at most.
+            copies (`Sequence[Sequence[float]]`): How probable each token is that could be copied from the sequence
+                itself, if those before it are right, for each request.
         """
         return None
 
@@ -329,9 +336,14 @@ class PolicyOverPolicy(Policy):
         return self.policy.limit_lengths(max_lengths, load)
 
     def plan_tree(
-        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+        self,
+        siblings: SiblingAcceptance,
+        max_lengths: torch.Tensor,
+        load: Load,
+        most: float = math.inf,
+        copies: Sequence[Sequence[float]] = (),
     ) -> TreePlan | None:
-        return self.policy.plan_tree(siblings, max_lengths, load, most)
+        return self.policy.plan_tree(siblings, max_lengths, load, most, copies)
 
 
 SLO_MODES = ("step", "expected", "running")
@@ -430,10 +442,15 @@ class SLOLimit(PolicyOverPolicy):
         return limits.clamp(max=self._capacity(int(max_lengths.sum()), load))
 
     def plan_tree(
-        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+        self,
+        siblings: SiblingAcceptance,
+        max_lengths: torch.Tensor,
+        load: Load,
+        most: float = math.inf,
+        copies: Sequence[Sequence[float]] = (),
     ) -> TreePlan | None:
         capacity = self._capacity(MOST_NODES * load.num_requests, load)
-        return self.policy.plan_tree(siblings, max_lengths, load, min(most, capacity))
+        return self.policy.plan_tree(siblings, max_lengths, load, min(most, capacity), copies)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)

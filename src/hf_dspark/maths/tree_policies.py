@@ -1,6 +1,7 @@
 """Policies that shape trees of drafts: the best nodes of a fixed budget, or as many as pay on this machine."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,12 @@ class TreeBudget(Policy):
         return self.num_nodes
 
     def plan_tree(
-        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+        self,
+        siblings: SiblingAcceptance,
+        max_lengths: torch.Tensor,
+        load: Load,
+        most: float = math.inf,
+        copies: Sequence[Sequence[float]] = (),
     ) -> TreePlan | None:
         return BudgetPlan(int(min(self.num_nodes, most // load.num_requests)), siblings)
 
@@ -83,9 +89,14 @@ class TreeScheduler(PrefixScheduler):
         return self.num_nodes
 
     def plan_tree(
-        self, siblings: SiblingAcceptance, max_lengths: torch.Tensor, load: Load, most: float = math.inf
+        self,
+        siblings: SiblingAcceptance,
+        max_lengths: torch.Tensor,
+        load: Load,
+        most: float = math.inf,
+        copies: Sequence[Sequence[float]] = (),
     ) -> TreePlan | None:
-        expected = siblings.descendants(0, self.num_nodes)
+        expected = _with_copies(siblings.descendants(0, self.num_nodes), copies)
         kept, seconds = _kept(load, expected), self.cost.tree_seconds(load, len(expected))
         count = best_count(kept, seconds)
         first_children = np.cumprod([row[0] for row in siblings.means])
@@ -101,6 +112,16 @@ class TreeScheduler(PrefixScheduler):
         cut, spread = price * BELOW_EXPECTATION, np.arange(in_all + 1) / load.num_requests
         of_all = np.interp(spread, np.arange(self.num_nodes + 1), self.cost.tree_seconds(load, self.num_nodes))
         return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all)
+
+
+def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return survivals of the best nodes if copied ones join them, the mean of all requests."""
+    rows = [expected for _ in copies]
+    for row, chances in enumerate(copies):
+        if len(chances):
+            together = np.concatenate([expected * (1.0 - chances[0]), np.cumprod(chances)])
+            rows[row] = np.sort(together)[::-1][: len(expected)]
+    return np.mean(rows, axis=0) if rows else expected
 
 
 def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
