@@ -205,7 +205,7 @@ def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         "default": DecodingOptions(),
     }
     rows = []
-    for kind, file in options.prompts:
+    for kind, file in (word.split("=", 1) for word in options.prompts):
         runs: dict[str, list[Run]] = {name: [] for name in ("plain", "prompt lookup", *drafted)}
         prompts = read_prompt_file(file, options.num_prompts).prompts
         for index, prompt in enumerate(tqdm(prompts, desc=kind)):
@@ -306,9 +306,7 @@ def main() -> None:
             command.add_argument("--rounds_folder", default="out/trees", help="recorded rounds, to resume")
         elif name == "copies":
             command.add_argument("--pair", default=PAIR, help="a folder with target and draft")
-            command.add_argument(
-                "--prompts", nargs="+", required=True, metavar="NAME=FILE", type=lambda word: word.split("=", 1)
-            )
+            command.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
             command.add_argument("--num_prompts", type=int, help="of each file")
             command.add_argument("--nodes", type=int, default=31)
             command.add_argument("--dtype", default="float32")
