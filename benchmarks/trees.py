@@ -63,6 +63,7 @@ from hf_dspark.maths.costs import Load, ThroughputTable
 from hf_dspark.maths.policies import RoundOutcome
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
+from hf_dspark.maths.tree_plans import TreeProspects
 
 BUDGETS = (7, 15, 31)
 LOOKED_UP = 10  # tokens at a time, as transformers' documentation has it
@@ -279,7 +280,7 @@ def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                 "best_tree": int(of_trees.argmax()),
                 "tree_over_chain": round(float(of_trees.max() / of_chains.max()), 3),
                 "tree_of_15_over_chain": round(float(of_trees[15] / of_chains.max()), 3),
-                "chosen": TreeScheduler(table).plan_tree(siblings, torch.full((requests,), 7), load) is not None,
+                "chosen": TreeScheduler(table).plan_tree(TreeProspects(siblings), load) is not None,
             })  # fmt: skip
             print(rows[-1])
     write_result(RESULTS / "trees_machines.json", origin | {"rows": rows})

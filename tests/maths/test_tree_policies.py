@@ -5,18 +5,23 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from hf_dspark import AdaptiveDrafting, PrefixScheduler, SLOLimit, TreeBudget, TreeScheduler
 from hf_dspark.maths.costs import Load, ThroughputTable
 from hf_dspark.maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
-from hf_dspark.maths.tree_plans import BudgetPlan, PricePlan, SiblingAcceptance, check_siblings, usual_acceptance
+from hf_dspark.maths.tree_plans import (
+    BudgetPlan,
+    PricePlan,
+    SiblingAcceptance,
+    TreeProspects,
+    check_siblings,
+    usual_acceptance,
+)
 from hf_dspark.maths.trees import DraftTree
 
 MEANS = ((0.7, 0.1, 0.05), (0.65, 0.12, 0.04), (0.6, 0.1, 0.05))
 DRAWN = SiblingAcceptance(True, ((1.0, 0.0), (0.5, -1.0), (0.5, -1.5)), MEANS)
 BEST = SiblingAcceptance(False, ((1.0, 0.0),), MEANS)
-LENGTHS = torch.tensor([3])
 
 
 def machine(*milliseconds_of_nodes, drafting=0.1e-3):
@@ -68,7 +73,7 @@ def test_the_scheduler_comes_near_an_exhaustive_search_over_shapes(curve, siblin
     seconds = cost.tree_seconds(Load(), 31)
     for gain in ("LEAST_GAIN", "LEAST_GAIN_OF_DRAWN"):
         monkeypatch.setattr(f"hf_dspark.maths.tree_policies.{gain}", 0.0)
-    plan = TreeScheduler(cost).plan_tree(siblings, LENGTHS, Load())
+    plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load())
     tree = grown(plan, MEANS)
     if not siblings.is_drawn:
         tree = tree.only(plan.kept([tree])[0])
@@ -80,20 +85,20 @@ def test_a_loaded_machine_gets_smaller_trees_then_chains(monkeypatch):
     cost = ThroughputTable((1, 32, 64, 128), (100, 95, 60, 35), 1e-3)
     nodes = []
     for requests in (1, 4, 16):
-        plan = TreeScheduler(cost).plan_tree(BEST, torch.tensor([3] * requests), Load(range(requests)))
+        plan = TreeScheduler(cost).plan_tree(TreeProspects(BEST), Load(range(requests)))
         nodes.append(0 if plan is None else grown(plan, MEANS).num_nodes)
     assert nodes[0] > nodes[1] >= nodes[2] == 0
 
 
 def test_chains_are_kept_where_a_tree_gains_too_little():
-    assert TreeScheduler(machine(*JAGGED["steep"])).plan_tree(DRAWN, LENGTHS, Load()) is None
-    assert TreeScheduler(machine(*JAGGED["flat"])).plan_tree(DRAWN, LENGTHS, Load()) is not None
+    assert TreeScheduler(machine(*JAGGED["steep"])).plan_tree(TreeProspects(DRAWN), Load()) is None
+    assert TreeScheduler(machine(*JAGGED["flat"])).plan_tree(TreeProspects(DRAWN), Load()) is not None
 
 
 def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
     cost = machine(*(1.0 + 0.03 * n for n in range(40)))
     plan = lambda siblings, *copies: TreeScheduler(cost).plan_tree(  # noqa: E731
-        siblings, LENGTHS, Load(range(len(copies))), copies=copies
+        TreeProspects(siblings, copies), Load(range(len(copies)))
     )
     for siblings in (DRAWN, BEST):
         assert plan(siblings, [0.95] * 20) is not None and plan(siblings, [0.2] * 20) is None
@@ -102,12 +107,15 @@ def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
 
 def test_wrapped_policies_plan_the_same_trees_under_their_caps():
     cost = machine(*(1.0 + 0.005 * n for n in range(70)))
-    inside = TreeScheduler(cost).plan_tree(DRAWN, LENGTHS, Load())
-    assert AdaptiveDrafting(TreeScheduler(cost)).plan_tree(DRAWN, LENGTHS, Load()).cut == inside.cut
-    capped = SLOLimit(TreeScheduler(cost), tpot_seconds=1.0225e-3).plan_tree(DRAWN, LENGTHS, Load())
+    inside = TreeScheduler(cost).plan_tree(TreeProspects(DRAWN), Load())
+    assert AdaptiveDrafting(TreeScheduler(cost)).plan_tree(TreeProspects(DRAWN), Load()).cut == inside.cut
+    capped = SLOLimit(TreeScheduler(cost), tpot_seconds=1.0225e-3).plan_tree(TreeProspects(DRAWN), Load())
     assert capped.in_all == 4 and grown(capped, MEANS).num_nodes == 4
-    assert SLOLimit(TreeBudget(20), tpot_seconds=1.0225e-3, cost=cost).plan_tree(DRAWN, LENGTHS, Load()).num_nodes == 4
-    assert PrefixScheduler(cost).plan_tree(DRAWN, LENGTHS, Load()) is None
+    assert (
+        SLOLimit(TreeBudget(20), tpot_seconds=1.0225e-3, cost=cost).plan_tree(TreeProspects(DRAWN), Load()).num_nodes
+        == 4
+    )
+    assert PrefixScheduler(cost).plan_tree(TreeProspects(DRAWN), Load()) is None
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 11])

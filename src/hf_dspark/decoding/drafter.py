@@ -13,7 +13,7 @@ from ..maths.costs import Load
 from ..maths.noise import BlockNoise, block_noise
 from ..maths.policies import RoundOutcome
 from ..maths.sampling import DraftBlock, Grower, Sampler, VerifiedBlock
-from ..maths.tree_plans import TreePlan
+from ..maths.tree_plans import TreePlan, TreeProspects
 from ..maths.trees import DraftTree
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
@@ -109,8 +109,8 @@ class Drafter:
             return Proposal(torch.zeros_like(max_lengths), seconds=time.perf_counter() - started)
         if self._grows_trees and self.policy.most_nodes > 0:
             copies = [self._copy(request) for request in requests]
-            chances = [copy.chances for copy in copies]
-            plan = self.policy.plan_tree(self._siblings, max_lengths, load, copies=chances)
+            prospects = TreeProspects(self._siblings, [copy.chances for copy in copies])
+            plan = self.policy.plan_tree(prospects, load)
             if plan is not None:
                 return self._grow_trees(requests, noise, plan, most, copies, started)
         block = self._draft_blocks(requests, noise, num_tokens)

@@ -4,18 +4,16 @@ A scheduler chooses what the table says is best. What it loses by a wrong table,
 much further measured and promised seconds are apart in the rounds that it chose than in rounds of whole blocks.
 """
 
-import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from .costs import Load
 from .policies import PolicyOverPolicy, RoundOutcome
-from .tree_plans import SiblingAcceptance, TreePlan
+from .tree_plans import TreePlan, TreeProspects
 
 COMPARISONS = 5  # the latest ones with whole blocks: all but one of them must agree that a cost does not hold
 # Chosen rounds may take so much longer than promised, beside whole blocks. With right tables it was .8 to 1.2: what a
@@ -88,15 +86,8 @@ class CheckedPolicy(PolicyOverPolicy):
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         return max_lengths if self._verifies_all else self.policy.limit_lengths(max_lengths, load)
 
-    def plan_tree(
-        self,
-        siblings: SiblingAcceptance,
-        max_lengths: torch.Tensor,
-        load: Load,
-        most: float = math.inf,
-        copies: Sequence[Sequence[float]] = (),
-    ) -> TreePlan | None:
-        return None if self._verifies_all else self.policy.plan_tree(siblings, max_lengths, load, most, copies)
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
+        return None if self._verifies_all else self.policy.plan_tree(prospects, load)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)

@@ -20,7 +20,7 @@ import torch
 from .costs import Load, StepCost
 from .ranking import Ranking, checked_confidence, first_drop, survival
 from .sampling import DraftBlock
-from .tree_plans import MOST_NODES, SiblingAcceptance, TreePlan
+from .tree_plans import MOST_NODES, TreePlan, TreeProspects
 from .trees import DraftTree
 
 
@@ -103,22 +103,12 @@ class Policy:
         """
         return max_lengths.clone()
 
-    def plan_tree(
-        self,
-        siblings: SiblingAcceptance,
-        max_lengths: torch.Tensor,
-        load: Load,
-        most: float = math.inf,
-        copies: Sequence[Sequence[float]] = (),
-    ) -> TreePlan | None:
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
         """Return how the round's trees are shaped; `None` if chains are drafted, of which `plan_verify` decides.
 
         Args:
-            siblings ([`SiblingAcceptance`]): What to expect of children.
-            max_lengths, load: As for `plan_verify`.
-            most (`float`): Nodes of all requests together at most.
-            copies (`Sequence[Sequence[float]]`): How probable each token is that could be copied from the sequence
-                itself, if those before it are right, for each request.
+            prospects ([`TreeProspects`]): What to expect of nodes, and how many may be sent.
+            load ([`Load`]): As for `plan_verify`.
         """
         return None
 
@@ -335,15 +325,8 @@ class PolicyOverPolicy(Policy):
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         return self.policy.limit_lengths(max_lengths, load)
 
-    def plan_tree(
-        self,
-        siblings: SiblingAcceptance,
-        max_lengths: torch.Tensor,
-        load: Load,
-        most: float = math.inf,
-        copies: Sequence[Sequence[float]] = (),
-    ) -> TreePlan | None:
-        return self.policy.plan_tree(siblings, max_lengths, load, most, copies)
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
+        return self.policy.plan_tree(prospects, load)
 
 
 SLO_MODES = ("step", "expected", "running")
@@ -441,16 +424,9 @@ class SLOLimit(PolicyOverPolicy):
         limits = self.policy.limit_lengths(max_lengths, load)
         return limits.clamp(max=self._capacity(int(max_lengths.sum()), load))
 
-    def plan_tree(
-        self,
-        siblings: SiblingAcceptance,
-        max_lengths: torch.Tensor,
-        load: Load,
-        most: float = math.inf,
-        copies: Sequence[Sequence[float]] = (),
-    ) -> TreePlan | None:
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
         capacity = self._capacity(MOST_NODES * load.num_requests, load)
-        return self.policy.plan_tree(siblings, max_lengths, load, min(most, capacity), copies)
+        return self.policy.plan_tree(dataclasses.replace(prospects, most=min(prospects.most, capacity)), load)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)

@@ -61,6 +61,17 @@ class SiblingAcceptance:
         return {"fits": [list(pair) for pair in self.fits], "means": [list(row) for row in self.means]}
 
 
+@dataclass(frozen=True)
+class TreeProspects:
+    """What is known about the trees of a round before it: see [`Policy.plan_tree`]."""
+
+    siblings: SiblingAcceptance
+    # Of each request, how probable each token is that could be copied from the sequence itself, if those before it
+    # are right.
+    copies: Sequence[Sequence[float]] = ()
+    most: float = math.inf  # nodes of all requests together
+
+
 def logit(probability: np.ndarray) -> np.ndarray:
     inside = probability.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
     return np.log(inside) - np.log1p(-inside)

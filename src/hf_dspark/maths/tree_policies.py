@@ -1,6 +1,5 @@
 """Policies that shape trees of drafts: the best nodes of a fixed budget, or as many as pay on this machine."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import torch
 
 from .costs import Load
 from .policies import Policy, PrefixScheduler
-from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, PricePlan, SiblingAcceptance, TreePlan, best_count
+from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, PricePlan, TreePlan, TreeProspects, best_count
 
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 LEAST_GAIN_OF_DRAWN = 1.08  # drawn chains are verified as a whole, which is worth 5 % of their tokens
@@ -42,15 +41,8 @@ class TreeBudget(Policy):
     def most_nodes(self) -> int:
         return self.num_nodes
 
-    def plan_tree(
-        self,
-        siblings: SiblingAcceptance,
-        max_lengths: torch.Tensor,
-        load: Load,
-        most: float = math.inf,
-        copies: Sequence[Sequence[float]] = (),
-    ) -> TreePlan | None:
-        return BudgetPlan(int(min(self.num_nodes, most // load.num_requests)), siblings)
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
+        return BudgetPlan(int(min(self.num_nodes, prospects.most // load.num_requests)), prospects.siblings)
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         return max_lengths.clamp(max=self.num_nodes)
@@ -88,16 +80,11 @@ class TreeScheduler(PrefixScheduler):
     def most_nodes(self) -> int:
         return self.num_nodes
 
-    def plan_tree(
-        self,
-        siblings: SiblingAcceptance,
-        max_lengths: torch.Tensor,
-        load: Load,
-        most: float = math.inf,
-        copies: Sequence[Sequence[float]] = (),
-    ) -> TreePlan | None:
-        expected = _with_copies(siblings.descendants(0, self.num_nodes), copies)
-        kept, seconds = _kept(load, expected), self.cost.tree_seconds(load, len(expected))
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
+        siblings = prospects.siblings
+        expected = _with_copies(siblings.descendants(0, self.num_nodes), prospects.copies)
+        kept, all_seconds = _kept(load, expected), self.cost.tree_seconds(load, self.num_nodes)
+        seconds = all_seconds[: len(kept)]
         count = best_count(kept, seconds)
         first_children = np.cumprod([row[0] for row in siblings.means])
         chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
@@ -106,22 +93,24 @@ class TreeScheduler(PrefixScheduler):
             return None
         last, next_one = ([*expected, 0.0][place] for place in (max(0, count - 1), count))
         price = (last + next_one) / 2 if count else 1.0
-        in_all = int(min(most, load.num_requests * self.num_nodes))
+        in_all = int(min(prospects.most, load.num_requests * self.num_nodes))
         if siblings.is_drawn:
             return PricePlan(price, self.num_nodes, in_all)
         cut, spread = price * BELOW_EXPECTATION, np.arange(in_all + 1) / load.num_requests
-        of_all = np.interp(spread, np.arange(self.num_nodes + 1), self.cost.tree_seconds(load, self.num_nodes))
+        of_all = np.interp(spread, np.arange(self.num_nodes + 1), all_seconds)
         return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all)
 
 
 def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.ndarray:
     """Return survivals of the best nodes if copied ones join them, the mean of all requests."""
+    if not any(map(len, copies)):
+        return expected
     rows = [expected for _ in copies]
     for row, chances in enumerate(copies):
         if len(chances):
             together = np.concatenate([expected * (1.0 - chances[0]), np.cumprod(chances)])
             rows[row] = np.sort(together)[::-1][: len(expected)]
-    return np.mean(rows, axis=0) if rows else expected
+    return np.mean(rows, axis=0)
 
 
 def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
