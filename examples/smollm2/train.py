@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
@@ -23,6 +23,18 @@ from muon import MuonWithAdamW
 
 EVAL_ROWS = 100
 LOOKUP_TABLES = ("markov_w", "proj.bias")
+
+
+@torch.no_grad()
+def keep_frequent_tokens(draft: DSparkDraftModel, target: PreTrainedModel, answers: list[dict]) -> None:
+    """Let the draft propose the tokens that are most frequent in the answers, with the rows of the target's head."""
+    vocab_size, count = draft.config.vocab_size, draft.config.draft_vocab_size
+    tokens = torch.tensor([token for answer in answers for token in answer["completion_ids"]])
+    counts = torch.bincount(tokens, minlength=vocab_size)
+    kept = counts.argsort(descending=True, stable=True)[:count].sort().values
+    draft.d2t.copy_(kept - torch.arange(count))
+    draft.lm_head.weight.copy_(target.get_output_embeddings().weight[kept])
+    print(f"{count} of {vocab_size} tokens make up {counts[kept].sum() / len(tokens):.1%} of the answers", flush=True)
 
 
 def main() -> None:
@@ -39,6 +51,7 @@ def main() -> None:
     parser.add_argument("--num_hidden_layers", type=int, default=2)
     parser.add_argument("--block_size", type=int, default=7)
     parser.add_argument("--markov_rank", type=int, default=64, help="0 trains DFlash")
+    parser.add_argument("--draft_vocab_size", type=int, help="propose the most frequent tokens of the answers alone")
     parser.add_argument("--target_layer_ids", type=int, nargs="+", default=[1, 8, 14, 20, 27])
     options = parser.parse_args()
 
@@ -49,12 +62,15 @@ def main() -> None:
     config = DSparkConfig.from_target(
         target.config, num_hidden_layers=options.num_hidden_layers, block_size=options.block_size,
         target_layer_ids=options.target_layer_ids, markov_rank=options.markov_rank,
-        confidence_head_with_markov=options.markov_rank > 0,
+        confidence_head_with_markov=options.markov_rank > 0, draft_vocab_size=options.draft_vocab_size,
     )  # fmt: skip
-    draft = DSparkDraftModel(config)
+    answers = [json.loads(line) for line in Path(options.train_file).read_text().splitlines()]
     if options.draft is not None:
         draft = DSparkDraftModel.from_pretrained(options.draft, dtype=torch.float32)
-    answers = [json.loads(line) for line in Path(options.train_file).read_text().splitlines()]
+    else:
+        draft = DSparkDraftModel(config)
+        if options.draft_vocab_size is not None:
+            keep_frequent_tokens(draft, target, answers)
     answers.sort(key=lambda answer: (answer["index"], answer["text"]))
     order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(0)).tolist()
     chosen = [answers[index] for index in order]

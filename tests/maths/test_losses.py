@@ -144,6 +144,27 @@ def test_gradients_in_chunks_equal_those_of_autograd(weights, chunk_size):
         torch.testing.assert_close(ours, naive, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 100])
+def test_logits_of_some_tokens_equal_those_of_all_without_the_others(chunk_size):
+    torch.manual_seed(3)
+    hidden = torch.randn(2, 3, 4, 6, requires_grad=True)
+    head, token_ids, target_logits = torch.randn(5, 6), torch.tensor([6, 0, 3, 8, 2]), torch.randn(2, 3, 4, 9)
+    _, _, _, supervised, confidence_logits = random_blocks()
+    labels = token_ids[torch.randint(0, 5, (2, 3, 4))].masked_fill(~supervised, 7)  # 7 cannot be proposed
+    target = SlotLogits(lambda x: x, (target_logits,), 9)
+    some = SlotLogits(lambda x: x @ head.T, (hidden,), 9, token_ids=token_ids)
+    whole_head = torch.zeros(9, 6).index_copy(0, token_ids, head)
+    others = torch.full((9,), -torch.inf).index_fill(0, token_ids, 0.0)
+    all_tokens = SlotLogits(lambda x: x @ whole_head.T + others, (hidden,), 9)
+    found = []
+    for draft in (some, all_tokens):
+        slot_weights = position_weights(supervised, 4.0)
+        losses = block_losses(draft, target, labels, slot_weights, PLAIN, confidence_logits, chunk_size=chunk_size)
+        found.append((losses.loss, losses.l1, losses.acceptance, *torch.autograd.grad(losses.loss, hidden)))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+
+
 def test_gradients_in_float16_survive_a_large_step():
     """Divided by the weights of 10^6 slots they would be zero before a loss scale reaches them."""
     torch.manual_seed(2)

@@ -358,10 +358,13 @@ def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, targ
     layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
     assert len(layout.chunks) > 2 and layout.chunks[-1][1].start > 0
     _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
+    proposed = slice(None) if draft.draft_token_ids() is None else draft.draft_token_ids()
     for index, (start, own) in enumerate(anchors):
         forced, context = ForcedSampler(labels[:, index]), features[:, start : start + own]
         block = draft.draft_block(input_ids[:, start + own], context, SlotCache(), forced)
-        close(logits[:, index].log_softmax(-1), block.law.dense(VOCAB).probs.log(), atol=1e-5)
+        law = block.law.dense(VOCAB).probs
+        close(logits[:, index].log_softmax(-1), law[..., proposed].log(), atol=1e-5)
+        close(law[..., proposed].sum(-1), torch.ones(law.shape[:-1]), atol=1e-5)
         if block.confidence_logits is not None:
             close(confidence[:, index], block.confidence_logits, atol=1e-4)
 

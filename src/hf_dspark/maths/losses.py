@@ -68,6 +68,7 @@ class SlotLogits:
     inputs: tuple[torch.Tensor, ...]  # [..., γ, *]
     vocab_size: int
     parameters: tuple[torch.Tensor, ...] = ()  # what `compute` reads besides, and is to be trained
+    token_ids: torch.Tensor | None = None  # the vocabulary's token of each logit, [V_d], where they are fewer
 
     def select(self, slots: torch.Tensor) -> "SlotLogits":
         """Return those of some slots `[..., γ]`, flat."""
@@ -105,12 +106,14 @@ def block_losses(
     `chunk_size` slots exist at a time.
     """
     counted = slot_weights > 0
-    own_sum, slot_weights = slot_weights.sum(), slot_weights[counted]
+    own_sum, slot_weights, labels = slot_weights.sum(), slot_weights[counted], labels[counted]
+    if draft.token_ids is not None:
+        labels = _places(draft.token_ids, draft.vocab_size)[labels]
     inverse = 1.0 / ((own_sum if weight_sum is None else weight_sum) + DENOMINATOR_EPSILON)
     draft = draft.select(counted)
     trained = [*draft.inputs, *(parameter for parameter in draft.parameters if parameter.requires_grad)]
     cross_entropy, l1, soft_cross_entropy, gradients = _vocabulary_losses(
-        draft, target.select(counted), labels[counted], slot_weights, weights, chunk_size,
+        draft, target.select(counted), labels, slot_weights, weights, chunk_size,
         trained if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained) else [],
     )  # fmt: skip
     loss = slot_weights @ (weights.cross_entropy_weight * cross_entropy + weights.l1_weight * l1)  # Eq. 9, 10
@@ -177,14 +180,18 @@ def _vocabulary_losses(
     losses = slot_weights.new_zeros(3, len(labels))
     for start in range(0, len(labels), chunk_size):
         chunk = slice(start, start + chunk_size)
-        target_probs = target.compute(*(tensor[chunk] for tensor in target.inputs)).float().softmax(dim=-1)
+        target_probs = target.compute(*(tensor[chunk] for tensor in target.inputs)).softmax(-1, dtype=torch.float32)
+        if draft.token_ids is not None:  # what the draft cannot propose adds a constant to the distance
+            target_probs = target_probs.index_select(-1, draft.token_ids)
+            losses[1, chunk] = 1.0 - target_probs.sum(dim=-1)
         leaves = [tensor[chunk].detach().requires_grad_(bool(trained)) for tensor in draft.inputs]
         with torch.set_grad_enabled(bool(trained)):
             logits = draft.compute(*leaves)
         with torch.autocast(labels.device.type, enabled=False):  # logits are float32 from here on
-            losses[:, chunk], gradient = _slot_losses(
+            terms, gradient = _slot_losses(
                 logits.detach().float(), target_probs, labels[chunk], slot_weights[chunk], weights, bool(trained)
             )
+            losses[:, chunk] += terms
         if trained:
             parts = torch.autograd.grad(
                 logits, [*leaves, *parameters], gradient.to(logits.dtype), materialize_grads=True
@@ -228,6 +235,12 @@ def _slot_losses(
         gradient.addcmul_(target_probs, slot_weights[:, None], value=-soft)
     gradient.scatter_add_(-1, labels[:, None], (-hard * slot_weights)[:, None])
     return losses, gradient
+
+
+def _places(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return where each token of the vocabulary stands among some of them, `[V]`; anywhere if it does not."""
+    places = torch.zeros(vocab_size, dtype=torch.long, device=token_ids.device)
+    return places.scatter(0, token_ids, torch.arange(len(token_ids), device=token_ids.device))
 
 
 def _row_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

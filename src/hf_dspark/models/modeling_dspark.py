@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..formats.tensors import kept_token_ids
 from ..maths.losses import SlotLogits
-from ..maths.sampling import DraftBlock, Grower, Sampler, TokenLaw, largest, scatter_to_vocabulary
+from ..maths.sampling import DraftBlock, Grower, Sampler, TokenLaw, largest
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
@@ -507,18 +507,15 @@ class DSparkDraftModel(DraftModel):
             inputs.append(self.predicting(self.markov_head.teacher_forced(embedding, hidden)))  # Eq. 5-6
             parameters.append(self.markov_head.markov_w2.weight)
             embedding = self.predicting(embedding)
-        logits = SlotLogits(self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters))
+        logits = SlotLogits(
+            self._slot_logits, tuple(inputs), self.config.vocab_size, tuple(parameters), self.draft_token_ids()
+        )
         return logits, None if self.confidence_head is None else self.confidence_head(inputs[0], embedding)  # Eq. 7
 
     def _slot_logits(self, hidden: torch.Tensor, *transitions: torch.Tensor) -> torch.Tensor:
-        """Return U_k + B_k, minus infinity for what a pruned vocabulary lacks. DSpark Eq. 4."""
+        """Return U_k + B_k of the tokens that the draft can propose. DSpark Eq. 4."""
         logits = self.base_logits(hidden)
-        if self.markov_head is not None:
-            logits = logits + self.markov_head.bias(*transitions)
-        token_ids = self.draft_token_ids()
-        if token_ids is None:
-            return logits
-        return scatter_to_vocabulary(logits, token_ids.expand(logits.shape), self.config.vocab_size)
+        return logits if self.markov_head is None else logits + self.markov_head.bias(*transitions)
 
 
 def of_nodes(by_slot: torch.Tensor, rows: torch.Tensor, slot: int) -> torch.Tensor:
