@@ -64,13 +64,19 @@ class TargetSource:
         if self.cache is None:
             return self._compute(batch, draft)
         rows = [_documents(*row) for row in zip(*(batch[name].cpu() for name in ROW_PARTS), strict=True)]
-        if self._target is None or all(ids in self.cache for row in rows for _, ids in row):
-            return self._read(rows, batch["input_ids"].shape[1], draft)
-        states = self._compute(batch, draft)
-        self._keep(rows, states)
-        # As they will be read: what a batch sees must not depend on what was cached before it.
-        parts = (states.features, states.last_hidden)
-        return TargetStates(*(part.to(torch.bfloat16).to(part.dtype) for part in parts))
+        missing = [number for number, row in enumerate(rows) if not all(ids in self.cache for _, ids in row)]
+        if self._target is None:
+            missing = []  # a `KeyError` will name the row
+        known = [[] if number in missing else row for number, row in enumerate(rows)]
+        states = self._read(known, batch["input_ids"].shape[1], draft)
+        if missing:
+            computed = self._compute({name: batch[name][missing] for name in ROW_PARTS}, draft)
+            self._keep([rows[number] for number in missing], computed)
+            # As they will be read: what a batch sees must not depend on what was cached before it.
+            for part in ("features", "last_hidden"):
+                new = getattr(computed, part).to(torch.bfloat16)
+                getattr(states, part)[missing] = new.to(states.features.dtype)
+        return states
 
     def _compute(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:
         return target_states(
