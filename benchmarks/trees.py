@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,14 @@ from pair import (
 from simulator import DRAFT_SHARE, load_curves
 from speed import Run, timed
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from hf_dspark import (
     DecodingOptions,
     DSparkConfig,
     FullBlock,
     PrefixScheduler,
+    PromptLookup,
     RoundStatistics,
     TreeBudget,
     TreeScheduler,
@@ -64,6 +67,7 @@ from hf_dspark.maths.policies import RoundOutcome
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
 from hf_dspark.maths.tree_plans import TreeProspects
+from hf_dspark.models.modeling_draft import DraftModel
 
 BUDGETS = (7, 15, 31)
 LOOKED_UP = 10  # tokens at a time, as transformers' documentation has it
@@ -199,27 +203,35 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
 def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Compare copied branches with none, on prompts that ask for a copy and on others, beside plain prompt lookup."""
     target, draft, tokenizer = load_pair(getattr(torch, options.dtype), Path(options.pair))
-    drafted: dict[str, DecodingOptions] = {
-        "chain": DecodingOptions(policy=FullBlock()),
-        "tree": DecodingOptions(policy=TreeBudget(options.nodes), copies=False),
-        "tree, copies": DecodingOptions(policy=TreeBudget(options.nodes)),
-        "default": DecodingOptions(),
+    lookup = PromptLookup(target)
+    drafted: dict[str, tuple[DraftModel, DecodingOptions]] = {
+        "chain": (draft, DecodingOptions(policy=FullBlock())),
+        "tree": (draft, DecodingOptions(policy=TreeBudget(options.nodes), copies=False)),
+        "tree, copies": (draft, DecodingOptions(policy=TreeBudget(options.nodes))),
+        "default": (draft, DecodingOptions()),
+        "copies alone": (lookup, DecodingOptions()),
     }
     rows = []
     for kind, file in (word.split("=", 1) for word in options.prompts):
-        runs: dict[str, list[Run]] = {name: [] for name in ("plain", "prompt lookup", *drafted)}
+        runs: dict[str, list[Run]] = {name: [] for name in ("plain", *drafted)}
         prompts = read_prompt_file(file, options.num_prompts).prompts
-        for index, prompt in enumerate(tqdm(prompts, desc=kind)):
-            ids = torch.tensor([token_ids(as_chat(prompt, tokenizer), tokenizer)])
-            common = {"attention_mask": torch.ones_like(ids), "max_new_tokens": options.max_new_tokens, **GREEDY}
+        for start in tqdm(range(0, len(prompts), options.rows), desc=kind):
+            chats = [{"input_ids": token_ids(as_chat(prompt, tokenizer), tokenizer)}
+                     for prompt in prompts[start : start + options.rows]]  # fmt: skip
+            batch = tokenizer.pad(chats, padding_side="left", return_tensors="pt")
+            common = {**batch, "max_new_tokens": options.max_new_tokens, **GREEDY}
+            if options.rows > 1:  # rows that ended would count as decoded
+                common["min_new_tokens"] = options.max_new_tokens
             with kernels(target, draft, packed=True):
-                runs["plain"].append(timed(target, ids, index, **common))
-                runs["prompt lookup"].append(timed(target, ids, index, prompt_lookup_num_tokens=LOOKED_UP, **common))
-                for name, how in drafted.items():
-                    draft.decoding = how
-                    runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
+                runs["plain"].append(timed_rows(target, **common))
+                if options.rows == 1:  # transformers takes no more
+                    looked_up = timed_rows(target, prompt_lookup_num_tokens=LOOKED_UP, **common)
+                    runs.setdefault("prompt lookup", []).append(looked_up)
+                for name, (assistant, how) in drafted.items():
+                    assistant.decoding = how
+                    runs[name].append(timed_rows(target, assistant_model=assistant, **common))
         for name, own in runs.items():
-            row = {"prompts": kind, "way": name}
+            row = {"prompts": kind, "rows": options.rows, "way": name}
             for baseline in ("plain", "chain"):
                 pairs = zip(runs[baseline], own, strict=True)
                 ratios = [base.seconds_per_token / run.seconds_per_token for base, run in pairs]
@@ -227,7 +239,16 @@ def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             row["identical"] = sum(run.tokens == plain.tokens for run, plain in zip(own, runs["plain"], strict=True))
             rows.append(row | (committed(own) if name in drafted else {}))
             print(rows[-1], flush=True)
-    write_result(RESULTS / "trees_copies.json", origin | {"rows": rows})
+    write_result(RESULTS / options.output, origin | {"rows": rows})
+
+
+def timed_rows(target: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> Run:
+    started = time.perf_counter()
+    output = target.generate(input_ids, **options)
+    seconds = time.perf_counter() - started
+    tokens = output[:, input_ids.shape[1] :].flatten().tolist()
+    draft = options.get("assistant_model")
+    return Run(tokens, seconds / len(tokens), None if draft is None else draft.last_stats)
 
 
 def example(options: argparse.Namespace, origin: dict[str, Any]) -> None:
@@ -310,6 +331,8 @@ def main() -> None:
             command.add_argument("--prompts", nargs="+", required=True, metavar="NAME=FILE")
             command.add_argument("--num_prompts", type=int, help="of each file")
             command.add_argument("--nodes", type=int, default=31)
+            command.add_argument("--rows", type=int, default=1, help="prompts decoded together")
+            command.add_argument("--output", default="trees_copies.json")
             command.add_argument("--dtype", default="float32")
         elif name == "machines":
             command.add_argument("--curves", required=True, help="CSV of step times; see simulator.load_curves")

@@ -33,6 +33,13 @@ def test_editors_are_told_of_every_public_name():
     assert {name: told.get(name) for name in hf_dspark.__all__} == hf_dspark._MODULES
 
 
+def test_the_manual_lists_every_public_name():
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    assert [
+        f"{module}.{name}" for name, module in hf_dspark._MODULES.items() if f".{module}.{name}\n" not in page
+    ] == []
+
+
 def test_importing_the_package_loads_no_more_than_registering_drafts_takes():
     base = loaded_by("from transformers import AutoModelForCausalLM, GenerationMixin")
     more = loaded_by("from transformers import AutoModelForCausalLM, GenerationMixin\nimport hf_dspark") - base

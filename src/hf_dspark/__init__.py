@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .models.modeling_dspark import DSparkDraftModel as DSparkDraftModel
     from .models.modeling_eagle3 import Eagle3DraftModel as Eagle3DraftModel
     from .models.options import DecodingOptions as DecodingOptions
+    from .models.prompt_lookup import PromptLookup as PromptLookup
     from .sharing.convert import convert_checkpoint as convert_checkpoint
     from .sharing.training import DSparkTrainer as DSparkTrainer
     from .targets.check import check_target as check_target
@@ -61,6 +62,7 @@ _NAMES = {
     "models.modeling_dspark": "DSparkDraftModel",
     "models.modeling_eagle3": "Eagle3DraftModel",
     "models.options": "DecodingOptions",
+    "models.prompt_lookup": "PromptLookup",
     "sharing.convert": "convert_checkpoint",
     "sharing.training": "DSparkTrainer",
     "targets.check": "check_target",

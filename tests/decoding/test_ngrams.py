@@ -4,9 +4,11 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, TreeBudget
-from hf_dspark.decoding.ngrams import USUAL, CopyFinder, CopyRates
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, ThroughputTable, TreeBudget, TreeScheduler
+from hf_dspark.decoding.ngrams import USUAL, CopyFinder
 from hf_dspark.decoding.request import Request, StopRule
+
+RATES = dict(USUAL)
 
 
 def request(tokens):
@@ -14,35 +16,30 @@ def request(tokens):
 
 
 def test_the_longest_match_is_continued():
-    finder = CopyFinder(CopyRates())
+    finder = CopyFinder()
     copy = finder.find(request([1, 2, 3, 9, 8, 2, 3, 7, 5, 1, 2, 3]), 4)
     assert copy.token_ids == [9, 8, 2, 3]  # 2, 3 was followed by 7 later on
-    assert list(copy.chances) == [USUAL[1][1], USUAL[2][1], USUAL[2][1], USUAL[3][1]]
-    assert CopyFinder(CopyRates()).find(request([1, 2, 3, 4]), 4).token_ids == ()
-    assert CopyFinder(CopyRates()).find(request([1, 2, 5, 1, 2]), 0).token_ids == ()
+    assert list(copy.chances) == [RATES[3], RATES[4], RATES[4], RATES[6]]
+    assert CopyFinder().find(request([1, 2, 3, 4]), 4).token_ids == ()
+    assert CopyFinder().find(request([1, 2, 5, 1, 2]), 0).token_ids == ()
 
 
 def test_a_match_within_the_continuation_itself_goes_on():
-    assert CopyFinder(CopyRates()).find(request([4, 5, 4, 5, 4, 5]), 9).token_ids == [4, 5]
+    assert CopyFinder().find(request([4, 5, 4, 5, 4, 5]), 5).token_ids == [4, 5, 4, 5, 4]
 
 
 def test_rates_follow_what_was_right_whether_it_was_sent_or_not():
-    rates, tokens = CopyRates(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
-    finder = CopyFinder(rates)
+    finder, tokens = CopyFinder(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    rates = finder._rates
     before = [rates.of(length) for length in (3, 4)]
     finder.find(request(tokens), 5)
     finder.find(request([*tokens, 4, 9]), 5)  # 4 is right, 5 would have been wrong
     assert rates.of(3) > before[0] and rates.of(4) < before[1]
-    assert rates.of(2) == USUAL[0][1]
+    assert rates.of(2) == RATES[2]
 
 
-def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
-    """A target that repeats three tokens for ever."""
-    target = make_target()
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    ids = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
-    honest = target.forward
+def repeating(honest):
+    """A forward pass that says 5, 9, 30 for ever."""
 
     def forward(input_ids=None, **kwargs):
         output = honest(input_ids=input_ids, **kwargs)
@@ -51,7 +48,15 @@ def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
             output.logits[0, place, following.get(token, 5)] += 1e3
         return output
 
-    target.forward = forward
+    return forward
+
+
+def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
+    """A target that repeats three tokens for ever."""
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
     rounds = {}
     for copies in (True, False):
         draft.decoding = DecodingOptions(policy=TreeBudget(12), copies=copies)
@@ -59,6 +64,23 @@ def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
         assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
         rounds[copies] = draft.last_stats.rounds
     assert rounds[True] < 0.6 * rounds[False]
+
+
+def test_sure_copies_save_the_drafts_pass_and_the_draft_reads_them_later(make_target, monkeypatch):
+    """A target that repeats three tokens for ever, and a dear draft."""
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+    draft.decoding = DecodingOptions(policy=TreeScheduler(ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3)))
+    read, honest = [], DSparkDraftModel.read_block
+    monkeypatch.setattr(
+        DSparkDraftModel, "read_block", lambda self, a, features, *args: read.append(len(features)) or
+        honest(self, a, features, *args)
+    )  # fmt: skip
+    output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
+    assert output[0, 8:].tolist() == ([30, 5, 9] * 134)[:400]
+    assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])

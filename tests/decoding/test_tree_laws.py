@@ -1,5 +1,6 @@
 """The law of what trees of drafts decode is the target's own: the real loop enumerated, samples, greedy answers."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, PromptLookup
 from hf_dspark.decoding import growing, loop
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.growing import TreeGrower
 from hf_dspark.decoding.ngrams import CopyRates
-from hf_dspark.maths.tree_plans import TreePlan
+from hf_dspark.maths.tree_plans import PricePlan, TreePlan
 from hf_dspark.maths.tree_policies import TreeBudget, TreeScheduler
 from hf_dspark.maths.trees import DraftTree
 from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
@@ -59,7 +60,7 @@ def test_a_round_of_two_trees_has_the_joint_law(make_target, monkeypatch, policy
     assert found < 5e-6 and max(map(sum, counts)) > 1
 
 
-@pytest.mark.parametrize("chances", [0.9, 0.1], ids=["before", "after"])
+@pytest.mark.parametrize("chances", [0.6, 0.1], ids=["before", "after"])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_rounds_with_copied_branches_have_the_targets_law(make_target, monkeypatch, chances, rounds):
     """What is copied stands before the drawn siblings, or after the first of them."""
@@ -75,6 +76,31 @@ def test_rounds_with_copied_branches_have_the_targets_law(make_target, monkeypat
     budget = TreeBudget(2 if rounds == 2 else 4)
     found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, copies=True)
     assert found < 5e-6 and any(copied) and not all(copied)
+
+
+@pytest.mark.parametrize(("num_rows", "rounds"), [(1, 2), (2, 1)])
+def test_rounds_of_copies_alone_have_the_targets_law(make_target, monkeypatch, num_rows, rounds):
+    monkeypatch.setattr(CopyRates, "of", lambda self, length: 0.9)
+    target, _ = make_pair(make_target, seed=5)
+    pair = target, PromptLookup(target)
+    every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]] * num_rows
+    length = 4 if num_rows == 2 else 6
+    options = {"prompts": every_match, "rounds": rounds, "length": length, "copies": True}
+    found, counts = distance(monkeypatch, pair, TreeBudget(2), **options)
+    assert found < 5e-6 and max(map(max, counts)) > 1
+
+
+def test_a_round_of_copies_before_one_of_drafts_keeps_the_targets_law(make_target, monkeypatch):
+    """The draft reads what it missed in the second round."""
+    monkeypatch.setattr(CopyRates, "of", lambda self, length: 0.9)
+    plans = itertools.cycle([PricePlan(0.01, 2, 2, drafts=False), PricePlan(0.01, 2, 2)])
+    monkeypatch.setattr(TreeBudget, "plan_tree", lambda *args: next(plans))
+    drafted, honest = [], Drafter._read
+    monkeypatch.setattr(Drafter, "_read", lambda self, *args, **how: drafted.append(1) or honest(self, *args, **how))
+    every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
+    options = {"prompts": every_match, "rounds": 2, "length": 6, "copies": True}
+    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(2), **options)
+    assert found < 5e-6 and drafted and max(map(max, counts)) > 1
 
 
 class ByTheNeighbour(TreePlan):
@@ -129,8 +155,8 @@ def test_enumeration_catches_siblings_tested_in_another_order(make_target, monke
     assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3), prompts=ONE_ROW)[0] > 0.005
 
 
-def p_value(target, draft, policy, calls=6, rows=100, length=5):
-    draft.decoding, counts = DecodingOptions(policy=policy), Counter()
+def p_value(target, draft, policy, copies, calls=6, rows=100, length=5):
+    draft.decoding, counts = DecodingOptions(policy=policy, copies=copies), Counter()
     torch.manual_seed(7)
     for _ in range(calls):
         output = target.generate(
@@ -141,8 +167,9 @@ def p_value(target, draft, policy, calls=6, rows=100, length=5):
     return chi_square_p_value(counts, law_of_call(target, length))
 
 
-def test_samples_of_calls_with_trees_have_the_targets_law(make_target):
-    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7)) > 1e-3
+@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
+def test_samples_of_calls_with_trees_have_the_targets_law(make_target, copies):
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), copies) > 1e-3
 
 
 def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch):
@@ -155,7 +182,7 @@ def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch)
         return index, mass
 
     monkeypatch.setattr(growing.SiblingLaw, "draw", again)
-    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7)) < 1e-6
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), copies=False) < 1e-6
 
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]

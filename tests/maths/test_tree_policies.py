@@ -105,6 +105,17 @@ def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
         assert plan(siblings, [0.95] * 20).cut > 0.0
 
 
+def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
+    cost = ThroughputTable((1, 8, 32), (100, 96, 90), drafting=1e-3)
+    for siblings in (DRAWN, BEST):
+        sure, unsure = (TreeProspects(siblings, [[chance] * 30]) for chance in (0.97, 0.3))
+        assert not TreeScheduler(cost).plan_tree(sure, Load()).drafts
+        plan = TreeScheduler(cost).plan_tree(unsure, Load())
+        assert plan is None or plan.drafts
+    one_of_four = TreeProspects(BEST, ([0.9] * 30, (), (), ()))
+    assert TreeScheduler(cost).plan_tree(one_of_four, Load(range(4))).drafts
+
+
 def test_wrapped_policies_plan_the_same_trees_under_their_caps():
     cost = machine(*(1.0 + 0.005 * n for n in range(70)))
     inside = TreeScheduler(cost).plan_tree(TreeProspects(DRAWN), Load())

@@ -13,7 +13,7 @@ from transformers.generation import GenerationMode
 from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
-from ..targets.layer_kinds import is_stateful, keeps_states, slot_cache_obstacle
+from ..targets.layer_kinds import is_stateful, keeps_states, slot_cache_obstacle, tree_obstacle
 from ..targets.slot_attention import rope_parameters
 from .processing import is_built_in
 from .request import KNOWN_CRITERIA, Call, copy_of
@@ -121,7 +121,7 @@ def check_options(config: GenerationConfig, schedule: str | None) -> None:
 
 def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> None:
     """Refuse a policy that the draft cannot serve, or that would bias sampled output."""
-    if policy.requires_confidence and not draft.config.enable_confidence_head:
+    if policy.requires_confidence and not draft.config.enable_confidence_head and draft.drafts_blocks:
         raise ValueError(
             f"{type(policy).__name__} needs a draft with a confidence head; this one has none "
             "(config.enable_confidence_head is False). Use FullBlock, and leave assistant_confidence_threshold unset."
@@ -134,6 +134,19 @@ def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> Non
             f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
             "confidences computed from that token, so sampled output would not follow the target's distribution "
             "(DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or pass accept_bias=True."
+        )
+
+
+def check_trees_alone(draft: PreTrainedModel, target: PreTrainedModel, policy: Policy, max_drafts: int | None) -> None:
+    """Refuse what asks a draft for blocks that has none: its proposals are verified as trees."""
+    name, obstacle = type(draft).__name__, tree_obstacle(target)
+    if obstacle is not None:
+        raise ValueError(f"{name} proposes trees, but {obstacle}: use prompt_lookup_num_tokens of transformers")
+    if max_drafts is not None or policy.most_nodes == 0:
+        given = f"num_assistant_tokens={max_drafts}" if max_drafts is not None else type(policy).__name__
+        raise ValueError(
+            f"{name} proposes trees of copies alone, got {given}: leave it out, or set "
+            "draft.decoding = DecodingOptions(policy=TreeBudget(num_nodes))"
         )
 
 

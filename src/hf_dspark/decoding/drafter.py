@@ -13,13 +13,13 @@ from ..maths.costs import Load
 from ..maths.noise import BlockNoise, block_noise
 from ..maths.policies import RoundOutcome
 from ..maths.sampling import DraftBlock, Grower, Sampler, VerifiedBlock
-from ..maths.tree_plans import TreePlan, TreeProspects
+from ..maths.tree_plans import TreePlan, TreeProspects, no_acceptance
 from ..maths.trees import DraftTree
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..targets.layer_kinds import tree_obstacle
 from .growing import TreeGrower
-from .ngrams import Copy, CopyFinder, CopyRates
+from .ngrams import Copy, CopyFinder
 from .processing import BlockProcessor, Scores
 from .request import Call, Request
 from .rounds import RoundSeconds, RoundStatistics
@@ -37,6 +37,7 @@ class Proposal:
     trees: Sequence[DraftTree] | None = None  # instead of a block, `[R]`
     confidence: torch.Tensor | None = None  # `[R, n]`, calibrated
     seconds: float = 0.0  # host time that drafting took
+    drafted: bool = True  # whether the draft ran; copies need none
 
     @property
     def depths(self) -> list[int]:
@@ -73,9 +74,12 @@ class Drafter:
         self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)
         # Who limits the tokens of a block means a chain.
         self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
-        self._siblings = draft.config.siblings_for(self._do_sample) if self._grows_trees else None
+        self._siblings = None
+        if self._grows_trees:
+            expected = draft.config.siblings_for if draft.drafts_blocks else no_acceptance
+            self._siblings = expected(self._do_sample)
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
-        self._copy_rates, self._finders = CopyRates(), {}
+        self._finders: dict[int, CopyFinder] = {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
@@ -102,17 +106,15 @@ class Drafter:
         max_lengths = torch.tensor(most, device="cpu")  # whatever the user's default device is
         num_tokens = self._tokens_to_draft(max_lengths, load)
         if num_tokens == 0:
-            # Features are larger than what the draft keeps of them: now and then it reads them all the same.
-            if max(_num_features(requests)) < WAITING_AT_MOST:
-                return Proposal(torch.zeros_like(max_lengths))
-            self._read(requests)
-            return Proposal(torch.zeros_like(max_lengths), seconds=time.perf_counter() - started)
+            return self._nothing(requests, started)
         if self._grows_trees and self.policy.most_nodes > 0:
             copies = [self._copy(request) for request in requests]
             prospects = TreeProspects(self._siblings, [copy.chances for copy in copies])
             plan = self.policy.plan_tree(prospects, load)
             if plan is not None:
                 return self._grow_trees(requests, noise, plan, most, copies, started)
+        if not self.draft.drafts_blocks:
+            return self._nothing(requests, started)
         block = self._draft_blocks(requests, noise, num_tokens)
         confidence, broken = None, block.broken
         if block.confidence_logits is not None:
@@ -124,6 +126,16 @@ class Drafter:
         lengths = self._planned_lengths(confidence, max_lengths, load)
         lengths = self._cut(requests, block.token_ids, broken, lengths)
         return Proposal(lengths, block, None, confidence, time.perf_counter() - started)
+
+    def _nothing(self, requests: Sequence[Request], started: float) -> Proposal:
+        self._read_late(requests)
+        lengths = torch.zeros(len(requests), dtype=torch.long, device="cpu")
+        return Proposal(lengths, seconds=time.perf_counter() - started, drafted=False)
+
+    def _read_late(self, requests: Sequence[Request]) -> None:
+        """Let the draft read what waits if it is much: features are larger than what it keeps of them."""
+        if max(_num_features(requests)) >= WAITING_AT_MOST:
+            self._read(requests)
 
     def _room(self, request: Request) -> int:
         """Return how many drafts of a request may be sent: not beyond its end, nor the target's last position."""
@@ -156,22 +168,26 @@ class Drafter:
         grower = TreeGrower(
             requests, plan, self._siblings, self._laws, max_depths, noise, self._temperatures, self._ends, copies
         )
-        self._read(requests, grower=grower)
+        if plan.drafts:
+            self._read(requests, grower=grower)
+        else:
+            self._read_late(requests)
         grower.copy_on([self._room(request) for request in requests])
         if bool(grower.is_broken.any()):
             self._give_up(requests, grower.is_broken)
         trees = grower.trees
         if noise is None:
             trees = [tree.only(places) for tree, places in zip(trees, plan.kept(trees), strict=True)]
-        lengths = torch.tensor([tree.num_nodes for tree in trees], device="cpu")
-        rows = [torch.tensor(row, device="cpu") for row in grower.confidence]
-        confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        return Proposal(lengths, None, trees, confidence, time.perf_counter() - started)
+        lengths, confidence = torch.tensor([tree.num_nodes for tree in trees], device="cpu"), None
+        if any(grower.confidence):
+            rows = [torch.tensor(row, device="cpu") for row in grower.confidence]
+            confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return Proposal(lengths, None, trees, confidence, time.perf_counter() - started, plan.drafts)
 
     def _copy(self, request: Request) -> Copy:
         if not self._options.copies:
             return Copy()
-        finder = self._finders.setdefault(request.id, CopyFinder(self._copy_rates))
+        finder = self._finders.setdefault(request.id, CopyFinder())
         return finder.find(request, min(self._room(request), self.policy.most_nodes))
 
     def _read(
@@ -279,7 +295,7 @@ class Drafter:
             lengths=proposal.lengths,
             num_accepted=num_accepted,
             seconds=seconds.total,
-            drafted=proposal.block is not None or proposal.trees is not None,
+            drafted=proposal.drafted,
             block=proposal.block,
             target_logits=target_logits,
             trees=proposal.trees,

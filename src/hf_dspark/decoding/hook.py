@@ -30,6 +30,7 @@ from .checks import (
     check_policy,
     check_processors,
     check_rows,
+    check_trees_alone,
     loop_obstacle,
 )
 from .request import Call
@@ -39,6 +40,8 @@ from .step_costs import evidence_about, find_cost
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
 
 USUAL_NODES = 15  # of trees that are asked for where no cost is known
+# Of machines that were not measured: passes of few tokens cost little more than of one.
+USUAL_COST = ThroughputTable((1, 64), (2.0, 1.0))
 
 _active_generator: ContextVar[DSparkCandidateGenerator | None] = ContextVar("hf_dspark_generator", default=None)
 
@@ -95,6 +98,8 @@ def _assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids
     check_adapters(target, len(input_ids))
     obstacle = loop_obstacle(target, call, len(input_ids))
     check_rows(target, call, obstacle)
+    if obstacle is not None and not draft.drafts_blocks:
+        raise ValueError(f"{type(draft).__name__} needs hf_dspark's own loop, which is not possible here: {obstacle}")
     check_processors(call.logits_processor, input_ids, draft.config.vocab_size)
     if obstacle is None:
         return decode_call(target, draft, call)
@@ -178,6 +183,8 @@ def _plan(
     else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
     check_policy(policy, draft, config.do_sample)
+    if not draft.drafts_blocks:
+        check_trees_alone(draft, target, policy, max_drafts)
     return policy, max_drafts
 
 
@@ -189,6 +196,8 @@ def default_policy(
     obstacle = tree_obstacle(target) if draft.grows_trees else f"{type(draft).__name__} takes a pass for each token"
     if trees and obstacle is not None:
         raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
+    if not draft.drafts_blocks:
+        return TreeScheduler(USUAL_COST, USUAL_NODES)
     cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
     if cost is None:
         return TreeBudget(USUAL_NODES) if trees else FullBlock()

@@ -1,14 +1,15 @@
 """Copies: what followed the longest earlier match of a sequence's end, and how often such continuations are right."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .request import Request
 
-MATCHES = (4, 3, 2)  # tokens that must agree; the longest match that is found counts
+MATCHES = (4, 3, 2, 1)  # tokens that must agree; the longest match that is found counts
 LONGEST = 24  # up to which a match is measured
 # From how many matching tokens on, and how often the next token is then right, before anything was measured.
-USUAL = ((2, 0.15), (3, 0.25), (4, 0.4), (6, 0.6), (9, 0.8), (17, 0.9))
+USUAL = ((1, 0.08), (2, 0.15), (3, 0.25), (4, 0.4), (6, 0.6), (9, 0.8), (17, 0.9))
 PRIOR_TESTS = 4  # that these count for
 
 
@@ -44,8 +45,8 @@ class CopyRates:
 class CopyFinder:
     """Finds what to copy in one request's tokens, the prompt and earlier turns included."""
 
-    def __init__(self, rates: CopyRates) -> None:
-        self._rates = rates
+    def __init__(self) -> None:
+        self._rates = CopyRates()  # of this request alone: what it draws must not depend on its neighbours
         self._token_ids: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}  # after each sequence of tokens, where it stood last
         self._length, self._copied = 0, Copy()  # of the match of the coming round, and what follows it
@@ -61,7 +62,8 @@ class CopyFinder:
         length = 1
         while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
             length += 1
-        found = tokens[place : place + most]
+        # A text that repeats itself up to its end goes on repeating itself.
+        found = list(itertools.islice(itertools.cycle(tokens[place : place + most]), most))
         self._length = length
         self._copied = Copy(found, [self._rates.of(length + offset) for offset in range(len(found))])
         return self._copied

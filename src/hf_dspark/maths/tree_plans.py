@@ -95,6 +95,11 @@ DEFAULT_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)
 DEFAULT_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
 
 
+def no_acceptance(is_drawn: bool) -> SiblingAcceptance:
+    """Return what to expect of a draft that proposes nothing."""
+    return SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.0,),))
+
+
 def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:
     """Return what holds for many drafts, for those of which nothing was measured."""
     fits = DEFAULT_DRAWN if is_drawn else ((1.0, 0.0),)
@@ -119,6 +124,7 @@ class TreePlan(ABC):
     """The plan of one round's trees; it is asked level by level."""
 
     cut: float  # survival that a node must have, as far as is known
+    drafts: bool = True  # whether the draft runs, and not only what can be copied is sent
 
     @abstractmethod
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
@@ -188,6 +194,7 @@ class PricePlan(TreePlan):
         base_tokens (`int`): Tokens of a round without drafts.
         seconds (`np.ndarray` of shape `[in_all + 1]`, *optional*): Of rounds that verify 0, 1, ... nodes: then the
             best number of the grown nodes is sent.
+        drafts (`bool`): Whether the draft runs.
     """
 
     cut: float
@@ -195,6 +202,7 @@ class PricePlan(TreePlan):
     in_all: int
     base_tokens: int = 0
     seconds: np.ndarray | None = None
+    drafts: bool = True
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
         counts = _best(survivals, self.cut, self.in_all - sum(tree.num_nodes for tree in trees))

@@ -1,5 +1,6 @@
 """Policies that shape trees of drafts: the best nodes of a fixed budget, or as many as pay on this machine."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,14 @@ import torch
 
 from .costs import Load
 from .policies import Policy, PrefixScheduler
-from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, PricePlan, TreePlan, TreeProspects, best_count
+from .tree_plans import (
+    BELOW_EXPECTATION,
+    MOST_NODES,
+    BudgetPlan,
+    PricePlan,
+    TreePlan,
+    TreeProspects,
+)
 
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 LEAST_GAIN_OF_DRAWN = 1.08  # drawn chains are verified as a whole, which is worth 5 % of their tokens
@@ -56,7 +64,7 @@ class TreeScheduler(PrefixScheduler):
     anything is drawn. Every node whose survival reaches that price is admitted, level by level, in all requests. So
     the budget is one for all of them, and a loaded machine gets shorter trees, then chains, then nothing. Where
     drafts are the best tokens, nothing needs to be known before a draw: the nodes that were grown are sorted, and the
-    best number of them is verified.
+    best number of them is verified. Where copies alone promise more, the draft's pass is saved.
 
     Where trees cannot be verified, it schedules chains.
 
@@ -82,23 +90,54 @@ class TreeScheduler(PrefixScheduler):
 
     def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
         siblings = prospects.siblings
-        expected = _with_copies(siblings.descendants(0, self.num_nodes), prospects.copies)
-        kept, all_seconds = _kept(load, expected), self.cost.tree_seconds(load, self.num_nodes)
-        seconds = all_seconds[: len(kept)]
-        count = best_count(kept, seconds)
         first_children = np.cumprod([row[0] for row in siblings.means])
         chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
         gain = LEAST_GAIN_OF_DRAWN if siblings.is_drawn else LEAST_GAIN
-        if gain * (_kept(load, first_children) / chains).max() >= kept[count] / seconds[count]:
+        best = max(self._outlooks(prospects, load), key=lambda outlook: outlook.rate)
+        if gain * (_kept(load, first_children) / chains).max() >= best.rate:
             return None
-        last, next_one = ([*expected, 0.0][place] for place in (max(0, count - 1), count))
-        price = (last + next_one) / 2 if count else 1.0
         in_all = int(min(prospects.most, load.num_requests * self.num_nodes))
         if siblings.is_drawn:
-            return PricePlan(price, self.num_nodes, in_all)
-        cut, spread = price * BELOW_EXPECTATION, np.arange(in_all + 1) / load.num_requests
-        of_all = np.interp(spread, np.arange(self.num_nodes + 1), all_seconds)
-        return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all)
+            return PricePlan(best.price, self.num_nodes, in_all, drafts=best.drafts)
+        spread = np.arange(in_all + 1) / load.num_requests
+        of_all = np.interp(spread, np.arange(self.num_nodes + 1), best.seconds)
+        cut = best.price * BELOW_EXPECTATION
+        return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts)
+
+    def _outlooks(self, prospects: TreeProspects, load: Load) -> list["_Outlook"]:
+        expected = prospects.siblings.descendants(0, self.num_nodes)
+        trees = _with_copies(expected, prospects.copies)
+        outlooks = [_Outlook(trees, self.cost.tree_seconds(load, self.num_nodes), load)]
+        if any(map(len, prospects.copies)):  # they need no pass of the draft
+            alone = _with_copies(np.zeros(self.num_nodes), prospects.copies)
+            seconds = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
+            outlooks.append(_Outlook(alone, seconds - self.cost.draft_seconds(load), load, drafts=False))
+        return outlooks
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What trees of every size would bring and cost."""
+
+    survivals: np.ndarray  # of the nodes of each request, the best first
+    seconds: np.ndarray  # with 0, 1, ... nodes of each request
+    load: Load
+    drafts: bool = True
+
+    @functools.cached_property
+    def rates(self) -> np.ndarray:
+        return _kept(self.load, self.survivals) / self.seconds[: 1 + len(self.survivals)]
+
+    @property
+    def rate(self) -> float:
+        return float(self.rates.max())
+
+    @property
+    def price(self) -> float:
+        """Return the survival that pays for the last place of the best size."""
+        count = int(self.rates.argmax())
+        last, next_one = ([*self.survivals, 0.0][place] for place in (max(0, count - 1), count))
+        return (last + next_one) / 2 if count else 1.0
 
 
 def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.ndarray:

@@ -70,6 +70,7 @@ class DraftModel(PreTrainedModel):
     """
 
     grows_trees = False  # whether `grow_tree` costs one parallel pass, as a block does
+    drafts_blocks = True  # whether it proposes anything of its own
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True

@@ -1,0 +1,78 @@
+"""Drafts without a draft model: what the text has said before is proposed again."""
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers import PreTrainedModel
+
+from ..maths.sampling import Grower
+from .configuration_dspark import DSparkConfig
+from .modeling_draft import DraftModel
+from .slot_cache import SlotCache
+
+
+class PromptLookup(DraftModel):
+    """Prompt lookup for any number of sequences: proposes what followed the longest earlier match of a text's end.
+
+    It has no weights and needs no training. It pays where answers repeat their prompts: code edits, extraction,
+    retrieval. A draft proposes such copies, too, so it is for targets that have none.
+
+    Args:
+        target (`PreTrainedModel`): The causal LM that it is for.
+
+    Raises:
+        ValueError: In `generate()`, if the target cannot verify trees, or options ask for drafted blocks.
+
+    Example:
+
+    ```python
+    output = target.generate(**inputs, assistant_model=PromptLookup(target), max_new_tokens=64)
+    ```
+    """
+
+    config_class = DSparkConfig
+    grows_trees = True
+    drafts_blocks = False
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        facts = {"num_hidden_layers": 1, "markov_rank": 0, "enable_confidence_head": False}
+        config = DSparkConfig.from_target(target, target_layer_ids=[-1], confidence_head_with_markov=False, **facts)
+        super().__init__(config)
+        self._home = target.device, target.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._home[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._home[1]
+
+    def read_block(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        num_features: Sequence[int],
+        committed_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Count the new context as read; nothing of it is kept."""
+        for row, count in enumerate(num_features):
+            cache.commit(row, count)
+
+    def grow_tree(
+        self,
+        anchor_ids: torch.Tensor,
+        features: torch.Tensor,
+        cache: SlotCache,
+        grower: Grower,
+        num_features: Sequence[int],
+        committed_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Draw nothing: copies join the trees afterwards."""
+        self.read_block(anchor_ids, features, cache, num_features)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise a `TypeError`: there is nothing to save."""
+        raise TypeError("PromptLookup has no weights to save or publish: make one with PromptLookup(target)")
