@@ -166,8 +166,7 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         "chains, never skipped": PrefixScheduler(cost),
         "scheduled trees": scheduled_by(cost, trees=True),
         "trees, never skipped": TreeScheduler(cost),
-        "trees of 15": TreeBudget(15),
-    }
+    } | {f"trees of {nodes}": TreeBudget(nodes) for nodes in BUDGETS}
     rows = []
     for regime, sampling in REGIMES.items():
         runs: dict[str, list[Run]] = {name: [] for name in ("plain", *policies)}

@@ -115,7 +115,7 @@ def decide_trees(monkeypatch, paths):
         return paths.choose(probs)
 
     def accepts(coin, ratio):
-        ratio = min(1.0, ratio)
+        ratio = min(1.0, max(0.0, ratio))
         return paths.choose([1.0 - ratio, ratio]) == 1
 
     monkeypatch.setattr(trees, "invert_without", invert)

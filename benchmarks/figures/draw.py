@@ -28,6 +28,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         serving.slo_attainment,
         serving.jagged_step_times,
         tree_figures.trees_tau,
+        tree_figures.trees_time,
         tree_figures.tree_example,
     )
 }

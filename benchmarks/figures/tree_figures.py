@@ -34,6 +34,32 @@ def trees_tau() -> Figure:
     )
 
 
+def trees_time() -> Figure:
+    """Draw what a round takes against the nodes of a tree, beside the chain."""
+    figure, axes = panels([list(REGIMES)], 3.2, sharey=True)
+    rows = load("trees_speed")["rows"]
+    bars = {"whole blocks": "chain\nof 7"} | {f"trees of {nodes}": f"tree\nof {nodes}" for nodes in (7, 15, 31)}
+    parts = {"draft": METHODS["DSpark"], "verify": GREY, "rest": INK}
+    for regime, axis in axes.items():
+        of_regime = {row["policy"]: row for row in rows if row["regime"] == regime}
+        below = [0.0] * len(bars)
+        for part, colour in parts.items():
+            heights = [of_regime[policy][f"{part}_ms"] for policy in bars]
+            axis.bar(list(bars.values()), heights, bottom=below, color=colour, label=part, width=0.6)
+            below = [start + height for start, height in zip(below, heights, strict=True)]
+        for place, (policy, top) in enumerate(zip(bars, below, strict=True)):
+            tau = of_regime[policy]["tau"]
+            axis.annotate(f"{tau:.2f} tokens", (place, top), (0, 3), textcoords="offset points", ha="center", size=8)
+        axis.set(title=REGIMES[regime])
+    axes["greedy"].set_ylabel("milliseconds per round")
+    return finish(
+        figure,
+        "More nodes take longer to draft and to verify",
+        f"{PAIR} {load('trees_speed')['device'].split(',')[0]}, two cores. Above the bars: tokens per round.",
+        axes["greedy"],
+    )
+
+
 def tree_example() -> Figure:
     """Draw one tree with its accepted path."""
     figure, axes = panels([["tree"]], 3.4)

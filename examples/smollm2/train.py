@@ -45,6 +45,9 @@ def main() -> None:
     parser.add_argument("--draft", help="go on from the weights of this draft, with a new schedule")
     parser.add_argument("--feature_cache_dir", help="where the target's states are kept for later epochs")
     parser.add_argument("--num_train_epochs", type=float, default=3.0)
+    parser.add_argument("--max_steps", type=int, default=-1, help="stop then; for short comparisons")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--copy_layers_from", type=int, help="begin with the target's layers from this one on")
     parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--batch_size", type=int, default=5)
     parser.add_argument("--num_anchors", type=int, default=32, help="blocks of an answer and step")
@@ -69,6 +72,10 @@ def main() -> None:
         draft = DSparkDraftModel.from_pretrained(options.draft, dtype=torch.float32)
     else:
         draft = DSparkDraftModel(config)
+        if options.copy_layers_from is not None:
+            for index, layer in enumerate(draft.layers):  # norms of queries and keys are the draft's own
+                theirs = target.model.layers[options.copy_layers_from + index].state_dict()
+                layer.load_state_dict(theirs, strict=False)
         if options.draft_vocab_size is not None:
             keep_frequent_tokens(draft, target, answers)
     answers.sort(key=lambda answer: (answer["index"], answer["text"]))
@@ -76,17 +83,21 @@ def main() -> None:
     chosen = [answers[index] for index in order]
     rows = prepare_rows(chosen, tokenizer, config.block_size, target.config.vocab_size, max_length=1024)
     arguments = DSparkTrainingArguments(
-        output_dir=options.output_dir, num_train_epochs=options.num_train_epochs, num_anchors=options.num_anchors,
+        output_dir=options.output_dir, num_train_epochs=options.num_train_epochs, max_steps=options.max_steps,
+        num_anchors=options.num_anchors,
         per_device_train_batch_size=options.batch_size, per_device_eval_batch_size=options.batch_size,
-        learning_rate=options.learning_rate, lr_scheduler_type="linear", warmup_steps=100, logging_steps=50,
+        learning_rate=options.learning_rate, lr_scheduler_type="linear",
+        warmup_steps=100 if options.max_steps < 0 else options.max_steps // 6, logging_steps=50,
         eval_strategy="steps", eval_steps=500, save_steps=100, save_total_limit=1,
         train_sampling_strategy="group_by_length", report_to="none", seed=0, bf16=True,
         use_cpu=not torch.accelerator.is_available(), feature_cache_dir=options.feature_cache_dir,
     )  # fmt: skip
+    optimizer = None  # Trainer's own AdamW
+    if options.optimizer == "muon":
+        optimizer = MuonWithAdamW(draft.named_parameters(), options.learning_rate, 0.05, LOOKUP_TABLES)
     trainer = DSparkTrainer(
         draft, target, arguments, processing_class=tokenizer, train_dataset=rows[EVAL_ROWS:],
-        eval_dataset=rows[:EVAL_ROWS],
-        optimizers=(MuonWithAdamW(draft.named_parameters(), options.learning_rate, 0.05, LOOKUP_TABLES), None),
+        eval_dataset=rows[:EVAL_ROWS], optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=get_last_checkpoint(options.output_dir))
     print(trainer.evaluate())

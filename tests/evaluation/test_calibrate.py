@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkDraftModel, FullBlock, calibrate
 from hf_dspark.evaluation import calibrate as collection
-from hf_dspark.evaluation.calibrate import collect_rounds, recorded_round
+from hf_dspark.evaluation.calibrate import collect_rounds, collect_siblings, recorded_round
 from tests.evaluation.interruption import interrupt_third_call
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [3, 4, 5, 6, 7]]
@@ -86,6 +86,18 @@ def test_collection_resumes_where_it_was_interrupted(target, draft, tmp_path, mo
     assert all(torch.equal(a, b) for a, b in zip(vars(whole).values(), vars(resumed).values(), strict=True))
     again = records(target, draft, output_file=path, **SAMPLED)
     assert len(calls) == 4 and len(again.logits) == len(whole.logits)
+
+
+def test_records_of_trees_resume_where_they_were_interrupted(target, draft, tmp_path, monkeypatch):
+    path = tmp_path / "rounds.jsonl"
+    whole = collect_siblings(target, draft, PROMPTS, **SAMPLED)
+    assert {test.rank for test in whole} > {0} and any(test.was_accepted for test in whole)
+    calls = interrupt_third_call(monkeypatch, type(target), "generate")
+    with pytest.raises(KeyboardInterrupt):
+        collect_siblings(target, draft, PROMPTS, output_file=path, **SAMPLED)
+    assert len((tmp_path / "rounds.trees.jsonl").read_text().splitlines()) == 2 and not path.exists()
+    assert collect_siblings(target, draft, PROMPTS, output_file=path, **SAMPLED) == whole
+    assert len(calls) == 4  # the third prompt only
 
 
 def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_path):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from hf_dspark import profile_throughput
+from hf_dspark import Eagle3Config, Eagle3DraftModel, PromptLookup, profile_throughput
 from hf_dspark.decoding.step_costs import cache_folder, find_cost, known_profiles
 from hf_dspark.evaluation import profile as profiling
+from hf_dspark.maths.costs import Load
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,24 @@ def test_profile_measures_every_length_of_one_request_and_full_blocks_of_several
     assert {s.context_tokens for s in profile.samples["target"]} == {8, 24, 16, 48}
     assert 0 < profile.table.drafting < 1 / max(profile.table.steps_per_second)
     assert set(profile.fit) == {"target", "draft"}
+
+
+def test_profile_times_trees_and_remembers_them(target, draft, profile):
+    nodes, seconds = zip(*profile.table.trees, strict=True)
+    assert nodes == profiling.TREE_NODES and min(seconds) > 0
+    assert find_cost(target, draft).trees == profile.table.trees
+    rounds = find_cost(target, draft).tree_seconds(Load(), 31)
+    assert rounds[[7, 15, 31]].tolist() == pytest.approx(list(seconds))
+
+
+def test_drafts_that_grow_no_trees_are_measured_without(target, steady_clock):
+    draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=4))
+    assert profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1).table.trees == ()
+
+
+def test_prompt_lookup_has_no_passes_to_measure(target):
+    with pytest.raises(ValueError, match="PromptLookup runs no draft"):
+        profile_throughput(target, PromptLookup(target), (1, 2), (8, 9), repetitions=1)
 
 
 def test_profile_leaves_the_draft_as_it_was(target, draft, profile):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_dspark.maths import trees
 from hf_dspark.maths.sampling import TokenLaw
 from hf_dspark.maths.trees import DraftTree, SiblingLaw, invert_without, verify_tree, walk_greedily
 from tests.laws import Paths, decide_trees
@@ -183,6 +184,75 @@ def test_a_known_token_between_drawn_siblings_keeps_the_targets_law(paths, vocab
         return [tree]
 
     assert bias(paths, [world], mixed, depth=1) < EXACT
+
+
+def by_ratio_tests(tree, law, coins):
+    """Recursive rejection: each sibling by a test of its own, what follows it left aside."""
+    place, path = 0, []
+    while True:
+        probs, tried, accepted = law.probs[place].numpy(), [], None
+        for node in tree.children(place):
+            token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
+            left = tree.laws[place][0].probs[0].numpy().copy()
+            left[tried] = 0.0
+            left /= mass
+            if trees.accepts(coins[node - 1], min(1.0, probs[token] / left[token])):
+                accepted = node
+                break
+            probs = np.maximum(probs - left, 0.0)
+            probs = probs / probs.sum() if probs.sum() > 0 else law.probs[place].numpy()
+            tried.append(token)
+        if accepted is None:
+            return path, TokenLaw(torch.from_numpy(probs))
+        place = accepted
+        path.append(place)
+
+
+def mean_length(paths, world, make, verify):
+    total = 0.0
+    for path in paths:
+        tree = make(world)
+        accepted, _ = verify(tree, target_law(world, tree), [0.5] * tree.num_nodes)
+        total += len(accepted) * path.probability
+    return total
+
+
+@pytest.mark.parametrize("shape", [SHAPES["pairs"], ragged], ids=["pairs", "ragged"])
+def test_trees_verified_as_a_whole_commit_more_than_by_ratio_tests(paths, shape):
+    few = lambda tree, place, prefix: min(shape(tree, place, prefix), 5 - tree.num_nodes)  # noqa: E731
+    gains = []
+    for world in map(three_tokens, range(4)):
+        make = lambda w: grow(w, DraftTree(), few, depth=2)  # noqa: E731
+        whole, singly = (mean_length(paths, world, make, verify) for verify in (verify_tree, by_ratio_tests))
+        gains.append(whole / singly)
+    assert min(gains) > 1 - EXACT and max(gains) > 1.01
+
+
+def test_a_chain_is_verified_as_a_block(paths):
+    """With the same weights, and the same law after each prefix."""
+    world = World.random(23, 3, 4)
+    for _ in paths:
+        tree = grow(world, DraftTree(), lambda *_: 1, depth=3)
+        law = target_law(world, tree)
+        accepted, following = verify_tree(tree, law, [0.5] * 3)
+        weights = [1.0]
+        for place, token in enumerate(tree.token_ids):
+            prefix = tuple(tree.token_ids[:place])
+            weights.append(min(1.0, weights[-1] * world.target[prefix][token] / world.draft[prefix][token]))
+        prefix = tuple(tree.tokens(accepted))
+        expected = world.target[prefix]
+        if len(prefix) < 3:
+            expected = np.maximum(weights[len(prefix)] * expected - world.draft[prefix], 0.0)
+        np.testing.assert_allclose(following.probs, expected / expected.sum(), atol=1e-12)
+
+
+def test_a_node_without_a_law_is_not_passed_over():
+    tree = DraftTree()
+    first = tree.add(0, 1)
+    tree.add(first, 0)
+    law = TokenLaw(torch.tensor([[0.2, 0.8], [math.nan, math.nan], [0.5, 0.5]]))
+    accepted, following = verify_tree(tree, law, [0.5, 0.5])
+    assert accepted == [first] and following.probs.isnan().all()
 
 
 def test_a_budget_that_depends_on_the_neighbour_keeps_the_joint_law(paths):

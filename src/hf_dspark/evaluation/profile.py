@@ -76,6 +76,8 @@ def profile_throughput(
     ```
     """
     require_pair(target, draft)
+    if not draft.drafts_blocks:
+        raise ValueError(f"{type(draft).__name__} runs no draft that could be measured: measure the target with one")
     _check_settings(target, batch_sizes, context_lengths, repetitions)
     draft.bind(target)
     gamma = draft.config.block_size

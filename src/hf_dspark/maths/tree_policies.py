@@ -19,7 +19,6 @@ from .tree_plans import (
 )
 
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
-LEAST_GAIN_OF_DRAWN = 1.08  # drawn chains are verified as a whole, which is worth 5 % of their tokens
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,8 @@ class TreeScheduler(PrefixScheduler):
         siblings = prospects.siblings
         first_children = np.cumprod([row[0] for row in siblings.means])
         chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
-        gain = LEAST_GAIN_OF_DRAWN if siblings.is_drawn else LEAST_GAIN
         best = max(self._outlooks(prospects, load), key=lambda outlook: outlook.rate)
-        if gain * (_kept(load, first_children) / chains).max() >= best.rate:
+        if LEAST_GAIN * (_kept(load, first_children) / chains).max() >= best.rate:
             return None
         in_all = int(min(prospects.most, load.num_requests * self.num_nodes))
         if siblings.is_drawn:

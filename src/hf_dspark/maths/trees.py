@@ -1,10 +1,11 @@
-"""Trees of drafts: siblings drawn without replacement, the recursive rejection test, and the greedy walk.
+"""Trees of drafts: siblings drawn without replacement, their verification as a whole, and the greedy walk.
 
 Whether a node is drawn may depend on everything that is known before: on its ancestors, its earlier siblings, other
 branches and their confidences. It must not depend on its own token, nor on what is drawn after it. A node that was
 drawn must be verified. What chooses among drawn nodes by their tokens or by their own probabilities is not exact.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from .sampling import TokenLaw, residual_distribution
 
 # A law of which less is left draws no more children: sums of float32 probabilities are off by as much.
 LEAST_MASS = 1e-5
+TINY = 1e-30  # keeps a quotient of zeros finite
 
 
 @dataclass
@@ -120,9 +122,9 @@ def invert_without(cumulative: np.ndarray, removed: Sequence[tuple[float, float]
     return min(int(cumulative.searchsorted(point, side="right")), len(cumulative) - 1)
 
 
-def accepts(coin: float, ratio: float) -> bool:
-    """Tell whether a draft is accepted whose token has `ratio` = p_t / p_d. DSpark Section 2.1."""
-    return coin < ratio
+def accepts(coin: float, chance: float) -> bool:
+    """Tell whether a draft is accepted that is to be accepted with this chance."""
+    return coin < chance
 
 
 def walk_greedily(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int], int]:
@@ -142,11 +144,15 @@ def walk_greedily(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int]
 
 
 def verify_tree(tree: DraftTree, target_law: TokenLaw, coins: Sequence[float]) -> tuple[list[int], TokenLaw]:
-    """Accept a path by the ratio test, sibling after sibling.
+    """Accept a path, the deepest node of a branch first: what follows may make up for a token that is too likely.
 
-    At each place p_1 is the target's law there. Child j is accepted with probability min(1, p_j(z) / q_j(z)); after a
-    rejection p_{j+1} = norm(max(p_j - q_j, 0)). q_j is what the draft drew it from, or stands on z alone if z was
-    known before. Each test is the usual one for the pair (p_j, q_j): the token after a place has the law p_1.
+    A place is entered with a weight w, with which it or something below it will be accepted; that of the anchor is 1.
+    With p_1 the target's law there and q_j what child j was drawn from (it stands on the token alone if that was
+    known before), child j is entered with min(1, w p_j(z) / q_j(z)). If nothing below it is accepted, s is the sum of
+    max(w p_j - q_j, 0) over all tokens, p_{j+1} this excess over s, and w becomes s / (s + 1 - w). After its children
+    the place itself is accepted with what w has become. Of a chain, this is the rule of `block_verification`.
+
+    The shape below a child may depend on its siblings: the child is accepted as often whatever is below it.
 
     Args:
         tree ([`DraftTree`]): With every node that was drawn.
@@ -155,35 +161,46 @@ def verify_tree(tree: DraftTree, target_law: TokenLaw, coins: Sequence[float]) -
 
     Returns:
         The accepted places, and the law of the token after them, `[m]`.
+
+    Weng et al. 2025 (arXiv 2505.12398).
     """
-    place, path = 0, []
-    while True:
-        law, tried, accepted = target_law[place], [], None
-        probs, draft_probs = law.probs, None
-        for node in tree.children(place):
-            token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
-            target_prob = _probability(probs, law.candidate_ids, token)
-            if mass > 0.0:
-                children_law, row = tree.laws[place]
-                draft_law = children_law[row]
-                ratio = target_prob * mass / _probability(draft_law.probs, draft_law.candidate_ids, token)
-            else:
-                ratio = target_prob
-            if accepts(coins[node - 1], ratio):
-                accepted = node
-                break
-            if mass > 0.0:
-                if draft_probs is None:
-                    draft_probs = _on_stand_of(law, draft_law)
-                left = _without(draft_probs, law.candidate_ids, tried) / mass
-            else:
-                left = _one_hot(probs, law.candidate_ids, token)
-            probs = residual_distribution(probs, left)
-            tried.append(token)
-        if accepted is None:
-            return path, TokenLaw(probs, law.candidate_ids)
-        place = accepted
-        path.append(place)
+    found = _accepted(tree, target_law, coins, 0, 1.0)
+    assert found is not None, "the anchor is accepted already"
+    return found
+
+
+def _accepted(
+    tree: DraftTree, target_law: TokenLaw, coins: Sequence[float], place: int, weight: float
+) -> tuple[list[int], TokenLaw] | None:
+    """Return the path from a place on, without it, and the law after it; `None` if not even the place is accepted."""
+    law, tried, draft_probs, entered = target_law[place], [], None, weight
+    probs = law.probs
+    for node in tree.children(place):
+        token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
+        draft_prob = 1.0
+        if mass > 0.0:
+            children_law, row = tree.laws[place]
+            draft_law = children_law[row]
+            draft_prob = _probability(draft_law.probs, draft_law.candidate_ids, token) / mass
+        ratio = weight * _probability(probs, law.candidate_ids, token) / draft_prob
+        if ratio > 0.0:
+            below = _accepted(tree, target_law, coins, node, min(1.0, ratio))
+            if below is not None:
+                return [node, *below[0]], below[1]
+        if mass > 0.0:
+            if draft_probs is None:
+                draft_probs = _on_stand_of(law, draft_law)
+            left = _without(draft_probs, law.candidate_ids, tried) / mass
+        else:
+            left = _one_hot(probs, law.candidate_ids, token)
+        excess = float((weight * probs - left).clamp_min(0.0).sum())
+        probs = residual_distribution(weight * probs, left)
+        weight = excess / max(excess + 1.0 - weight, TINY)
+        tried.append(token)
+    # Where the target has no law, a place is taken with the weight that it came with, so that the caller learns.
+    if place == 0 or accepts(coins[place - 1], entered if math.isnan(weight) else weight):
+        return [], TokenLaw(probs, law.candidate_ids)
+    return None
 
 
 def _probability(probs: torch.Tensor, candidate_ids: torch.Tensor | None, token: int) -> float:
