@@ -8,6 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_dspark import DSparkDraftModel
+from hf_dspark.data.suites import SUITES
+from hf_dspark.models.modeling_draft import check_fits
+from hf_dspark.targets.fingerprint import weight_hash
+
 FOLDER = Path(__file__).parent.parent / "examples" / "smollm2"
 
 
@@ -105,3 +110,19 @@ def test_a_full_disk_leaves_nothing_and_the_next_run_goes_on(prepared, tmp_path,
         assert "cannot be written, nothing is kept of it" in prepared("--source", "hub")
     assert not list(tmp_path.iterdir())
     assert prepared("--source", "hub").endswith("target: a test\n")
+
+
+def test_the_shipped_draft_fits_its_target_and_says_what_it_is():
+    folder = FOLDER / "draft"
+    assert (folder / "model.safetensors").stat().st_size < 40e6
+    draft = DSparkDraftModel.from_pretrained(folder)
+    geometry = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, rope_theta=100000.0,
+    )  # fmt: skip
+    check_fits(draft.config, geometry)
+    assert len(draft.draft_token_ids()) == 7040 and set(draft.config.sibling_acceptance) == {"greedy", "sampled"}
+    assert {"greedy", "sampled"} <= set(draft.config.sts_temperatures)
+    for suite, tasks in SUITES.items():
+        result = json.loads((folder / "results" / f"{suite}-greedy.json").read_text())
+        assert set(tasks) <= set(result["tasks"]) and result["draft"]["weights"] == weight_hash(draft)
