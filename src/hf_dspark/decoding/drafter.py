@@ -128,14 +128,16 @@ class Drafter:
         return Proposal(lengths, block, None, confidence, time.perf_counter() - started)
 
     def _nothing(self, requests: Sequence[Request], started: float) -> Proposal:
-        self._read_late(requests)
+        has_read = self._read_late(requests)
         lengths = torch.zeros(len(requests), dtype=torch.long, device="cpu")
-        return Proposal(lengths, seconds=time.perf_counter() - started, drafted=False)
+        return Proposal(lengths, seconds=time.perf_counter() - started if has_read else 0.0, drafted=False)
 
-    def _read_late(self, requests: Sequence[Request]) -> None:
+    def _read_late(self, requests: Sequence[Request]) -> bool:
         """Let the draft read what waits if it is much: features are larger than what it keeps of them."""
-        if max(_num_features(requests)) >= WAITING_AT_MOST:
+        is_much = max(_num_features(requests)) >= WAITING_AT_MOST
+        if is_much:
             self._read(requests)
+        return is_much
 
     def _room(self, request: Request) -> int:
         """Return how many drafts of a request may be sent: not beyond its end, nor the target's last position."""
