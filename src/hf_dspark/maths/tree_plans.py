@@ -5,6 +5,7 @@ A level is decided from the levels above it: from survivals, confidences and law
 
 import functools
 import heapq
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -169,7 +170,8 @@ class BudgetPlan(TreePlan):
             cut = np.partition(pool, len(pool) - left)[len(pool) - left] if left < len(pool) else 0.0
             if not self.siblings.is_drawn:
                 cut *= BELOW_EXPECTATION
-            counts[of_row] = _best(children, max(cut, LEAST_PROBABILITY), left)
+            reached = children >= max(cut, LEAST_PROBABILITY)
+            counts[of_row] = _best(children, reached, left).sum(axis=1)
             cuts.append(cut)
         self.cut = min(cuts, default=1.0)
         return counts
@@ -205,12 +207,9 @@ class PricePlan(TreePlan):
     drafts: bool = True
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
-        counts = _best(survivals, self.cut, self.in_all - sum(tree.num_nodes for tree in trees))
-        for row, tree in enumerate(trees):
-            of_row, left = np.asarray(rows) == row, self.most - tree.num_nodes
-            if counts[of_row].sum() > left:
-                counts[of_row] = _best(survivals[of_row], self.cut, left)
-        return counts
+        grown = np.array([tree.num_nodes for tree in trees])
+        reached = _best_of_each(survivals, survivals >= self.cut, np.asarray(rows), self.most - grown)
+        return _best(survivals, reached, self.in_all - int(grown.sum())).sum(axis=1)
 
     def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
         return (
@@ -218,12 +217,13 @@ class PricePlan(TreePlan):
         )
 
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
-        survivals = np.sort(np.concatenate([np.array(tree.survivals) for tree in trees]))[::-1]
+        every = itertools.chain.from_iterable(tree.survivals for tree in trees)
+        survivals = np.sort(np.fromiter(every, dtype=float))[::-1]
         count = len(survivals)
         if self.seconds is not None:
             tokens = self.base_tokens + np.concatenate([[0.0], survivals.cumsum()])
             count = best_count(tokens, self.seconds[: len(tokens)])
-        cut = survivals[count - 1] if count else 2.0
+        cut = float(survivals[count - 1]) if count else 2.0
         return [[place for place, each in enumerate(tree.survivals, start=1) if each >= cut] for tree in trees]
 
 
@@ -232,15 +232,26 @@ def best_count(kept_tokens: np.ndarray, seconds: np.ndarray) -> int:
     return int((kept_tokens / seconds).argmax())
 
 
-def _best(survivals: np.ndarray, cut: float, most: int) -> np.ndarray:
-    """Return how many children of each node reach the cut, the best `most` in all, `[F]`."""
-    reached = survivals >= cut
-    if reached.sum() > most:
-        order = np.argsort(-survivals.ravel(), kind="stable")[: max(0, most)]
-        best = np.zeros(survivals.size, dtype=bool)
-        best[order] = True
-        reached &= best.reshape(survivals.shape)
-    return reached.cumprod(axis=1).sum(axis=1)
+def _best(survivals: np.ndarray, reached: np.ndarray, most: int) -> np.ndarray:
+    """Return the best of those that are reached, `most` in all, `[F, ranks]`."""
+    if np.count_nonzero(reached) <= most:
+        return reached
+    return _best_of_each(survivals, reached, np.zeros(len(survivals), dtype=int), np.array([most]))
+
+
+def _best_of_each(survivals: np.ndarray, reached: np.ndarray, owners: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Return the best of those that are reached, `most[owner]` of each owner, `[F, ranks]`. Of equals the first are
+    taken, and survivals fall with the rank: so no child is left out before one that is taken."""
+    if (np.bincount(owners, reached.sum(axis=1), len(most)) <= most).all():
+        return reached
+    places = np.flatnonzero(reached)
+    of_place = owners[places // reached.shape[1]]
+    order = np.argsort(2.0 * of_place - survivals.ravel()[places], kind="stable")  # of each owner, the best first
+    ascending = of_place[order]
+    number = np.arange(len(order)) - np.searchsorted(ascending, ascending)  # among those of the same owner
+    kept = reached.copy()
+    kept.ravel()[places[order[number >= most[ascending]]]] = False
+    return kept
 
 
 def _best_places(tree: DraftTree, most: int) -> list[int]:
