@@ -6,8 +6,9 @@ python benchmarks/compare.py --pair --output benchmarks/results/compare_pair.jso
 python benchmarks/compare.py --pair --quick --output out/compare_quick.json
 
 Compared are plain `generate()`; transformers' prompt lookup, assisted generation and DFlash; and Eagle3, DFlash and
-DSpark of this package. DSpark verifies whole blocks, stops at a confidence threshold, or is scheduled by step times
-that the same run measures first. `--pair` takes the shipped target and draft, and what needs no training besides.
+DSpark of this package. DSpark verifies whole blocks, stops at a confidence threshold, is scheduled by step times that
+the same run measures first, or decodes as users get it without an option. `--pair` takes the shipped target and draft,
+and what needs no training besides.
 
 A cell is a task, a batch size, a temperature and a context. For each call of a cell all methods decode the same
 prompts, one after the other, in an order that rotates from call to call, after a short warm-up. Times are of whole
@@ -97,6 +98,7 @@ def methods_for(models: Models, cost: ThroughputTable, threshold: float, packed:
         Method("DSpark", models.dspark, FullBlock()),
         Method("DSpark, threshold", models.dspark, ConfidenceThreshold(threshold)),
         Method("DSpark, scheduled", models.dspark, scheduler(cost)),
+        Method("DSpark, default", models.dspark),  # trees and copied branches where they pay
     ]
     drafted = [method for method in [*native[1:], *ours] if method.assistant is not None]
     found = [replace(method, packed=packed) for method in (Method("plain"), native[0], *drafted)]

@@ -43,6 +43,7 @@ from hf_dspark.evaluation.profile import _passes_by_slots as passes_by_slots  # 
 from hf_dspark.evaluation.profile import _plain_sampler as plain_sampler  # noqa: F401
 from hf_dspark.maths.costs import StepCost
 from hf_dspark.maths.sampling import VerifiedBlock
+from hf_dspark.maths.trees import DraftTree
 from hf_dspark.provenance import provenance
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
@@ -269,6 +270,12 @@ def num_rounds_for(tokens: int, accepted: Sequence[int]) -> int:
     return round(tokens / (1 + statistics.mean(accepted)))
 
 
+def path_of(tree: DraftTree, depth: int) -> list[int]:
+    """Return a path of a tree that is so deep, or as deep as the tree is."""
+    places = (place for place in range(1, 1 + tree.num_nodes) if tree.depth_of(place) == min(depth, tree.depth))
+    return tree.path(next(places, 0))
+
+
 @contextmanager
 def replaying(rounds: Sequence[int]) -> Iterator[None]:
     """While entered, the loop does all its work and then accepts as many drafts as recorded rounds did.
@@ -279,6 +286,9 @@ def replaying(rounds: Sequence[int]) -> Iterator[None]:
 
     def verify(self, proposal, *args):
         verified = honest(self, proposal, *args)
+        if proposal.trees is not None:
+            paths = [path_of(tree, next(recorded)) for tree in proposal.trees]
+            return VerifiedBlock(torch.tensor(list(map(len, paths))), verified.next_token_ids, paths)
         if proposal.block is None:
             return verified
         lengths = proposal.lengths.to(verified.num_accepted.device)

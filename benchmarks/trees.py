@@ -8,6 +8,7 @@ python benchmarks/trees.py copies --pair out/smollm2 --prompts copying=examples/
     chat=mt-bench.jsonl
 python benchmarks/trees.py example
 python benchmarks/trees.py machines --curves vidur_linear_layer_ms_vs_tokens.csv
+python benchmarks/trees.py replay --geometry qwen3-0.6b
 
 `fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
 on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a whole gains over
@@ -15,7 +16,8 @@ one token at a time, in the same rounds. `speed` decodes each prompt plainly, wi
 trees, in turns. `copies` compares trees with copied branches and without, on prompts that ask for a copy and on
 others. `example` keeps one real tree in which a sibling saved a round. `machines` computes the best chain and the
 best tree, for the acceptances of the shipped pair, from the shipped tables of this kind of CPU and from the step
-times of GPUs. Results are in results/trees_*.json.
+times of GPUs. `replay` times chains and trees with random weights of larger models; rounds accept as many drafts as
+those of the shipped pair did. Results are in results/trees_*.json.
 """
 
 import argparse
@@ -24,22 +26,31 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from loop import CANDIDATES, DRAFTED_TOKENS, PLAIN_TOKENS, decode
 from pair import (
+    GEOMETRIES,
     GREEDY,
     PAIR,
     REGIMES,
     RESULTS,
+    Way,
     calibration_prompts,
     decoding,
     held_out_prompts,
     kernels,
     load_pair,
+    num_rounds_for,
     provenance_of,
+    random_pair,
+    replaying,
+    representative,
     write_result,
 )
 from simulator import DRAFT_SHARE, load_curves
@@ -63,10 +74,10 @@ from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
 from hf_dspark.evaluation.calibrate import collect_siblings
 from hf_dspark.maths.block_verification import prefix_weights
 from hf_dspark.maths.costs import Load, ThroughputTable
-from hf_dspark.maths.policies import RoundOutcome
+from hf_dspark.maths.policies import Policy, RoundOutcome
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
-from hf_dspark.maths.tree_plans import TreeProspects
+from hf_dspark.maths.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreeProspects
 from hf_dspark.models.modeling_draft import DraftModel
 
 BUDGETS = (7, 15, 31)
@@ -277,6 +288,82 @@ def saved_depth(outcome: RoundOutcome) -> int:
     return 0
 
 
+def replay(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Time chains and trees with random weights of published sizes; rounds accept as much as those of the pair."""
+    policies = {"chain": FullBlock()} | {f"tree of {nodes}": TreeBudget(nodes) for nodes in BUDGETS}
+    accepted = {regime: accepted_by(policies, sampling, options.num_prompts) for regime, sampling in REGIMES.items()}
+    siblings, rows = DSparkConfig.from_pretrained(PAIR / "draft").sibling_acceptance, []
+    for geometry in options.geometry:
+        target, draft = random_pair(geometry, torch.bfloat16, "cpu", options.rehearse)
+        draft.config.draft_top_k, draft.config.sibling_acceptance = CANDIDATES, siblings
+        target.generation_config.eos_token_id = None
+        for regime in REGIMES:
+            row = {"geometry": geometry, "regime": regime}
+            rows.append(row | replayed(target, draft, policies, accepted[regime], regime, options))
+            print(rows[-1], flush=True)
+        del target, draft
+    write_result(RESULTS / "trees_replay.json", origin | {"rows": rows})
+
+
+def replayed(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    policies: dict[str, Policy],
+    accepted: dict[str, list[int]],
+    regime: str,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return tau and speed of each policy over that of chains, in turns."""
+    ids = torch.arange(options.context)[None] % 1000 + 5
+    packed = not options.unpacked
+    times: dict[str, list[float]] = {"plain": [], **{name: [] for name in policies}}
+    for index in tqdm(range(-1, options.repetitions), desc=regime):
+        for name in times:
+            way = Way(name, name in policies, packed, "")
+            count = options.new_tokens if way.drafted else PLAIN_TOKENS
+            rounds = [0]
+            if way.drafted:
+                rounds = representative(accepted[name], num_rounds_for(count, accepted[name]), max(index, 0))
+            with decoding(draft, policies.get(name)), replaying(rounds), of_mean_shape():
+                limits = {"max_new_tokens": 1 + count, "pad_token_id": 0, **REGIMES[regime]}
+                seconds, tokens = decode(target, draft, way, ids, max(index, 0), **limits)
+            if index >= 0:  # the first round warms up
+                times[name].append(seconds / tokens)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    return {
+        "tau": {name: round(1 + statistics.mean(accepted[name]), 3) for name in policies},
+        "over_plain": {name: round(medians["plain"] / medians[name], 3) for name in policies},
+        "over_chain": {name: round(medians["chain"] / medians[name], 3) for name in policies},
+    }
+
+
+@contextmanager
+def of_mean_shape() -> Iterator[None]:
+    """While entered, trees have the shape that the mean acceptances give: drafts of random weights know nothing."""
+    honest = SiblingAcceptance.shares
+
+    def shares(self: SiblingAcceptance, known: np.ndarray) -> np.ndarray:
+        ranks = self.means[0] if self.is_drawn else [*self.means[0], *[0.0] * MOST_SIBLINGS][: known.shape[1]]
+        return np.tile(ranks, (len(known), 1))
+
+    SiblingAcceptance.shares = shares
+    try:
+        yield
+    finally:
+        SiblingAcceptance.shares = honest
+
+
+def accepted_by(policies: dict[str, Any], sampling: dict[str, Any], num_prompts: int) -> dict[str, list[int]]:
+    """Return how many drafts each round of the shipped pair accepted."""
+    target, draft, tokenizer = load_pair()
+    found: dict[str, list[int]] = {name: [] for name in policies}
+    for (name, policy), prompt in itertools.product(policies.items(), held_out_prompts()[:num_prompts]):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with decoding(draft, policy):
+            found[name] += timed(target, ids, 0, assistant_model=draft, max_new_tokens=128, **sampling).stats.accepted
+    return found
+
+
 def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Compute tokens per second of the best chain and the best tree by several tables; trees pay for their growth."""
     draft_config = DSparkConfig.from_pretrained(PAIR / "draft")
@@ -317,6 +404,7 @@ def main() -> None:
         "copies": copies,
         "example": example,
         "machines": machines,
+        "replay": replay,
     }
     for name in parts:
         command = commands.add_parser(name)
@@ -335,6 +423,14 @@ def main() -> None:
             command.add_argument("--dtype", default="float32")
         elif name == "machines":
             command.add_argument("--curves", required=True, help="CSV of step times; see simulator.load_curves")
+        elif name == "replay":
+            command.add_argument("--geometry", nargs="+", choices=GEOMETRIES, default=["qwen3-0.6b"])
+            command.add_argument("--num_prompts", type=int, default=10, help="of the shipped pair")
+            command.add_argument("--repetitions", type=int, default=5)
+            command.add_argument("--new_tokens", type=int, default=DRAFTED_TOKENS)
+            command.add_argument("--context", type=int, default=256, help="tokens of the prompt")
+            command.add_argument("--unpacked", action="store_true", help="without packed copies of the weights")
+            command.add_argument("--rehearse", action="store_true", help="tiny models: tries the script")
         elif name == "tau":
             command.add_argument("--num_seeds", type=int, default=4, help="of sampled answers")
         else:

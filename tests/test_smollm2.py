@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_dspark import DSparkDraftModel
+from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.data.suites import SUITES
+from hf_dspark.models.auto import load_draft
 from hf_dspark.models.modeling_draft import check_fits
 from hf_dspark.targets.fingerprint import weight_hash
 
@@ -19,7 +20,7 @@ FOLDER = Path(__file__).parent.parent / "examples" / "smollm2"
 @pytest.fixture(autouse=True)
 def in_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("select_prompts", "prepare_target", "write_questions"):
+    for name in ("select_prompts", "prepare_target", "write_questions", "train"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -53,6 +54,41 @@ def test_a_question_ends_with_a_sentence():
     assert as_question(" How old is the moon? It is", whole=False) == "How old is the moon?"
     assert as_question(" How old is the moon", whole=True) == "How old is the moon"
     assert as_question("How old is the", whole=False) is None and as_question("Hm?", whole=True) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("dspark", ["--markov_rank", "4", "--draft_vocab_size", "8"]),
+        ("dflash", ["--draft_vocab_size", "8", "--optimizer", "adamw"]),
+        ("dflash_fill_in", ["--copy_layers_from", "1"]),
+        ("eagle3", []),
+    ],
+)
+def test_drafts_of_all_kinds_learn_from_the_same_answers(
+    kind, words, make_target, chat_tokenizer, tmp_path, monkeypatch
+):
+    import train
+
+    make_target(tie_word_embeddings=True).save_pretrained(tmp_path / "target")
+    chat_tokenizer.save_pretrained(tmp_path / "target")
+    answer = {"prompt_ids": [3, 5, 6, 1, 4], "completion_ids": [7, 8, 9, 6, 5, 3, 1], "text": ""}
+    answers = jsonl(tmp_path / "answers.jsonl", *[answer | {"index": index} for index in range(4)])
+    common = {
+        "--target": tmp_path / "target", "--train_file": answers, "--eval_file": answers, "--kind": kind,
+        "--output_dir": tmp_path / "draft", "--num_hidden_layers": 1, "--block_size": 3, "--batch_size": 2,
+        "--num_anchors": 2, "--max_steps": 2,
+    }  # fmt: skip
+    given = [str(word) for pair in common.items() for word in pair]
+    monkeypatch.setattr(sys, "argv", ["train", *given, *words, "--target_layer_ids", "0", "2"])
+    train.main()
+    draft = load_draft(tmp_path / "draft")
+    assert isinstance(draft, Eagle3DraftModel if kind == "eagle3" else DSparkDraftModel)
+    if kind != "eagle3":
+        assert (draft.markov_head is None) == kind.startswith("dflash")
+        assert draft.config.sample_from_anchor == (kind != "dflash_fill_in")
+    if "--draft_vocab_size" in words:
+        assert {1, 3, 5, 6, 7, 8, 9} < set(draft.draft_token_ids().tolist())
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ or the whole of a shorter one, are in an evaluation prompt: letters and digits a
 
 import argparse
 import json
+import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ def main() -> None:
             json.dumps({"prompt": text, "kind": name}) for n, text in enumerate(prompts) if n % HELD_OUT_EVERY
         ]
         print(f"{name}: {len(prompts)} prompts that no evaluation asks")
+    random.Random(0).shuffle(parts["held_out"])  # the first hundred are of all kinds
     folder = Path(options.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for part, lines in parts.items():

@@ -1,7 +1,7 @@
 """Train a draft for SmolLM2 on the target's own answers, with Muon. The same command goes on where it stopped.
 
 python examples/smollm2/train.py --target out/smollm2/target --train_file out/smollm2/answers.jsonl \\
-    --output_dir out/smollm2/draft --num_train_epochs 3
+    --eval_file out/smollm2/answers-held_out.jsonl --output_dir out/smollm2/draft --num_train_epochs 3
 
 `hf-dspark train` does the same with AdamW. Small drafts learn in fewer steps with Muon.
 """
@@ -15,14 +15,47 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
+from hf_dspark import (
+    DSparkConfig,
+    DSparkDraftModel,
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    Eagle3Config,
+    Eagle3DraftModel,
+)
 from hf_dspark.data.conversations import prepare_rows
+from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
+from hf_dspark.models.modeling_draft import DraftModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from muon import MuonWithAdamW
 
-EVAL_ROWS = 100
 LOOKUP_TABLES = ("markov_w", "proj.bias")
+BY_TOKEN = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0}
+# Each kind learns by its own loss: DSpark Eq. 9-12; cross-entropy; soft cross-entropy, each step .8 of the one before.
+LOSSES = {
+    "dspark": {},
+    "dflash": BY_TOKEN,
+    "dflash_fill_in": BY_TOKEN,  # the layout of transformers' own DFlash
+    "eagle3": BY_TOKEN | {"cross_entropy_weight": 0.0, "soft_cross_entropy_weight": 1.0, "position_decay": 4.4814},
+}
+
+
+def new_draft(options: argparse.Namespace, target: PreTrainedModel, answers: list[dict]) -> DraftModel:
+    """Return an untrained draft of the kind, size and vocabulary that is asked for."""
+    facts = {name: getattr(options, name) for name in ("num_hidden_layers", "block_size", "target_layer_ids")}
+    if options.kind == "eagle3":
+        return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
+    heads = {"markov_rank": options.markov_rank} if options.kind == "dspark" else WITHOUT_HEADS
+    facts |= {"draft_vocab_size": options.draft_vocab_size, "sample_from_anchor": options.kind != "dflash_fill_in"}
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, **facts, **heads))
+    if options.copy_layers_from is not None:
+        for index, layer in enumerate(draft.layers):  # norms of queries and keys are the draft's own
+            theirs = target.model.layers[options.copy_layers_from + index].state_dict()
+            layer.load_state_dict(theirs, strict=False)
+    if options.draft_vocab_size is not None:
+        keep_frequent_tokens(draft, target, answers)
+    return draft
 
 
 @torch.no_grad()
@@ -41,7 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="out/smollm2/target")
     parser.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
+    parser.add_argument("--eval_file", required=True, help="answers to prompts that are not trained on")
     parser.add_argument("--output_dir", required=True)
+    parser.add_argument("--kind", choices=LOSSES, default="dspark")
     parser.add_argument("--draft", help="go on from the weights of this draft, with a new schedule")
     parser.add_argument("--feature_cache_dir", help="where the target's states are kept for later epochs")
     parser.add_argument("--num_train_epochs", type=float, default=3.0)
@@ -53,35 +88,31 @@ def main() -> None:
     parser.add_argument("--num_anchors", type=int, default=32, help="blocks of an answer and step")
     parser.add_argument("--num_hidden_layers", type=int, default=2)
     parser.add_argument("--block_size", type=int, default=7)
-    parser.add_argument("--markov_rank", type=int, default=64, help="0 trains DFlash")
+    parser.add_argument("--markov_rank", type=int, default=64, help="of DSpark's head")
     parser.add_argument("--draft_vocab_size", type=int, help="propose the most frequent tokens of the answers alone")
     parser.add_argument("--target_layer_ids", type=int, nargs="+", default=[1, 8, 14, 20, 27])
     options = parser.parse_args()
+    if options.kind == "eagle3" and options.draft_vocab_size is not None:
+        parser.error("an Eagle3 draft proposes all tokens of the target: leave --draft_vocab_size out")
 
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16)
-    config = DSparkConfig.from_target(
-        target.config, num_hidden_layers=options.num_hidden_layers, block_size=options.block_size,
-        target_layer_ids=options.target_layer_ids, markov_rank=options.markov_rank,
-        confidence_head_with_markov=options.markov_rank > 0, draft_vocab_size=options.draft_vocab_size,
-    )  # fmt: skip
-    answers = [json.loads(line) for line in Path(options.train_file).read_text().splitlines()]
+    answers, held_out = (
+        [json.loads(line) for line in Path(file).read_text().splitlines()]
+        for file in (options.train_file, options.eval_file)
+    )
     if options.draft is not None:
-        draft = DSparkDraftModel.from_pretrained(options.draft, dtype=torch.float32)
+        draft = {"eagle3": Eagle3DraftModel}.get(options.kind, DSparkDraftModel).from_pretrained(
+            options.draft, dtype=torch.float32
+        )
     else:
-        draft = DSparkDraftModel(config)
-        if options.copy_layers_from is not None:
-            for index, layer in enumerate(draft.layers):  # norms of queries and keys are the draft's own
-                theirs = target.model.layers[options.copy_layers_from + index].state_dict()
-                layer.load_state_dict(theirs, strict=False)
-        if options.draft_vocab_size is not None:
-            keep_frequent_tokens(draft, target, answers)
-    answers.sort(key=lambda answer: (answer["index"], answer["text"]))
-    order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(0)).tolist()
-    chosen = [answers[index] for index in order]
-    rows = prepare_rows(chosen, tokenizer, config.block_size, target.config.vocab_size, max_length=1024)
+        draft = new_draft(options, target, answers)
+    rows, eval_rows = (
+        prepare_rows(part, tokenizer, options.block_size, target.config.vocab_size, max_length=1024)
+        for part in (answers, held_out)
+    )
     arguments = DSparkTrainingArguments(
         output_dir=options.output_dir, num_train_epochs=options.num_train_epochs, max_steps=options.max_steps,
         num_anchors=options.num_anchors,
@@ -91,13 +122,14 @@ def main() -> None:
         eval_strategy="steps", eval_steps=500, save_steps=100, save_total_limit=1,
         train_sampling_strategy="group_by_length", report_to="none", seed=0, bf16=True,
         use_cpu=not torch.accelerator.is_available(), feature_cache_dir=options.feature_cache_dir,
+        **LOSSES[options.kind],
     )  # fmt: skip
     optimizer = None  # Trainer's own AdamW
     if options.optimizer == "muon":
         optimizer = MuonWithAdamW(draft.named_parameters(), options.learning_rate, 0.05, LOOKUP_TABLES)
     trainer = DSparkTrainer(
-        draft, target, arguments, processing_class=tokenizer, train_dataset=rows[EVAL_ROWS:],
-        eval_dataset=rows[:EVAL_ROWS], optimizers=(optimizer, None),
+        draft, target, arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=eval_rows,
+        optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=get_last_checkpoint(options.output_dir))
     print(trainer.evaluate())

@@ -19,7 +19,7 @@ compare, compare_drafts, compare_prompts, compare_summary, domains, drafting, lo
     "compare compare_drafts compare_prompts compare_summary domains drafting loop pair speed".split(),
 )
 NATIVE = ["prompt lookup", "assistant", "transformers' DFlash"]
-OURS = ["Eagle3", "DFlash", "DSpark", "DSpark, threshold", "DSpark, scheduled"]
+OURS = ["Eagle3", "DFlash", "DSpark", "DSpark, threshold", "DSpark, scheduled", "DSpark, default"]
 MAX_NEW_TOKENS = 10
 CELLS = [compare.Cell("math", 1, 0.0, 0), compare.Cell("math", 1, 1.0, 0), compare.Cell("prose", 2, 0.0, 8192)]
 COST = ThroughputTable((1, 8), (100.0, 90.0))

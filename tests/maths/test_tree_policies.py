@@ -162,7 +162,9 @@ def seconds_to_decide(is_drawn, seed, rows=64, depth=7):
     plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load(tuple(range(rows))))
     seconds = time.perf_counter() - started
     level = [(row, 0, 1.0) for row in range(rows)]
-    for number in itertools.takewhile(lambda _: level, range(depth)):
+    for number in range(depth):
+        if not level:
+            break
         shares = np.sort(generator.dirichlet([7.0, 1.2, 0.5, 0.3, 0.2, 0.1], len(level)), axis=1)[:, ::-1]
         survivals = np.array([survival for _, _, survival in level])[:, None] * shares
         owners = [row for row, _, _ in level]

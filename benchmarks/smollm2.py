@@ -1,0 +1,152 @@
+"""Drafts of three kinds and an assistant for SmolLM2, trained alike: what they commit, and how fast they decode.
+
+for kind in dspark dflash dflash_fill_in eagle3; do
+    python examples/smollm2/train.py --kind $kind --train_file out/smollm2/answers.jsonl ... \\
+        --output_dir out/smollm2/alike/$kind --num_hidden_layers 3 --max_steps 400
+done
+python benchmarks/smollm2.py assistant --train_file out/smollm2/answers.jsonl --max_steps 400
+python benchmarks/smollm2.py tau --suite paper prompts/
+python benchmarks/smollm2.py speed --suite spec_bench spec_bench/
+
+`assistant` trains a small Llama on the same answers, with the target's embedding, which is its head, too, and is
+frozen as it is for the drafts. `tau` decodes the tasks of a suite with whole blocks of each kind, at both
+temperatures. `speed` compares what a user can choose: plain decoding, prompt lookup, the assistant and DFlash of
+transformers, and the drafts here. Both read the drafts in `--models`, and leave out those that are not there.
+"""
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare import compare
+from compare_drafts import Models, assistant_row, transformers_dflash
+from compare_prompts import Cell
+from compare_summary import markdown
+from muon import MuonWithAdamW
+from pair import REGIMES, RESULTS, provenance_of, write_result
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_dspark import evaluate
+from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
+from hf_dspark.data.suites import suite_files
+from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.models.auto import load_draft
+from hf_dspark.models.modeling_draft import DraftModel
+
+KINDS = ("dspark", "dflash", "eagle3")
+
+
+def assistant(options: argparse.Namespace, _: dict[str, Any]) -> None:
+    """Train it with rows, steps, schedule and optimiser of the drafts. The same command goes on where it stopped."""
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32)
+    tokenizer, folder = AutoTokenizer.from_pretrained(options.target), Path(options.models) / "assistant"
+    config = copy.deepcopy(target.config)
+    config.num_hidden_layers = options.num_hidden_layers
+    model = LlamaForCausalLM(config)
+    model.set_input_embeddings(target.get_input_embeddings().requires_grad_(False))
+    model.tie_weights()
+    rows = [assistant_row(json.loads(line)) for line in Path(options.train_file).read_text().splitlines()]
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=options.max_steps, per_device_train_batch_size=10, learning_rate=4e-3,
+        lr_scheduler_type="linear", warmup_steps=options.max_steps // 6, logging_steps=50, save_steps=100,
+        save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none", seed=0, bf16=True,
+        use_cpu=not torch.accelerator.is_available(),
+    )  # fmt: skip
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    trainer = Trainer(
+        model, arguments, DataCollatorForSeq2Seq(tokenizer), train_dataset=rows, processing_class=tokenizer,
+        optimizers=(MuonWithAdamW(trained, 4e-3, 0.05), None),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
+    model.config.use_cache = True  # Trainer had switched it off
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Tokens of a round, and acceptance by position: DSpark Table 1 and Figure 2 on this target."""
+    target, tokenizer = load_target(options)
+    tasks, rows = suite_files(*options.suite), []
+    prompts = {task: read_prompt_file(file, options.num_prompts) for task, file in tasks.items()}
+    for kind in filter(lambda kind: (Path(options.models) / kind).exists(), KINDS):
+        draft = drafts_of(options, target, kind)
+        for regime, sampling in REGIMES.items():
+            limits = {"max_new_tokens": options.max_new_tokens, "batch_size": options.num_prompts, **sampling}
+            found = evaluate(target, draft, prompts, tokenizer, **limits)
+            for task in tasks:
+                part = found.metrics[task]
+                facts = {"kind": kind, "regime": regime, "task": task, "tau": part.tau, "rounds": part.rounds}
+                rows.append(facts | {"acceptance": part.acceptance})
+            print(markdown_table(["task", "tau"], [[row["task"], number(row["tau"])] for row in rows[-len(tasks) :]]))
+    write_result(RESULTS / f"smollm2_tau_{options.suite[0]}.json", origin | {"rows": rows})
+
+
+def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Tokens per second of whole calls, greedy, in turns."""
+    target, tokenizer = load_target(options)
+    found: dict[str, Any] = {kind: drafts_of(options, target, kind) for kind in KINDS}
+    fill_in = drafts_of(options, target, "dflash_fill_in")
+    if fill_in is not None:
+        folder = Path(options.models) / "dflash_fill_in_transformers"
+        found["fill_in"] = transformers_dflash(fill_in, target, folder).to(torch.bfloat16)
+    if (Path(options.models) / "assistant").exists():
+        found["assistant"] = AutoModelForCausalLM.from_pretrained(
+            Path(options.models) / "assistant", dtype=torch.bfloat16
+        )
+    tasks = {}
+    for task, file in suite_files(*options.suite).items():
+        prompts = [as_chat(prompt, tokenizer) for prompt in read_prompt_file(file, options.num_prompts).prompts]
+        tasks[task] = [{"prompt": tokenizer.decode(token_ids(prompt, tokenizer))} for prompt in prompts]
+    cells = [Cell(task, rows, 0.0, 0) for rows in options.rows for task in tasks]
+    output = RESULTS / f"smollm2_speed_{options.suite[0]}.json"
+    models = Models(target, tokenizer, tasks, **found, facts={"trained_alike_in": Path(options.models).name})
+    print(markdown(compare(
+        models, cells, output, options.num_prompts, options.max_new_tokens, packed=True, origin=origin
+    )))  # fmt: skip
+
+
+def load_target(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
+    return target, AutoTokenizer.from_pretrained(options.target)
+
+
+def drafts_of(options: argparse.Namespace, target: PreTrainedModel, kind: str) -> DraftModel | None:
+    folder = Path(options.models) / kind
+    return load_draft(folder, dtype=torch.bfloat16).bind(target) if folder.exists() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="part", required=True)
+    parts = {"assistant": assistant, "tau": tau, "speed": speed}
+    for name in parts:
+        command = commands.add_parser(name)
+        command.add_argument("--target", default="out/smollm2/target")
+        command.add_argument("--models", default="out/smollm2/alike", help="a folder with a folder for each kind")
+        if name == "assistant":
+            command.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
+            command.add_argument("--max_steps", type=int, default=400)
+            command.add_argument("--num_hidden_layers", type=int, default=3)
+            continue
+        command.add_argument("--suite", nargs=2, required=True, metavar=("SUITE", "FOLDER"))
+        command.add_argument("--num_prompts", type=int, default=10, help="of each task")
+        command.add_argument("--max_new_tokens", type=int, default=128)
+        command.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of a batch, of `speed`")
+    options = parser.parse_args()
+    parts[options.part](options, provenance_of(parser, options))
+
+
+if __name__ == "__main__":
+    main()
