@@ -196,7 +196,7 @@ def profile(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--batch_sizes", type=count, nargs="+", default=[1, 2, 4, 8, 16], metavar="N", help="requests per pass")
     add("--context_lengths", type=count, nargs="+", default=[64, 512], metavar="N", help="cached tokens per request")
-    add("--repetitions", type=count, default=5, metavar="N", help="timed passes per setting (%(default)s)")
+    add("--repetitions", type=count, default=9, metavar="N", help="timed passes of each kind (%(default)s)")
     add("--output_file", type=new, metavar="FILE", help="also write the table to this file; SGLang reads it, too")
     add("--show", action="store_true", help="show the table that generate() uses, and measure nothing")
     _add_models(parser, decodes=False)

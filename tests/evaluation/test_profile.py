@@ -133,6 +133,16 @@ def test_a_pass_that_scattered_is_measured_again_and_the_steady_times_are_kept(t
     assert all(sample.seconds == 1.0 for part in profile.samples.values() for sample in part)
 
 
+def test_passes_are_timed_in_turns(target, draft, clock):
+    """A machine that slows down for good while it is measured slows all kinds of passes alike."""
+    clock(lambda number: 1.0 + 0.01 * number)
+    samples = profile_throughput(target, draft, cache=False, **SETTINGS).samples
+    setting = [
+        each.seconds for part in samples.values() for each in part if (each.requests, each.context_tokens) == (1, 8)
+    ]
+    assert len(setting) == 9 and max(setting) - min(setting) < 0.1
+
+
 def test_what_scatters_to_the_end_is_not_kept(target, draft, clock):
     noise = random.Random(0)
     clock(lambda number: noise.choice((1.0, 9.0)))
@@ -142,7 +152,8 @@ def test_what_scatters_to_the_end_is_not_kept(target, draft, clock):
 
 
 def test_one_token_slower_than_a_block_is_not_believed(target, draft, clock):
-    clock(lambda number: 5.0 if number % 25 < 5 else 1.0)  # of five settings of one request, the first
+    # Of one request there are nine passes in turns, over 1 to 5 tokens, of the draft and of three trees.
+    clock(lambda number: 5.0 if number % 9 == 0 and number < 3 * 5 * 9 else 1.0)
     with pytest.warns(UserWarning, match="is not kept: .* over 1 token took 5.0 times as long as one over"):
         profile_throughput(target, draft, **SETTINGS)
     assert find_cost(target, draft) is None

@@ -1,12 +1,14 @@
 """`profile_throughput(target, draft)`: times the passes of target and draft, for the table that schedulers read."""
 
+import functools
 import itertools
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
@@ -44,7 +46,7 @@ def profile_throughput(
     draft: DraftModel,
     batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
     context_lengths: Sequence[int] = (64, 512),
-    repetitions: int = 5,
+    repetitions: int = 9,
     cache: bool = True,
 ) -> ThroughputProfile:
     """Measure what drafting and verifying cost on this machine, and remember it.
@@ -57,7 +59,7 @@ def profile_throughput(
         draft ([`DraftModel`]): Its draft.
         batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
         context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
-        repetitions (`int`): Timed passes per setting, after one that warms up.
+        repetitions (`int`): Timed passes of each kind, in turns, after one that warms up.
         cache (`bool`): Store the result for [`find_cost`]. One with a fault after three attempts is not stored, and a
             warning says so: repetitions far apart, or few tokens that take longer than many, show that other work
             held the machine.
@@ -88,11 +90,13 @@ def profile_throughput(
     fast = fast_linears(target, draft) if slot_cache_obstacle(target) is None else nullcontext()
     with fast:
         for context_length, requests in tqdm(settings, desc="profiling", disable=None):
-            setting = (requests, context_length, repetitions)
-            samples["target"] += _believable(_time_verify, target, lengths[requests], *setting)
-            samples["draft"] += _believable(_time_draft, draft, *setting)
-            if requests == 1 and draft.grows_trees and tree_obstacle(target) is None:
-                samples["trees"] += _believable(_time_trees, target, draft, context_length, repetitions)
+            setting = (requests, context_length)
+            with _verify_passes(target, lengths[requests], *setting) as passes:
+                passes = [*passes, _draft_pass(draft, *setting)]
+                if requests == 1 and draft.grows_trees and tree_obstacle(target) is None:
+                    passes += _tree_passes(target, draft, context_length)
+                for name, part in _believable(passes, *setting, repetitions, draft.device).items():
+                    samples[name] += part
     profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
     if profile.fault is not None:
         again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
@@ -103,13 +107,42 @@ def profile_throughput(
     return profile
 
 
-def _believable(measure: Callable[..., Iterable[Sample]], *settings: Any) -> list[Sample]:
+@dataclass(frozen=True)
+class _Pass:
+    """One kind of pass, ready to run again and again."""
+
+    samples: str  # which ones it belongs to
+    verify_tokens: int
+    run: Callable[[], None]
+
+
+def _believable(passes: Sequence[_Pass], *setting: Any) -> dict[str, list[Sample]]:
     """Measure until the samples can be believed, a few times at most."""
     for _ in range(ATTEMPTS):
-        samples = list(measure(*settings))
-        if fault_of(samples) is None:
+        found = _measured(passes, *setting)
+        if not any(map(fault_of, found.values())):
             break
-    return samples
+    return found
+
+
+def _measured(
+    passes: Sequence[_Pass], requests: int, context_length: int, repetitions: int, device: torch.device
+) -> dict[str, list[Sample]]:
+    """Time all passes in turns, after one round that warms up: what slows the machine for a while slows all alike."""
+    rounds = [[_seconds_of(each.run, device) for each in passes] for _ in range(1 + repetitions)][1:]
+    found: dict[str, list[Sample]] = {each.samples: [] for each in passes}
+    for each, times in zip(passes, zip(*rounds, strict=True), strict=True):
+        sample = Sample(requests, each.verify_tokens, requests * context_length, *_middle(times))
+        found[each.samples].append(sample)
+    return found
+
+
+def _middle(times: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and how far apart the middle half lies, as a part of it."""
+    if len(times) == 1:
+        return times[0], 0.0
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return median, (upper - lower) / median
 
 
 def _check_settings(
@@ -132,18 +165,17 @@ def _check_settings(
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
 
 
-def _time_verify(
-    target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int, repetitions: int
-) -> Iterator[Sample]:
-    """Yield a pass over 1 + length tokens per request for each draft length."""
+@contextmanager
+def _verify_passes(
+    target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int
+) -> Iterator[list[_Pass]]:
+    """Prefill, and yield a pass over 1 + length tokens per request for each draft length."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     start_pass = _passes_by_slots if slot_cache_obstacle(target) is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
+    blocks = [torch.arange(requests * (1 + length), device=target.device) % vocab_size for length in lengths]
     with start_pass(target, prompt, requests) as run:
-        for length in lengths:
-            tokens = torch.arange(requests * (1 + length), device=target.device).view(requests, -1) % vocab_size
-            times = _repeated(lambda tokens=tokens: run(tokens), repetitions, target.device)
-            yield Sample(requests, requests * (1 + length), requests * context_length, *times)
+        yield [_Pass("target", len(block), functools.partial(run, block.view(requests, -1))) for block in blocks]
 
 
 @contextmanager
@@ -185,8 +217,8 @@ def _passes_by_columns(
     yield run
 
 
-def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitions: int) -> Iterator[Sample]:
-    """Yield the drafting of one block per request, three tokens committed since the last one."""
+def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
+    """Let the draft read contexts; return the drafting of a block each, three tokens committed since the last one."""
     width = len(draft.config.target_layer_ids) * draft.config.hidden_size
     cache = SlotCache(requests)
     anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
@@ -202,12 +234,11 @@ def _time_draft(draft: DraftModel, requests: int, context_length: int, repetitio
             cache.truncate(row, context_length)
 
     draft_blocks(context_length)
-    times = _repeated(one_pass, repetitions, draft.device)
-    yield Sample(requests, requests, requests * context_length, *times)
+    return _Pass("draft", requests, one_pass)
 
 
-def _time_trees(target: PreTrainedModel, draft: DraftModel, context_length: int, repetitions: int) -> Iterator[Sample]:
-    """Yield rounds of one request with a drawn tree: its growth, and the pass over it."""
+def _tree_passes(target: PreTrainedModel, draft: DraftModel, context_length: int) -> list[_Pass]:
+    """Let both read a context; return rounds of one request with a drawn tree: its growth, and the pass over it."""
     width, device = len(draft.config.target_layer_ids) * draft.config.hidden_size, draft.device
     vocab_size, rule = draft.config.vocab_size, StopRule(StoppingCriteriaList())
     siblings = draft.config.siblings_for(do_sample=True)
@@ -223,22 +254,21 @@ def _time_trees(target: PreTrainedModel, draft: DraftModel, context_length: int,
         return torch.ones(1, count, width, device=device, dtype=draft.dtype)
 
     draft.read_block(anchor, features(context_length), context, committed_ids=anchor.expand(context_length))
-    for num_nodes in TREE_NODES:
 
-        def one_round(num_nodes: int = num_nodes) -> None:
-            noise, depths = block_noise(0, [0], [0], num_nodes, device), [draft.config.block_size]
-            plan = BudgetPlan(num_nodes, siblings)
-            grower = TreeGrower([request], plan, siblings, laws, depths, noise, None, frozenset(), [Copy()])
-            draft.grow_tree(anchor, features(3), context, grower, committed_ids=anchor.expand(3))
-            context.truncate(0, context_length)
-            (tree,) = grower.trees
-            while tree.num_nodes < num_nodes:  # the law ran out
-                tree.add(tree.num_nodes // 2, 0)
-            layout = SlotLayout((context_length,), (1 + num_nodes,), parents=((0, *tree.parents),))
-            tokens = torch.tensor([[0, *tree.token_ids]], device=target.device)
-            packed(cache, layout, input_ids=tokens, position_ids=layout.position_ids(tokens.device))
+    def one_round(num_nodes: int) -> None:
+        noise, depths = block_noise(0, [0], [0], num_nodes, device), [draft.config.block_size]
+        plan = BudgetPlan(num_nodes, siblings)
+        grower = TreeGrower([request], plan, siblings, laws, depths, noise, None, frozenset(), [Copy()])
+        draft.grow_tree(anchor, features(3), context, grower, committed_ids=anchor.expand(3))
+        context.truncate(0, context_length)
+        (tree,) = grower.trees
+        while tree.num_nodes < num_nodes:  # the law ran out
+            tree.add(tree.num_nodes // 2, 0)
+        layout = SlotLayout((context_length,), (1 + num_nodes,), parents=((0, *tree.parents),))
+        tokens = torch.tensor([[0, *tree.token_ids]], device=target.device)
+        packed(cache, layout, input_ids=tokens, position_ids=layout.position_ids(tokens.device))
 
-        yield Sample(1, 1 + num_nodes, context_length, *_repeated(one_round, repetitions, draft.device))
+    return [_Pass("trees", 1 + num_nodes, functools.partial(one_round, num_nodes)) for num_nodes in TREE_NODES]
 
 
 def _plain_sampler(
@@ -247,15 +277,6 @@ def _plain_sampler(
     """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
     law = TokenLaw(logits.softmax(dim=-1), candidate_ids)
     return draw(law, torch.rand(len(logits), device=logits.device)), law
-
-
-def _repeated(one_pass: Callable[[], None], repetitions: int, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a pass, and how far apart its middle half lies, as a part of it."""
-    times = [_seconds_of(one_pass, device) for _ in range(1 + repetitions)][1:]
-    if repetitions == 1:
-        return times[0], 0.0
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return median, (upper - lower) / median
 
 
 def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:
