@@ -5,9 +5,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from hf_dspark import AdaptiveDrafting, PrefixScheduler, SLOLimit, TreeBudget, TreeScheduler
 from hf_dspark.maths.costs import Load, ThroughputTable
+from hf_dspark.maths.policies import RoundOutcome
 from hf_dspark.maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from hf_dspark.maths.tree_plans import (
     BudgetPlan,
@@ -113,6 +115,19 @@ def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
         assert plan is None or plan.drafts
     one_of_four = TreeProspects(BEST, ([0.9] * 30, (), (), ()))
     assert TreeScheduler(cost).plan_tree(one_of_four, Load(range(4))).drafts
+
+
+def test_drafting_goes_on_where_trees_pay_and_chains_do_not():
+    cost = ThroughputTable((1, 32), (100, 98), drafting=3e-3)
+    policy = AdaptiveDrafting(TreeScheduler(cost))
+    weak = RoundOutcome((0,), torch.tensor([[0.25, 0.3, 0.3]]), torch.tensor([3]), torch.tensor([0]), 0.01)
+    for _ in range(40):
+        policy.observe(weak)
+    assert not policy.plan_draft(Load())
+    siblings = SiblingAcceptance(True, DRAWN.fits, ((0.25, 0.15, 0.1),) * 3)
+    assert policy.plan_tree(TreeProspects(siblings), Load()).gain > 1.15
+    assert policy.plan_draft(Load())
+    assert AdaptiveDrafting(TreeScheduler(machine(*JAGGED["steep"]))).plan_tree(TreeProspects(DRAWN), Load()) is None
 
 
 def test_wrapped_policies_plan_the_same_trees_under_their_caps():

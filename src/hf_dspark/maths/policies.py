@@ -476,8 +476,9 @@ class AdaptiveDrafting(PolicyOverPolicy):
 
     Predicts the survivals of each request's coming block by the mean of its past ones. It drafts if the best
     throughput with drafting beats that of a plain step, or if the last drafted round would have: good blocks come in
-    runs. A request starts with the benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no
-    confidences, so now and then one is drafted to look again.
+    runs. Trees gain as much over chains as the other policy expected in the last round. A request starts with the
+    benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no confidences, so now and then one
+    is drafted to look again.
 
     Args:
         policy ([`Policy`]): Decides how much to verify.
@@ -502,6 +503,7 @@ class AdaptiveDrafting(PolicyOverPolicy):
         self._prospects: dict[int, Prospect] = {}
         self._latest: dict[int, np.ndarray] = {}  # survivals of the last round; empty if it was skipped
         self._block_size = 0  # the longest block so far
+        self._gain = 1.0  # of the last round's trees over chains
         self._patience = Patience()
 
     def plan_draft(self, load: Load) -> bool:
@@ -521,7 +523,12 @@ class AdaptiveDrafting(PolicyOverPolicy):
         survivals = np.mean(known, axis=0) * load.num_requests
         kept = load.base_tokens + np.concatenate([[0.0], np.cumsum(survivals)])
         seconds = self.cost.round_seconds(load, load.num_requests * len(survivals))[:: load.num_requests]
-        return float((kept / seconds).max()) > load.base_tokens / self.cost.plain_seconds(load)
+        return self._gain * float((kept / seconds).max()) > load.base_tokens / self.cost.plain_seconds(load)
+
+    def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
+        plan = self.policy.plan_tree(prospects, load)
+        self._gain = 1.0 if plan is None else plan.gain
+        return plan
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         return self.policy.plan_verify(confidence, max_lengths, load)

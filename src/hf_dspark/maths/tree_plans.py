@@ -126,6 +126,7 @@ class TreePlan(ABC):
 
     cut: float  # survival that a node must have, as far as is known
     drafts: bool = True  # whether the draft runs, and not only what can be copied is sent
+    gain: float = 1.0  # expected throughput over that of the best chain
 
     @abstractmethod
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
@@ -197,6 +198,7 @@ class PricePlan(TreePlan):
         seconds (`np.ndarray` of shape `[in_all + 1]`, *optional*): Of rounds that verify 0, 1, ... nodes: then the
             best number of the grown nodes is sent.
         drafts (`bool`): Whether the draft runs.
+        gain (`float`): Expected throughput over that of the best chain.
     """
 
     cut: float
@@ -205,6 +207,7 @@ class PricePlan(TreePlan):
     base_tokens: int = 0
     seconds: np.ndarray | None = None
     drafts: bool = True
+    gain: float = 1.0
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
         grown = np.array([tree.num_nodes for tree in trees])

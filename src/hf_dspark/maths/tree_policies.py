@@ -92,15 +92,16 @@ class TreeScheduler(PrefixScheduler):
         first_children = np.cumprod([row[0] for row in siblings.means])
         chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
         best = max(self._outlooks(prospects, load), key=lambda outlook: outlook.rate)
-        if LEAST_GAIN * (_kept(load, first_children) / chains).max() >= best.rate:
+        gain = float(best.rate / (_kept(load, first_children) / chains).max())
+        if gain <= LEAST_GAIN:
             return None
         in_all = int(min(prospects.most, load.num_requests * self.num_nodes))
         if siblings.is_drawn:
-            return PricePlan(best.price, self.num_nodes, in_all, drafts=best.drafts)
+            return PricePlan(best.price, self.num_nodes, in_all, drafts=best.drafts, gain=gain)
         spread = np.arange(in_all + 1) / load.num_requests
         of_all = np.interp(spread, np.arange(self.num_nodes + 1), best.seconds)
         cut = best.price * BELOW_EXPECTATION
-        return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts)
+        return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
 
     def _outlooks(self, prospects: TreeProspects, load: Load) -> list["_Outlook"]:
         expected = prospects.siblings.descendants(0, self.num_nodes)
