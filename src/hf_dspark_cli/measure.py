@@ -42,7 +42,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
     sampling = generate_kwargs(options, models.target)
     do_sample = is_sampled(sampling, models.target)
     policy = None if options.policy is None else choose_policy(options.policy, models, do_sample)
-    same = values_of(options, "batch_size", "seed", "enable_thinking") | sampling
+    same = values_of(options, "batch_size", "seed", "enable_thinking", "packed") | sampling
     output, compared = options.result_file, options.compare
     evaluation = evaluate(
         models.target, models.draft, files, models.tokenizer, output, policy, compare_plain=compared, **same

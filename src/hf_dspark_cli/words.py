@@ -220,6 +220,7 @@ def eval_(parser: ArgumentParser) -> None:
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
     add("--compare", action="store_true", help=f"{COMPARED}; show speed-up, equal answers, and best tokens")
+    add("--packed", action="store_true", help="on a CPU, packed copies of the weights, without the draft, too")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
     parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}")

@@ -163,6 +163,26 @@ def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batc
     assert sampled.facts["rounding"] is None
 
 
+def test_packed_copies_serve_plain_decoding_too(pair, text_tokenizer, monkeypatch):
+    entered, inside = [], []
+
+    @contextlib.contextmanager
+    def recorded(*models, packed):
+        entered.append((models, packed))
+        yield
+        entered.append("left")
+
+    def call_inside(*arguments, **options):
+        inside.append(len(entered) == 1)
+        return timed_call(*arguments, **options)
+
+    monkeypatch.setattr(evaluation_run, "fast_linears", recorded)
+    monkeypatch.setattr(evaluation_run, "timed_call", call_inside)
+    found = evaluate(*pair, {"t": TEXTS[:1]}, text_tokenizer, compare_plain=True, packed=True, **GREEDY)
+    assert entered == [(pair, True), "left"] and len(inside) >= 2 and all(inside)
+    assert found.facts["packed"] is True
+
+
 def test_a_different_answer_is_counted_as_such(pair, text_tokenizer, monkeypatch):
     def wrong_when_plain(target, prompts, seed, draft=None, **options):
         call = timed_call(target, prompts, seed, draft, **options)

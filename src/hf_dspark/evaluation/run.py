@@ -3,12 +3,14 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
+from ..cpu import fast_linears
 from ..data.prompts import Prompt, next_turn, token_ids
 from ..decoding.call import effective_config
 from ..decoding.rounds import RoundStatistics
@@ -41,7 +43,13 @@ class Setup:
     compare_plain: bool
     seed: int
     enable_thinking: bool | None
+    packed: bool
     generate_kwargs: dict[str, Any]
+
+    def kernels(self) -> AbstractContextManager[None]:
+        """Return what decoding takes place in: packed copies of the weights, where they are asked for."""
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        return fast_linears(*models, packed=True) if self.packed else nullcontext()
 
 
 @dataclass(frozen=True)
