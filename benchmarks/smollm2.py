@@ -1,4 +1,5 @@
 """Drafts of three kinds and an assistant for SmolLM2, trained alike: what they commit, and how fast they decode.
+And whether the shipped draft knows when it is right.
 
 for kind in dspark dflash dflash_fill_in eagle3; do
     python examples/smollm2/train.py --kind $kind --train_file out/smollm2/answers.jsonl ... \\
@@ -7,26 +8,32 @@ done
 python benchmarks/smollm2.py assistant --train_file out/smollm2/answers.jsonl --max_steps 400
 python benchmarks/smollm2.py tau --suite paper prompts/
 python benchmarks/smollm2.py speed --suite spec_bench spec_bench/
+python benchmarks/smollm2.py confidence --suite paper prompts/ --draft examples/smollm2/draft
 
 `assistant` trains a small Llama on the same answers, with the target's embedding, which is its head, too, and is
 frozen as it is for the drafts. `tau` decodes the tasks of a suite with whole blocks of each kind, at both
 temperatures. `speed` compares what a user can choose: plain decoding, prompt lookup, the assistant and DFlash of
 transformers, and the drafts here. Both read the drafts in `--models`, and leave out those that are not there.
+`confidence` records whole blocks of one draft by domain, and measures its calibration and what thresholds would have
+cut. It goes on where it stopped.
 """
 
 import argparse
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from calibrate_pair import measure
 from compare import compare
 from compare_drafts import Models, assistant_row, transformers_dflash
 from compare_prompts import Cell
 from compare_summary import markdown
 from muon import MuonWithAdamW
 from pair import REGIMES, RESULTS, provenance_of, write_result
+from threshold_sweep import THRESHOLDS, replay
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -41,11 +48,19 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_dspark import evaluate
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.data.suites import suite_files
+from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.maths.calibration import calibrated_confidence
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.modeling_draft import DraftModel
 
 KINDS = ("dspark", "dflash", "eagle3")
+# The paper's three domains. No prompt of theirs was calibrated on.
+DOMAINS = {
+    "mathematics": ("gsm8k", "math500", "aime25"),
+    "code": ("mbpp", "humaneval"),
+    "chat": ("mt-bench", "arena-hard-v2"),
+}
 
 
 def assistant(options: argparse.Namespace, _: dict[str, Any]) -> None:
@@ -87,7 +102,9 @@ def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             found = evaluate(target, draft, prompts, tokenizer, **limits)
             for task in tasks:
                 part = found.metrics[task]
-                facts = {"kind": kind, "regime": regime, "task": task, "tau": part.tau, "rounds": part.rounds}
+                domain = next((domain for domain, members in DOMAINS.items() if task in members), task)
+                facts = {"kind": kind, "regime": regime, "task": task, "domain": domain}
+                facts |= {"tau": part.tau, "rounds": part.rounds, "tokens": part.tokens, "reached": part.reached}
                 rows.append(facts | {"acceptance": part.acceptance})
             print(markdown_table(["task", "tau"], [[row["task"], number(row["tau"])] for row in rows[-len(tasks) :]]))
     write_result(RESULTS / f"smollm2_tau_{options.suite[0]}.json", origin | {"rows": rows})
@@ -117,6 +134,33 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     )))  # fmt: skip
 
 
+def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Calibration of c_k, and the rounds that thresholds would cut: DSpark Figures 5 and 6 on this target."""
+    target, tokenizer = load_target(options)
+    draft = load_draft(options.draft, dtype=torch.bfloat16).bind(target)
+    tasks, rows = suite_files(*options.suite), []
+    for domain, regime in itertools.product(DOMAINS, REGIMES):
+        prompts = [
+            prompt for task in DOMAINS[domain] for prompt in read_prompt_file(tasks[task], options.num_prompts).prompts
+        ]
+        file = Path(options.models) / f"rounds-{domain}-{regime}.jsonl"
+        limits = {"max_new_tokens": options.max_new_tokens, **REGIMES[regime]}
+        rounds = collect_rounds(target, draft, prompts, tokenizer, file, **limits)
+        temperatures = draft.config.sts_temperatures[regime]
+        whole = rounds.proposed == rounds.block_size
+        known = calibrated_confidence(rounds.logits[whole], temperatures)
+        thresholds = replay(THRESHOLDS, known, rounds.num_accepted[whole])
+        found = measure(rounds, temperatures)
+        rows.append({"domain": domain, "regime": regime, "thresholds": thresholds} | found)
+        print(
+            domain,
+            regime,
+            {key: value for key, value in found.items() if key not in ("raw", "calibrated")},
+            flush=True,
+        )
+    write_result(RESULTS / "smollm2_confidence.json", origin | {"rows": rows})
+
+
 def load_target(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
     return target, AutoTokenizer.from_pretrained(options.target)
@@ -130,7 +174,7 @@ def drafts_of(options: argparse.Namespace, target: PreTrainedModel, kind: str) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    parts = {"assistant": assistant, "tau": tau, "speed": speed}
+    parts = {"assistant": assistant, "tau": tau, "speed": speed, "confidence": confidence}
     for name in parts:
         command = commands.add_parser(name)
         command.add_argument("--target", default="out/smollm2/target")
@@ -143,6 +187,9 @@ def main() -> None:
         command.add_argument("--suite", nargs=2, required=True, metavar=("SUITE", "FOLDER"))
         command.add_argument("--num_prompts", type=int, default=10, help="of each task")
         command.add_argument("--max_new_tokens", type=int, default=128)
+        if name == "confidence":
+            command.add_argument("--draft", default="examples/smollm2/draft")
+            continue
         command.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of a batch, of `speed`")
     options = parser.parse_args()
     parts[options.part](options, provenance_of(parser, options))

@@ -13,6 +13,8 @@ from tqdm import tqdm
 from hf_dspark import ConfidenceThreshold, RoundStatistics
 from hf_dspark.maths.costs import Load
 
+THRESHOLDS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
 
 def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float], **options) -> list[dict]:
     """Return one row per threshold: tokens per round, acceptance rate, proposed and rejected drafts per round."""
@@ -29,14 +31,19 @@ def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float],
     return rows
 
 
-def replay(thresholds: list[float]) -> list[dict]:
-    """Return the same rows for recorded whole blocks, cut afterwards: every threshold sees the same rounds."""
-    recording = load_rounds(RESULTS / "pair_rounds.json")
-    limits = torch.full((len(recording.accepted),), recording.block_size)
+def replay(thresholds: list[float], confidence: torch.Tensor, num_accepted: torch.Tensor) -> list[dict]:
+    """Return the same rows for recorded whole blocks, cut afterwards: every threshold sees the same rounds.
+
+    Args:
+        thresholds (`list[float]`): Least c_k of a verified draft.
+        confidence (`torch.FloatTensor` of shape `[n, γ]`): Calibrated c_k of each round.
+        num_accepted (`torch.LongTensor` of shape `[n]`): Draft tokens accepted in each round, 0..γ.
+    """
+    limits = torch.full((len(num_accepted),), confidence.shape[1])
     rows = []
     for threshold in thresholds:
-        lengths = ConfidenceThreshold(threshold).plan_verify(recording.confidence, limits, Load(range(len(limits))))
-        proposed, accepted = int(lengths.sum()), int(torch.minimum(lengths, recording.accepted).sum())
+        lengths = ConfidenceThreshold(threshold).plan_verify(confidence, limits, Load(range(len(limits))))
+        proposed, accepted = int(lengths.sum()), int(torch.minimum(lengths, num_accepted).sum())
         rows.append(row(threshold, len(limits), proposed, accepted, 1 + accepted / len(limits)))
     return rows
 
@@ -56,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_prompts", type=int, default=50)
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=THRESHOLDS)
     parser.add_argument("--output", default=RESULTS / "threshold_sweep.json")
     options = parser.parse_args()
     origin = provenance_of(parser, options)
@@ -68,7 +75,10 @@ def main() -> None:
         )
         for name, sampling in REGIMES.items()
     }
-    regimes["sampled, recorded rounds cut afterwards"] = replay(options.thresholds)
+    recorded = load_rounds(RESULTS / "pair_rounds.json")
+    regimes["sampled, recorded rounds cut afterwards"] = replay(
+        options.thresholds, recorded.confidence, recorded.accepted
+    )
     write_result(options.output, {"provenance": origin, "num_prompts": len(prompts), "regimes": regimes})
 
 
