@@ -373,7 +373,7 @@ def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     rows = []
     for (name, table), regime in itertools.product(tables.items(), REGIMES):
         siblings = draft_config.siblings_for(regime == "sampled")
-        expected, chain = siblings.descendants(0, BUDGETS[-1]), np.cumprod([row[0] for row in siblings.means])
+        expected, chain = siblings.best_nodes(BUDGETS[-1]), np.cumprod([row[0] for row in siblings.means])
         # What verifying a drawn chain as a whole adds to the tokens of a round.
         factor = whole["as_a_whole"] / whole["token_by_token"] if siblings.is_drawn else 1.0
         for requests in (1, 4, 16, 64):

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent.parent / "examples" / "smollm2"
 @pytest.fixture(autouse=True)
 def in_folder(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("select_prompts", "prepare_target", "write_questions", "train"):
+    for name in ("select_prompts", "prepare_target", "write_questions", "make_tasks", "train"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -54,6 +54,29 @@ def test_a_question_ends_with_a_sentence():
     assert as_question(" How old is the moon? It is", whole=False) == "How old is the moon?"
     assert as_question(" How old is the moon", whole=True) == "How old is the moon"
     assert as_question("How old is the", whole=False) is None and as_question("Hm?", whole=True) is None
+
+
+def test_tasks_are_made_of_code_questions_and_texts(tmp_path, monkeypatch):
+    import make_tasks
+
+    def made(kind, *words):
+        file = tmp_path / f"{kind}.jsonl"
+        monkeypatch.setattr(sys, "argv", ["make", kind, "--output_file", str(file), *words])
+        make_tasks.main()
+        return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+
+    assert len(made("code", "--num_prompts", "7")) == len(set(made("code", "--num_prompts", "7"))) == 7
+    questions = jsonl(tmp_path / "questions.jsonl", "How much is one and one?", "How much is two and two?")
+    first, second = sorted(made("mathematics", "--file", questions))
+    assert first == "How much is one and one?" and second.endswith("within \\boxed{}.")
+    long = "The sea is deep. " * 20
+    answers = jsonl(
+        tmp_path / "answers.jsonl", *[{"text": f"{number}. {long}"} for number in range(4)], {"text": "No."}
+    )
+    tasks = made("texts", "--file", answers)
+    assert len(tasks) == 8 and sum(task.startswith("Summarize: 0. The sea") for task in tasks) == 1
+    with pytest.raises(SystemExit):
+        made("texts")
 
 
 @pytest.mark.parametrize(

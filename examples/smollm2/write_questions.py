@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BATCH = 48
+BATCH = 192
 SHORTEST = 12  # characters
 SENTENCE_END = re.compile(r"[.?!](?=\s)")
 
@@ -40,7 +40,7 @@ def main() -> None:
             torch.manual_seed(len(seen))
             opening = tokenizer([openings[len(seen) % 2]] * BATCH, return_tensors="pt", add_special_tokens=False)
             rows = target.generate(
-                **opening, do_sample=True, temperature=1.0, top_p=0.95, max_new_tokens=72, eos_token_id=end,
+                **opening, do_sample=True, temperature=1.0, top_k=0, min_p=0.03, max_new_tokens=72, eos_token_id=end,
                 pad_token_id=end,
             )  # fmt: skip
             for row in rows[:, opening["input_ids"].shape[1] :].tolist():

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,22 +210,35 @@ def test_fits_recover_what_acceptances_were_drawn_from():
         for rank, (slope, offset) in enumerate(truth):
             chance = 1 / (1 + np.exp(-(slope * np.log(known / (1 - known)) + offset)))
             accepted = generator.random() < chance
-            tests.append(SiblingTest(0, rank, known, accepted))
+            tests.append(SiblingTest(0, rank, known, accepted, 2 - rank))
             if accepted:
                 break
     fitted = fit_siblings(tests, True, 3)
     assert np.abs(np.array(fitted.fits) - np.array(truth)).max() < 0.15
     first = sum(test.was_accepted for test in tests if test.rank == 0) / 4000
     assert fitted.means[0][0] == pytest.approx(first, abs=1e-4) and len(fitted.means) == 3
+    second = sum(test.was_accepted for test in tests if test.rank == 1) / 4000
+    assert fitted.best == pytest.approx(sorted([first, second])[::-1], abs=1e-4)
     check_siblings(fitted.to_dict(), 3)
 
 
 def test_tests_in_a_round_end_with_the_accepted_sibling():
     tree = DraftTree()
-    first, second = tree.add(0, 5, known=0.7), tree.add(0, 6, known=0.7)
-    tree.add(first, 7, known=0.2)
-    below = tree.add(second, 7, known=0.4)
-    assert recorded_tests(tree, [second, below]) == [(0, 0, 0.7, False), (0, 1, 0.7, True), (1, 0, 0.4, True)]
+    first, second = tree.add(0, 5, 0.7, known=0.7), tree.add(0, 6, 0.2, known=0.7)
+    tree.add(first, 7, 0.3, known=0.2)
+    below = tree.add(second, 7, 0.1, known=0.4)
+    assert recorded_tests(tree, [second, below]) == [(0, 0, 0.7, False, 1), (0, 1, 0.7, True, 3), (1, 0, 0.4, True, 4)]
+
+
+def test_trees_are_chosen_by_what_their_nodes_were_counted_to_bring():
+    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
+    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 7)
+    counted = replace(mean_tree, best=(0.5,) * 4 + (0.1,) * 10)
+    assert TreeScheduler(cost).plan_tree(TreeProspects(mean_tree), Load((9,))) is None
+    plan = TreeScheduler(cost).plan_tree(TreeProspects(counted), Load((9,)))
+    chains = (2 - 0.5 ** np.arange(8)) / cost.round_seconds(Load((9,)), 7)
+    tokens = 1 + 4 * 0.5 + 10 * 0.1
+    assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14)[14] / chains.max())
 
 
 def test_shares_of_siblings_never_rise_with_the_rank():
@@ -240,7 +254,8 @@ def test_impossible_budgets_are_refused(num_nodes):
 
 @pytest.mark.parametrize(
     "entry", [None, {"fits": [[1, 2]]}, {"fits": [], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[0.5]]},
-              {"fits": [[1, float("nan")]], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[1.5]] * 3}]
+              {"fits": [[1, float("nan")]], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[1.5]] * 3},
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "best": [0.2, 0.4]}]
 )  # fmt: skip
 def test_damaged_acceptances_are_refused(entry):
     with pytest.raises(ValueError, match="acceptances"):

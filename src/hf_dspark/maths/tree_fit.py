@@ -20,15 +20,18 @@ class SiblingTest(NamedTuple):
     rank: int
     known: float  # what its acceptance is predicted from
     was_accepted: bool
+    order: int  # among all nodes of its tree, by predicted survival; 1 is the best
 
 
 def recorded_tests(tree: DraftTree, path: Sequence[int]) -> list[SiblingTest]:
     """Return the tests of one round: of drawn siblings up to the accepted one, of best tokens all."""
     tests, is_drawn = [], bool(tree.laws)
+    order = np.argsort(np.argsort([-survival for survival in tree.survivals], kind="stable")) + 1
     for depth, place in enumerate([0, *path]):
         following = path[depth] if depth < len(path) else None
         for rank, child in enumerate(tree.children(place)):
-            tests.append(SiblingTest(depth, rank, tree.known[child - 1], child == following))
+            facts = tree.known[child - 1], child == following, int(order[child - 1])
+            tests.append(SiblingTest(depth, rank, *facts))
             if is_drawn and child == following:
                 break
     return tests
@@ -45,7 +48,9 @@ def fit_siblings(tests: Sequence[SiblingTest], is_drawn: bool, block_size: int) 
         accepted[test.depth, test.rank] += test.was_accepted
     means = (accepted / reached.clip(1)[:, None]).clip(LEAST_MEAN)
     means = np.minimum.accumulate(means, axis=1).round(4)
-    return SiblingAcceptance(is_drawn, fits, means.tolist())
+    counts = np.bincount(np.array([test.order for test in tests if test.was_accepted], dtype=int), minlength=2)[1:]
+    best = (np.sort(counts)[::-1] / reached[:1].clip(1)).round(4)
+    return SiblingAcceptance(is_drawn, fits, means.tolist(), best.tolist())
 
 
 def _fit(tests: Sequence[SiblingTest]) -> tuple[float, float]:

@@ -34,11 +34,14 @@ class SiblingAcceptance:
             accepted after those before it were rejected.
         means (`Sequence`): Mean probability that the child of each rank is accepted where the parent was, by depth,
             `[γ, ranks]`.
+        best (`Sequence[float]`): How often the best node of a tree was accepted, the second best, and so on. Trees
+            follow what is known in each round, so they commit more than the mean tree. Empty where it was not counted.
     """
 
     is_drawn: bool
     fits: Sequence[tuple[float, float]]
     means: Sequence[Sequence[float]]
+    best: Sequence[float] = ()
 
     @functools.cached_property
     def _fits(self) -> np.ndarray:
@@ -58,8 +61,13 @@ class SiblingAcceptance:
         """Return what to expect of the descendants of a node at a depth, the best first: survivals given its own."""
         return _descendants(tuple(map(tuple, self.means)), depth, most)
 
-    def to_dict(self) -> dict[str, list[list[float]]]:
-        return {"fits": [list(pair) for pair in self.fits], "means": [list(row) for row in self.means]}
+    def best_nodes(self, most: int) -> np.ndarray:
+        """Return what to expect of the nodes of a tree, the best first: counted, or those of the mean tree."""
+        return np.array(self.best[:most]) if self.best else self.descendants(0, most)
+
+    def to_dict(self) -> dict[str, list]:
+        rows = {name: [list(row) for row in getattr(self, name)] for name in ("fits", "means")}
+        return rows | {"best": list(self.best)}
 
 
 @dataclass(frozen=True)
@@ -80,16 +88,18 @@ def logit(probability: np.ndarray) -> np.ndarray:
 
 def check_siblings(entry: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are pairs of numbers, and γ rows of probabilities."""
-    if not isinstance(entry, Mapping) or set(entry) != {"fits", "means"}:
+    if not isinstance(entry, Mapping) or set(entry) | {"best"} != {"fits", "means", "best"}:
         raise ValueError(f"acceptances must have 'fits' and 'means', got {entry!r}: calibrate the draft again")
-    pairs, rows = entry["fits"], entry["means"]
-    numbers = [number for row in [*pairs, *rows] for number in row]
+    pairs, rows, best = entry["fits"], entry["means"], entry.get("best", ())
+    numbers = [number for row in [*pairs, *rows, best] for number in row]
     if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
         raise ValueError("expected acceptances must be finite numbers: calibrate the draft again")
     if not 1 <= len(pairs) <= MOST_SIBLINGS or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"fits of acceptances must be 1 to {MOST_SIBLINGS} pairs, got {pairs!r}")
     if len(rows) != block_size or not all(row and 0 <= min(row) and max(row) <= 1 for row in rows):
         raise ValueError(f"mean acceptances must be {block_size} rows of probabilities, got {len(rows)} rows")
+    if list(best) != sorted(best, reverse=True) or (best and not 0 <= best[-1] <= best[0] <= 1):
+        raise ValueError(f"acceptances of the best nodes must be falling probabilities, got {best!r}")
 
 
 DEFAULT_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)

@@ -104,7 +104,7 @@ class TreeScheduler(PrefixScheduler):
         return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
 
     def _outlooks(self, prospects: TreeProspects, load: Load) -> list["_Outlook"]:
-        expected = prospects.siblings.descendants(0, self.num_nodes)
+        expected = prospects.siblings.best_nodes(self.num_nodes)
         trees = _with_copies(expected, prospects.copies)
         outlooks = [_Outlook(trees, self.cost.tree_seconds(load, self.num_nodes), load)]
         if any(map(len, prospects.copies)):  # they need no pass of the draft

@@ -40,7 +40,7 @@ class DSparkConfig(DraftConfig):
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
             per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
         sibling_acceptance (`dict[str, dict]`, *optional*): What calibration found about trees of drafts, by sampling
-            regime: `fits` and `means` of `SiblingAcceptance`.
+            regime: `fits`, `means` and `best` of `SiblingAcceptance`.
         sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
             other one the token in its own place. Always written, because serving engines guess when it is missing.
