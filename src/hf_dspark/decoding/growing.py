@@ -96,6 +96,7 @@ class TreeGrower:
         else:
             best_ids, law = [], scores.law()
             probs = law.probs.cpu().numpy()
+            ids = None if law.candidate_ids is None else law.candidate_ids.cpu().numpy()
             known = self._confidence(confidence_logits, probs)
         is_broken = ~np.isfinite(known).all(axis=1)
         if self._depth == 0:
@@ -117,8 +118,7 @@ class TreeGrower:
             wanted = children[number][: int(counts[number])]
             if self._noise is not None and wanted:
                 self.trees[row].laws[place] = law, number
-                ids = None if law.candidate_ids is None else law.candidate_ids[number].tolist()
-                wanted = self._drawn(row, wanted, SiblingLaw(probs[number]), ids)
+                wanted = self._drawn(row, wanted, SiblingLaw(probs[number]), None if ids is None else ids[number])
             for child, mass in wanted if self._noise is not None else ((each, 0.0) for each in wanted):
                 survival = float(so_far[number] * child.share)
                 basis = float(known[number, min(child.rank, known.shape[1] - 1)])
@@ -151,7 +151,7 @@ class TreeGrower:
         return sorted([best, *others], key=lambda child: -child.share)
 
     def _drawn(
-        self, row: int, wanted: Sequence["_Child"], law: SiblingLaw, ids: list[int] | None
+        self, row: int, wanted: Sequence["_Child"], law: SiblingLaw, ids: np.ndarray | None
     ) -> Iterator[tuple["_Child", float]]:
         """Draw siblings one after another; what is copied is known. A token that was drawn is not copied, too."""
         tree, seen = self.trees[row], set()
@@ -162,13 +162,12 @@ class TreeGrower:
                 if drawn is None:
                     return
                 index, mass = drawn
-                child = replace(child, token=index if ids is None else ids[index])
+                child = replace(child, token=index if ids is None else int(ids[index]))
             elif child.token in seen:
                 continue
-            elif ids is None:
-                law.remove(child.token)
-            elif child.token in ids:
-                law.remove(ids.index(child.token))
+            else:
+                for index in [child.token] if ids is None else np.flatnonzero(ids == child.token).tolist():
+                    law.remove(index)
             seen.add(child.token)
             yield child, mass
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .sampling import TokenLaw, residual_distribution
+from .sampling import TokenLaw
 
 # A law of which less is left draws no more children: sums of float32 probabilities are off by as much.
 LEAST_MASS = 1e-5
@@ -193,8 +193,9 @@ def _accepted(
             left = _without(draft_probs, law.candidate_ids, tried) / mass
         else:
             left = _one_hot(probs, law.candidate_ids, token)
-        excess = float((weight * probs - left).clamp_min(0.0).sum())
-        probs = residual_distribution(weight * probs, left)
+        beyond = (weight * probs - left).clamp_min(0.0)
+        excess = float(beyond.sum())
+        probs = beyond / excess if excess > 0.0 else weight * probs  # where they agree to rounding
         weight = excess / max(excess + 1.0 - weight, TINY)
         tried.append(token)
     # Where the target has no law, a place is taken with the weight that it came with, so that the caller learns.
@@ -204,9 +205,7 @@ def _accepted(
 
 
 def _probability(probs: torch.Tensor, candidate_ids: torch.Tensor | None, token: int) -> float:
-    if candidate_ids is None:
-        return float(probs[token])
-    return float(probs[candidate_ids == token].sum())
+    return float(probs[_places_of(token, candidate_ids)].sum())
 
 
 def _on_stand_of(law: TokenLaw, draft_law: TokenLaw) -> torch.Tensor:
@@ -217,11 +216,17 @@ def _on_stand_of(law: TokenLaw, draft_law: TokenLaw) -> torch.Tensor:
 
 
 def _without(probs: torch.Tensor, candidate_ids: torch.Tensor | None, tokens: Sequence[int]) -> torch.Tensor:
+    left = probs.clone()
     for token in tokens:
-        probs = probs * (1.0 - _one_hot(probs, candidate_ids, token))
-    return probs
+        left[_places_of(token, candidate_ids)] = 0.0
+    return left
 
 
 def _one_hot(probs: torch.Tensor, candidate_ids: torch.Tensor | None, token: int) -> torch.Tensor:
-    ids = torch.arange(len(probs), device=probs.device) if candidate_ids is None else candidate_ids
-    return (ids == token).to(probs)
+    hot = torch.zeros_like(probs)
+    hot[_places_of(token, candidate_ids)] = 1.0
+    return hot
+
+
+def _places_of(token: int, candidate_ids: torch.Tensor | None) -> int | torch.Tensor:
+    return token if candidate_ids is None else candidate_ids == token
