@@ -107,7 +107,7 @@ def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                 facts |= {"tau": part.tau, "rounds": part.rounds, "tokens": part.tokens, "reached": part.reached}
                 rows.append(facts | {"acceptance": part.acceptance})
             print(markdown_table(["task", "tau"], [[row["task"], number(row["tau"])] for row in rows[-len(tasks) :]]))
-    write_result(RESULTS / f"smollm2_tau_{options.suite[0]}.json", origin | {"rows": rows})
+    write_result(RESULTS / f"smollm2_tau_{options.suite[0]}.json", {"provenance": origin, "rows": rows})
 
 
 def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             {key: value for key, value in found.items() if key not in ("raw", "calibrated")},
             flush=True,
         )
-    write_result(RESULTS / "smollm2_confidence.json", origin | {"rows": rows})
+    write_result(RESULTS / "smollm2_confidence.json", {"provenance": origin, "rows": rows})
 
 
 def load_target(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import confidence
 import drafts
 import serving
+import smollm2_figures
 import tree_figures
 from matplotlib.figure import Figure
 from style import REPORT, save
@@ -30,6 +31,8 @@ FIGURES: dict[str, Callable[[], Figure]] = {
         tree_figures.trees_tau,
         tree_figures.trees_time,
         tree_figures.tree_example,
+        smollm2_figures.smollm2_acceptance,
+        smollm2_figures.smollm2_confidence,
     )
 }
 

@@ -20,6 +20,7 @@ from hf_dspark.evaluation.tables import markdown_table, number
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+SMOLLM2 = ROOT / "examples" / "smollm2" / "draft" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 DRAFTS = {
     "dspark_2": "DSpark, 2 layers",
@@ -29,6 +30,17 @@ DRAFTS = {
     "eagle3": "Eagle3, 1 layer",
 }
 DOMAINS = ("math", "code", "prose")
+TASKS = {
+    "gsm8k": "GSM8K", "math500": "MATH500", "aime25": "AIME25", "mbpp": "MBPP", "humaneval": "HumanEval",
+    "mt-bench": "MT-Bench", "arena-hard-v2": "Arena-Hard", "mt_bench": "multi-turn chat", "qa": "question answering",
+    "math_reasoning": "mathematics", "rag": "retrieval",
+}  # fmt: skip
+CHAT_DOMAINS = {
+    "mathematics: GSM8K, MATH500, AIME25": ("paper", ("gsm8k", "math500", "aime25")),
+    "code: MBPP, HumanEval": ("paper", ("mbpp", "humaneval")),
+    "chat: MT-Bench, Arena-Hard": ("paper", ("mt-bench", "arena-hard-v2")),
+    "Spec-Bench": ("spec_bench", ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")),
+}
 REGIMES = {"greedy": "greedy", "sampled": "temperature 1", "truncated": "truncated", "temperature 1": "temperature 1"}
 Result = Mapping[str, Any]
 
@@ -42,9 +54,15 @@ class Table:
     files: Sequence[str]
 
 
+def path_of(name: str) -> Path:
+    """Return where a result file is: among the results, or beside the draft that it belongs to."""
+    beside = SMOLLM2 / f"{name}.json"
+    return beside if beside.exists() else RESULTS / f"{name}.json"
+
+
 def load(name: str) -> dict[str, Any]:
     """Return the content of a result file."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads(path_of(name).read_text())
 
 
 def machine(result: Result) -> str:
@@ -324,6 +342,80 @@ def decisions() -> Table:
     return Table(("256 requests of 7 tokens", "median, µs", "95th percentile, µs"), rows, ["decisions"])
 
 
+# ---- SmolLM2
+
+
+def smollm2_suite(suite: str) -> Table:
+    """The shipped draft under its default policy, task by task: each speed-up is one of whole calls."""
+    names = [f"{suite}-{name}" for name in ("greedy", "sampled")]
+    found = [load(name)["tasks"] for name in names]
+    rows = [
+        [TASKS.get(task, task), *(cell for part in found for cell in tau_and_speedup(part[task]))]
+        for task in found[0]
+        if task != "all"
+    ]
+    means = [
+        statistics.mean(part[task]["speedup"]["ratio_of_medians"] for task in part if task != "all") for part in found
+    ]
+    rows.append(["mean", *(cell for mean in means for cell in ("", f"**{number(mean)}**"))])
+    return Table(("", "greedy: τ", "speed-up", "temperature 1: τ", "speed-up"), rows, names)
+
+
+def tau_and_speedup(part: Result) -> tuple[str, str]:
+    return number(part["tau"]), number(part["speedup"]["ratio_of_medians"])
+
+
+def smollm2_paper() -> Table:
+    return smollm2_suite("paper")
+
+
+def smollm2_spec_bench() -> Table:
+    return smollm2_suite("spec_bench")
+
+
+def readme_chat_model() -> Table:
+    """The same by domain."""
+    names = [f"{suite}-{name}" for suite in ("paper", "spec_bench") for name in ("greedy", "sampled")]
+    found, rows = {name: load(name)["tasks"] for name in names}, []
+    for label, (suite, tasks) in CHAT_DOMAINS.items():
+        row: list[str] = [label]
+        for name in ("greedy", "sampled"):
+            parts = [part for task, part in found[f"{suite}-{name}"].items() if task in tasks]
+            speedup = statistics.mean(part["speedup"]["ratio_of_medians"] for part in parts)
+            row += [number(pooled_tau(parts)), f"**{number(speedup)}**"]
+        rows.append(row)
+    return Table(("", "greedy: τ", "speed-up", "temperature 1: τ", "speed-up"), rows, names)
+
+
+def smollm2_kinds() -> Table:
+    """Tokens per round of three kinds of drafts that were trained alike, over the tasks of each domain."""
+    found: dict[tuple[str, str, str], list[Result]] = {}
+    for row in load("smollm2_tau_paper")["rows"]:
+        found.setdefault((row["kind"], row["domain"], row["regime"]), []).append(row)
+    kinds, domains, regimes = (dict.fromkeys(parts) for parts in zip(*found, strict=True))
+    columns = [(domain, name) for name in regimes for domain in domains]
+    names = {"dspark": "DSpark, 3 layers", "dflash": "DFlash, 3 layers", "eagle3": "Eagle3, 1 layer"}
+    taus = [[pooled_tau(found[(kind, *column)]) for column in columns] for kind in kinds]
+    rows = [[names[kind], *row] for kind, row in zip(kinds, best_in_bold(taus), strict=True)]
+    return Table(("τ", *(f"{domain}, {REGIMES[name]}" for domain, name in columns)), rows, ["smollm2_tau_paper"])
+
+
+def pooled_tau(rows: Sequence[Result]) -> float:
+    return sum(row["tau"] * row["rounds"] for row in rows) / sum(row["rounds"] for row in rows)
+
+
+def smollm2_confidence() -> Table:
+    """Calibration on prompts that were not fitted on."""
+    rows = [
+        [
+            row["domain"], REGIMES[row["regime"]], f"{row['num_rounds']:,}", percent(row["mean_ece_raw"]),
+            percent(row["mean_ece_calibrated"]), number(row["conditional_auc"]),
+        ]
+        for row in load("smollm2_confidence")["rows"]
+    ]  # fmt: skip
+    return Table(("", "", "rounds", "ECE raw, %", "ECE calibrated, %", "AUC"), rows, ["smollm2_confidence"])
+
+
 # ---- the rest
 
 
@@ -380,7 +472,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     for make in (
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
-        finetune,
+        finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
     )
 }  # fmt: skip
 
@@ -388,7 +480,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 def origin(name: str, page: Path) -> str:
     """Return where the numbers of a result file come from, in one line: the file, machine and command."""
     result = load(name)
-    link = os.path.relpath(RESULTS / f"{name}.json", page.parent)
+    link = os.path.relpath(path_of(name), page.parent)
     words = re.sub(r" --output \S+", "", result["provenance"]["command"])
     return f"[{name}.json]({link}), {machine(result)}: `{words}`"
 

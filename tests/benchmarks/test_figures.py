@@ -94,7 +94,7 @@ def test_tables_have_full_rows_one_number_in_a_cell_and_sources_that_are_there(n
     assert table.rows and all(len(row) == len(table.head) for row in table.rows)
     cells = [str(cell) for row in table.rows for cell in row]
     assert not any("|" in cell or " + " in cell for cell in cells)
-    assert all((tables.RESULTS / f"{file}.json").exists() for file in table.files)
+    assert all(tables.path_of(file).exists() for file in table.files)
 
 
 def test_what_the_page_says_of_all_cells_holds_for_the_files():
