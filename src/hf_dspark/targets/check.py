@@ -57,7 +57,9 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     with outliers_of_each(()) if has_outliers(target) else nullcontext():
         worst, largest = _worst_difference(target, rows)
     difference = worst / largest
-    tolerance = TOLERANCES.get(target.dtype, HALF_PRECISION_TOLERANCE)
+    # Quantised layers multiply one row and several by different kernels, some of them in bfloat16.
+    is_exact = not getattr(target, "is_quantized", False)
+    tolerance = TOLERANCES.get(target.dtype, HALF_PRECISION_TOLERANCE) if is_exact else HALF_PRECISION_TOLERANCE
     if not difference <= tolerance:  # NaN fails, too
         raise ValueError(
             f"{type(target).__name__} decodes packed rows differently from single ones: logits differ by "
