@@ -1,5 +1,9 @@
 """How far confidences can be trusted: thresholds and reliability. The paper's Figures 5 and 6."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from style import GREY, INK, METHODS, PALE, finish, handles_of, load, panels
@@ -9,19 +13,42 @@ POSITIONS = (1, 3, 5, 7)
 REGIMES = {"greedy": "greedy", "sampled": "temperature 1"}
 
 
+def draw_thresholds(axis: Axes, rows: Sequence[Mapping[str, float]]) -> None:
+    """Draw tokens and rejected drafts of a round at each threshold."""
+    blue, places = METHODS["DSpark"], range(len(rows))
+    kept, lost = ([row[f"{name}_per_round"] for row in rows] for name in ("tokens", "rejected"))
+    axis.bar(places, kept, 0.72, color=blue, alpha=0.85)
+    axis.bar(places, lost, 0.72, bottom=kept, color="white", edgecolor=blue, hatch="////", linewidth=0.8)
+    axis.set_xticks(places, [f"{row['threshold']:g}".replace("0.", ".") for row in rows])
+    axis.set_xlabel("confidence threshold")
+    axis.grid(False, axis="x")
+
+
+def draw_reliability(axis: Axes, raw: Mapping[str, Any], calibrated: Mapping[str, Any]) -> None:
+    """Draw realised against predicted survival, before and after calibration."""
+    predicted, _, counts = zip(*calibrated["bins"], strict=True)
+    axis.bar(predicted, [count / sum(counts) for count in counts], 0.055, color=PALE)
+    axis.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
+    for part, colour, stroke, label in (
+        (raw, GREY, "--", "raw"),
+        (calibrated, METHODS["DSpark"], "-", "calibrated"),
+    ):
+        x, y, _ = zip(*part["bins"], strict=True)
+        axis.plot(x, y, color=colour, linestyle=stroke, marker="o", markersize=3.5, label=label)
+    axis.set(xlim=(0, 1), ylim=(0, 1))
+    ece = f"ECE {100 * raw['ece']:.1f} → {100 * calibrated['ece']:.1f} %"
+    axis.text(0.04, 0.94, ece, transform=axis.transAxes, va="top", fontsize=8.5)
+
+
 def figure_5_threshold() -> Figure:
     """Draw tokens per round and the acceptance rate against the confidence threshold."""
     figure, axes = panels([list(REGIMES)], 3.4, sharey=True)
     blue, twins = METHODS["DSpark"], {}
     for regime, axis in axes.items():
         rows = load("threshold_sweep")["regimes"][regime]
+        draw_thresholds(axis, rows)
         places = range(len(rows))
-        kept, lost = ([row[f"{name}_per_round"] for row in rows] for name in ("tokens", "rejected"))
-        axis.bar(places, kept, 0.72, color=blue, alpha=0.85)
-        axis.bar(places, lost, 0.72, bottom=kept, color="white", edgecolor=blue, hatch="////", linewidth=0.8)
-        axis.set(title=REGIMES[regime], xlabel="confidence threshold", ylim=(0, 10.5))
-        axis.set_xticks(places, [f"{row['threshold']:g}".replace("0.", ".") for row in rows])
-        axis.grid(False, axis="x")
+        axis.set(title=REGIMES[regime], ylim=(0, 10.5))
         twin = twins[regime] = axis.twinx()
         rates = [100 * row["acceptance_rate"] for row in rows]
         twin.plot(places, rates, color=INK, marker="o", label="acceptance rate")
@@ -60,21 +87,11 @@ def figure_6_reliability() -> Figure:
         for position in POSITIONS:
             axis = axes[f"{regime} {position}"]
             raw, calibrated = (curves[name][position - 1] for name in ("raw", "calibrated"))
-            predicted, _, counts = zip(*calibrated["bins"], strict=True)
-            axis.bar(predicted, [count / sum(counts) for count in counts], 0.055, color=PALE)
-            axis.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
-            for part, colour, stroke, label in (
-                (raw, GREY, "--", "raw"),
-                (calibrated, METHODS["DSpark"], "-", "calibrated"),
-            ):
-                x, y, _ = zip(*part["bins"], strict=True)
-                axis.plot(x, y, color=colour, linestyle=stroke, marker="o", markersize=3.5, label=label)
-            axis.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+            draw_reliability(axis, raw, calibrated)
+            axis.set(aspect="equal", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
             axis.set_xticklabels(["0", ".5", "1"])
             axis.set_yticklabels(["0", ".5", "1"])
             axis.set_title(f"position {position}" if regime == "greedy" else "")
-            ece = f"ECE {100 * raw['ece']:.1f} → {100 * calibrated['ece']:.1f} %"
-            axis.text(0.04, 0.94, ece, transform=axis.transAxes, va="top", fontsize=8.5)
         axes[f"{regime} 1"].set_ylabel(f"{title}\nrealised survival")
     for position in POSITIONS:
         axes[f"sampled {position}"].set_xlabel("predicted survival")

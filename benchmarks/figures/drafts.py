@@ -1,7 +1,9 @@
 """How good drafts are: acceptance by position, depth and block size. The paper's Figures 2, 3 and 4."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from style import INK, MARKERS, METHODS, finish, handles_of, load, panels
 
@@ -25,6 +27,17 @@ def reached(num_rounds: int, rates: list[float | None]) -> list[float]:
     return counts
 
 
+def draw_acceptance(axis: Axes, kind: str, label: str, rates: Sequence[float | None], counts: Sequence[float]) -> None:
+    """Draw the acceptance of each position to which enough rounds came."""
+    points = [
+        (place, rate)
+        for place, (rate, count) in enumerate(zip(rates, counts, strict=True), start=1)
+        if rate is not None and count >= FEWEST_ROUNDS
+    ]
+    axis.plot(*zip(*points, strict=True), color=METHODS[kind], marker=MARKERS[kind], label=label)
+    axis.set(xlabel="draft position", xticks=range(1, 8), ylim=(0, 0.85))
+
+
 def figure_2_position_wise() -> Figure:
     """Draw the acceptance of each position, given that all before it were accepted."""
     figure, axes = panels([list(DOMAINS)], 3.3, sharey=True)
@@ -33,14 +46,8 @@ def figure_2_position_wise() -> Figure:
         for name, label in (("dspark_5", "DSpark, 5 layers"), ("dflash_5", "DFlash, 5 layers"), ("eagle3", "Eagle3")):
             measured = drafts[name]["measured"][domain][SAMPLED]
             counts = reached(measured["rounds"], measured["acceptance"])
-            points = [
-                (place, rate)
-                for place, (rate, count) in enumerate(zip(measured["acceptance"], counts, strict=True), start=1)
-                if rate is not None and count >= FEWEST_ROUNDS
-            ]
-            kind = KINDS[name.split("_")[0]]
-            axis.plot(*zip(*points, strict=True), color=METHODS[kind], marker=MARKERS[kind], label=label)
-        axis.set(title=domain, xlabel="draft position", xticks=range(1, 8), ylim=(0, 0.85))
+            draw_acceptance(axis, KINDS[name.split("_")[0]], label, measured["acceptance"], counts)
+        axis.set_title(domain)
     axes["math"].set_ylabel("conditional acceptance")
     return finish(
         figure,

@@ -2,23 +2,23 @@
 
 from typing import Any
 
-from drafts import FEWEST_ROUNDS, KINDS
+from confidence import draw_reliability, draw_thresholds
+from drafts import FEWEST_ROUNDS, KINDS, draw_acceptance
 from matplotlib.figure import Figure
-from style import GREY, MARKERS, METHODS, PALE, finish, handles_of, load, panels
+from style import finish, handles_of, load, panels
 
 DOMAINS = ("mathematics", "code", "chat")
 TARGET = "SmolLM2-135M-Instruct, prompts of the paper's evaluation."
 
 
-def of_domain(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return position and acceptance over all tasks of a domain, where enough rounds came to the position."""
-    points = []
-    for place in range(len(rows[0]["acceptance"])):
-        reached = sum(row["reached"][place] for row in rows)
+def over_tasks(rows: list[dict[str, Any]]) -> tuple[list[float | None], list[int]]:
+    """Return the acceptance of each position over all tasks of a domain, and how many rounds came to it."""
+    counts = [sum(numbers) for numbers in zip(*(row["reached"] for row in rows), strict=True)]
+    rates: list[float | None] = []
+    for place, count in enumerate(counts):
         accepted = sum(row["reached"][place] * (row["acceptance"][place] or 0.0) for row in rows)
-        if reached >= FEWEST_ROUNDS:
-            points.append((place + 1, accepted / reached))
-    return points
+        rates.append(accepted / count if count else None)
+    return rates, counts
 
 
 def smollm2_acceptance() -> Figure:
@@ -28,9 +28,8 @@ def smollm2_acceptance() -> Figure:
     for domain, axis in axes.items():
         for key, kind in KINDS.items():
             rows = [row for row in found if (row["kind"], row["regime"]) == (key, "sampled")]
-            points = of_domain([row for row in rows if row["domain"] == domain])
-            axis.plot(*zip(*points, strict=True), color=METHODS[kind], marker=MARKERS[kind], label=kind)
-        axis.set(title=domain, xlabel="draft position", xticks=range(1, 8), ylim=(0, 0.85))
+            draw_acceptance(axis, kind, kind, *over_tasks([row for row in rows if row["domain"] == domain]))
+        axis.set_title(domain)
     axes["mathematics"].set_ylabel("conditional acceptance")
     return finish(
         figure,
@@ -46,28 +45,11 @@ def smollm2_confidence() -> Figure:
     figure, axes = panels(names, 5.4)
     found = {row["domain"]: row for row in load("smollm2_confidence")["rows"] if row["regime"] == "sampled"}
     for domain, row in found.items():
-        axis = axes[f"{domain}, reliability"]
-        raw, calibrated = row["raw"][0], row["calibrated"][0]
-        predicted, _, counts = zip(*calibrated["bins"], strict=True)
-        axis.bar(predicted, [count / sum(counts) for count in counts], 0.055, color=PALE)
-        axis.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
-        for part, colour, stroke, label in (
-            (raw, GREY, "--", "raw"),
-            (calibrated, METHODS["DSpark"], "-", "calibrated"),
-        ):
-            x, y, _ = zip(*part["bins"], strict=True)
-            axis.plot(x, y, color=colour, linestyle=stroke, marker="o", markersize=3.5, label=label)
-        axis.set(title=domain, xlim=(0, 1), ylim=(0, 1), xlabel="predicted survival")
-        ece = f"ECE {100 * raw['ece']:.1f} → {100 * calibrated['ece']:.1f} %"
-        axis.text(0.04, 0.94, ece, transform=axis.transAxes, va="top", fontsize=8.5)
-        axis = axes[f"{domain}, thresholds"]
-        rows = row["thresholds"]
-        kept, lost = ([each[f"{name}_per_round"] for each in rows] for name in ("tokens", "rejected"))
-        axis.bar(range(len(rows)), kept, 0.72, color=METHODS["DSpark"], alpha=0.85)
-        axis.bar(range(len(rows)), lost, 0.72, bottom=kept, color="white", edgecolor=METHODS["DSpark"], hatch="////")
-        axis.set_xticks(range(len(rows)), [f"{each['threshold']:g}".replace("0.", ".") for each in rows])
-        axis.set(xlabel="confidence threshold", ylim=(0, 8.6))
-        axis.grid(False, axis="x")
+        reliability, thresholds = (axes[f"{domain}, {part}"] for part in ("reliability", "thresholds"))
+        draw_reliability(reliability, row["raw"][0], row["calibrated"][0])
+        reliability.set(title=domain, xlabel="predicted survival")
+        draw_thresholds(thresholds, row["thresholds"])
+        thresholds.set_ylim(0, 8.6)
     axes["mathematics, reliability"].set_ylabel("realised survival")
     axes["mathematics, thresholds"].set_ylabel("tokens of a round:\ncommitted, rejected")
     return finish(

@@ -65,7 +65,8 @@ def test_quantised_target_decodes_every_row_as_if_alone(make_quantised, options)
     draft = make_own_draft(target).to(torch.bfloat16)
     before = copy.deepcopy(draft.state_dict())
     assert_decoded_as_if_alone(target, draft)
-    assert check_target(target) < 5e-3  # 2e-3 on CPUs with AMX
+    # With fp4, one row and several differ by 2e-3 on CPUs with AMX.
+    assert check_target(target) < (5e-3 if options == QUANTISED["fp4_some_layers"] else 1e-3)
     assert draft.state_dict().keys() == before.keys()
     for name, value in draft.state_dict().items():  # neither quantised nor cast by the target's
         assert value.dtype == torch.bfloat16 and torch.equal(value, before[name])

@@ -49,7 +49,7 @@ def fit_siblings(tests: Sequence[SiblingTest], is_drawn: bool, block_size: int) 
     means = (accepted / reached.clip(1)[:, None]).clip(LEAST_MEAN)
     means = np.minimum.accumulate(means, axis=1).round(4)
     counts = np.bincount(np.array([test.order for test in tests if test.was_accepted], dtype=int), minlength=2)[1:]
-    best = (np.sort(counts)[::-1] / reached[:1].clip(1)).round(4)
+    best = (np.sort(counts)[::-1] / max(1.0, reached[0])).round(4)
     return SiblingAcceptance(is_drawn, fits, means.tolist(), best.tolist())
 
 

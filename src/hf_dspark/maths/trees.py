@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .sampling import TokenLaw
+from .sampling import TokenLaw, residual_distribution
 
 # A law of which less is left draws no more children: sums of float32 probabilities are off by as much.
 LEAST_MASS = 1e-5
@@ -193,9 +193,8 @@ def _accepted(
             left = _without(draft_probs, law.candidate_ids, tried) / mass
         else:
             left = _one_hot(probs, law.candidate_ids, token)
-        beyond = (weight * probs - left).clamp_min(0.0)
-        excess = float(beyond.sum())
-        probs = beyond / excess if excess > 0.0 else weight * probs  # where they agree to rounding
+        excess = float((weight * probs - left).clamp_min(0.0).sum())
+        probs = residual_distribution(weight * probs, left)
         weight = excess / max(excess + 1.0 - weight, TINY)
         tried.append(token)
     # Where the target has no law, a place is taken with the weight that it came with, so that the caller learns.
