@@ -16,17 +16,23 @@ from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, calibrate
 from hf_dspark.evaluation.calibrate import collect_rounds
-from hf_dspark.maths.calibration import CalibrationRounds, calibrated_confidence, conditional_auc, measure_calibration
+from hf_dspark.maths.calibration import (
+    CalibrationRounds,
+    LogitFits,
+    calibrated_confidence,
+    conditional_auc,
+    measure_calibration,
+)
 
 NUM_REPLAYED = 100  # requests in pair_rounds.json
 
 
-def measure(rounds: CalibrationRounds, temperatures: list[float]) -> dict:
+def measure(rounds: CalibrationRounds, fits: LogitFits) -> dict:
     """Return raw and calibrated measures of held-out rounds."""
-    raw, calibrated = measure_calibration(rounds), measure_calibration(rounds, temperatures)
+    raw, calibrated = measure_calibration(rounds), measure_calibration(rounds, fits)
     return {
         "num_rounds": len(rounds.logits),
-        "temperatures": temperatures,
+        "fits": [list(pair) for pair in fits],
         "conditional_auc": conditional_auc(rounds),
         "mean_ece_raw": sum(part.ece for part in raw) / len(raw),
         "mean_ece_calibrated": sum(part.ece for part in calibrated) / len(calibrated),
@@ -35,13 +41,13 @@ def measure(rounds: CalibrationRounds, temperatures: list[float]) -> dict:
     }
 
 
-def replay_requests(per_prompt: list[CalibrationRounds], temperatures: list[float]) -> list[dict]:
+def replay_requests(per_prompt: list[CalibrationRounds], fits: LogitFits) -> list[dict]:
     """Return calibrated confidences and accepted drafts of the rounds that verified a whole block, per request."""
     requests = []
     for rounds in per_prompt:
         whole = rounds.proposed == rounds.block_size
         if bool(whole.any()):
-            confidence = calibrated_confidence(rounds.logits[whole], temperatures)
+            confidence = calibrated_confidence(rounds.logits[whole], fits)
             requests.append(
                 {
                     "confidence": [[round(value, 4) for value in row] for row in confidence.tolist()],
@@ -73,7 +79,7 @@ def main() -> None:
     origin = {"provenance": provenance_of(parser, options)}
 
     target, draft, tokenizer = load_pair()
-    draft.config.sts_temperatures = None
+    draft.config.sts_temperatures = draft.config.confidence_fits = None
     others = calibration_prompts(options.test_file, options.num_prompts + options.num_held_out)
     step = len(others) // options.num_held_out
     measured_on = held_out_prompts() + others[::step][: options.num_held_out]
@@ -86,7 +92,8 @@ def main() -> None:
             target, draft, fitted_on, tokenizer, domain=regime, output_file=folder / f"{regime}.jsonl", **settings
         )
         held_out = rounds_by_prompt(target, draft, measured_on, tokenizer, folder / f"{regime}_held_out", settings)
-        regimes[regime] = measure(CalibrationRounds.concatenate(held_out), draft.config.sts_temperatures[regime])
+        fits = draft.config.confidence_fits_for(None, regime == "sampled")
+        regimes[regime] = measure(CalibrationRounds.concatenate(held_out), fits)
         found = regimes[regime]
         print(
             f"{regime}: mean ECE {found['mean_ece_raw']:.4f} -> {found['mean_ece_calibrated']:.4f}, AUC "
@@ -96,11 +103,11 @@ def main() -> None:
         return
     prompts = {"num_fitted_on": len(fitted_on), "num_held_out": len(measured_on)}
     write_result(RESULTS / "calibration.json", origin | prompts | {"regimes": regimes})
-    requests = replay_requests(held_out[:NUM_REPLAYED], draft.config.sts_temperatures["sampled"])
+    requests = replay_requests(held_out[:NUM_REPLAYED], fits)
     pair_rounds = {"block_size": draft.config.block_size, "regime": "sampled", "requests": requests}
     write_result(RESULTS / "pair_rounds.json", origin | pair_rounds)
     config = DSparkConfig.from_pretrained(PAIR / "draft")
-    config.sts_temperatures = draft.config.sts_temperatures
+    config.sts_temperatures, config.confidence_fits = draft.config.sts_temperatures, draft.config.confidence_fits
     config.save_pretrained(PAIR / "draft")
 
 

@@ -202,7 +202,7 @@ def settings_of(models: Models, max_new_tokens: int, threshold: float, origin: M
     return {
         "target": fingerprint(models.target),
         **{name: None if getattr(models, name) is None else fingerprint(getattr(models, name)) for name in drafts},
-        "temperatures": digest(models.dspark.config.sts_temperatures),
+        "temperatures": digest([models.dspark.config.sts_temperatures, models.dspark.config.confidence_fits]),
         "prompts": digest(models.tasks),
         "positions": models.target.config.get_text_config(decoder=True).max_position_embeddings,
         "max_new_tokens": max_new_tokens,

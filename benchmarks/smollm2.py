@@ -15,7 +15,8 @@ frozen as it is for the drafts. `tau` decodes the tasks of a suite with whole bl
 temperatures. `speed` compares what a user can choose: plain decoding, prompt lookup, the assistant and DFlash of
 transformers, and the drafts here. Both read the drafts in `--models`, and leave out those that are not there.
 `confidence` records whole blocks of one draft by domain, and measures its calibration and what thresholds would have
-cut. It goes on where it stopped.
+cut: with the draft's own fits, and fitted on every second prompt of the domain and measured on the others. It also
+says what a head would seem to be off that is always true, as the rounds are few. It goes on where it stopped.
 """
 
 import argparse
@@ -50,7 +51,13 @@ from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.data.suites import suite_files
 from hf_dspark.evaluation.calibrate import collect_rounds
 from hf_dspark.evaluation.tables import markdown_table, number
-from hf_dspark.maths.calibration import calibrated_confidence
+from hf_dspark.maths.calibration import (
+    CalibrationRounds,
+    LogitFits,
+    calibrated_confidence,
+    fit_confidence,
+    measure_calibration,
+)
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.modeling_draft import DraftModel
 
@@ -143,14 +150,24 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         prompts = [
             prompt for task in DOMAINS[domain] for prompt in read_prompt_file(tasks[task], options.num_prompts).prompts
         ]
-        file = Path(options.models) / f"rounds-{domain}-{regime}.jsonl"
         limits = {"max_new_tokens": options.max_new_tokens, **REGIMES[regime]}
-        rounds = collect_rounds(target, draft, prompts, tokenizer, file, **limits)
-        temperatures = draft.config.sts_temperatures[regime]
+        halves = [
+            collect_rounds(
+                target, draft, prompts[half::2], tokenizer, rounds_file(options, domain, regime, half), **limits
+            )
+            for half in range(2)
+        ]
+        rounds = CalibrationRounds.concatenate(halves)
+        fits = draft.config.confidence_fits_for(None, regime == "sampled")
         whole = rounds.proposed == rounds.block_size
-        known = calibrated_confidence(rounds.logits[whole], temperatures)
+        known = calibrated_confidence(rounds.logits[whole], fits)
         thresholds = replay(THRESHOLDS, known, rounds.num_accepted[whole])
-        found = measure(rounds, temperatures)
+        found = measure(rounds, fits) | {
+            "mean_ece_of_a_true_head": mean_ece(as_predicted(rounds, fits), fits),
+            "mean_ece_fitted_on_the_other_half": sum(
+                mean_ece(measured, fit_confidence(fitted)) for fitted, measured in (halves, halves[::-1])
+            ) / 2,
+        }  # fmt: skip
         rows.append({"domain": domain, "regime": regime, "thresholds": thresholds} | found)
         print(
             domain,
@@ -159,6 +176,31 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             flush=True,
         )
     write_result(RESULTS / "smollm2_confidence.json", {"provenance": origin, "rows": rows})
+
+
+def rounds_file(options: argparse.Namespace, domain: str, regime: str, half: int) -> Path:
+    return Path(options.models) / f"rounds-{domain}-{regime}-{half}.jsonl"
+
+
+def mean_ece(rounds: CalibrationRounds, fits: LogitFits) -> float:
+    """Return the error of the survivals, averaged over the draft positions."""
+    parts = measure_calibration(rounds, fits)
+    return sum(part.ece for part in parts) / len(parts)
+
+
+def as_predicted(rounds: CalibrationRounds, fits: LogitFits) -> CalibrationRounds:
+    """Return rounds of the same confidences, all of them true: so few rounds leave an error in the mean of a bin.
+
+    Labels are as many and as coarse as in `rounds`: zero and one where those are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    confidence = calibrated_confidence(rounds.logits, fits)
+    accepted = (torch.rand(confidence.shape, generator=generator) < confidence).long().cumprod(-1).sum(-1)
+    is_coarse = bool(((rounds.acceptance == 0) | (rounds.acceptance == 1)).all())
+    one_or_zero = (torch.arange(rounds.block_size) < accepted[:, None]).float()
+    return CalibrationRounds(
+        rounds.logits, one_or_zero if is_coarse else confidence, accepted.minimum(rounds.proposed), rounds.proposed
+    )
 
 
 def load_target(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:

@@ -29,6 +29,7 @@ from hf_dspark.maths.calibration import (
     calibrated_confidence,
     conditional_auc,
     fit_temperatures,
+    fits_of_temperatures,
     measure_calibration,
 )
 from hf_dspark.maths.costs import Load
@@ -119,13 +120,13 @@ def main() -> None:
         head = fit_head(inputs(fitting), fitting.rounds)
         scaling = fit_temperatures(replace(fitting.rounds, logits=head(inputs(fitting))[..., 0]))
         rounds = replace(held_out.rounds, logits=head(inputs(held_out))[..., 0])
-        measured = measure_calibration(rounds, scaling.temperatures)
+        measured = measure_calibration(rounds, fits_of_temperatures(scaling.temperatures))
         heads[name] = {
             "conditional_auc": conditional_auc(rounds),
             "mean_ece_calibrated": sum(part.ece for part in measured) / len(measured),
             "auc_of_survival": [part.auc for part in measured],
         }
-        confidences[name] = calibrated_confidence(rounds.logits, scaling.temperatures)
+        confidences[name] = calibrated_confidence(rounds.logits, fits_of_temperatures(scaling.temperatures))
     with_token, alone = confidences.values()
     whole = held_out.rounds.proposed == held_out.rounds.block_size
     accepted = held_out.rounds.num_accepted[whole]

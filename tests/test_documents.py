@@ -73,7 +73,7 @@ def quickstart(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("checkout")
-@pytest.mark.filterwarnings("ignore:temperatures fitted on")
+@pytest.mark.filterwarnings("ignore:a calibration on")
 @pytest.mark.parametrize("name", hf_dspark.__all__)
 def test_docstring_has_an_example_that_runs(name, quickstart):
     examples = [code for _, code in blocks(inspect.getdoc(getattr(hf_dspark, name)), "python")]

@@ -77,7 +77,7 @@ def test_shipped_pair_answers_as_the_target_alone(shipped):
 def test_shipped_draft_is_calibrated_in_both_regimes(shipped):
     draft = shipped[1]
     assert set(draft.config.sts_temperatures) == {"greedy", "sampled", "default"}
-    assert draft.config.temperatures_for(None, True) != draft.config.temperatures_for(None, False)
+    assert draft.config.confidence_fits_for(None, True) != draft.config.confidence_fits_for(None, False)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

@@ -409,11 +409,13 @@ def smollm2_confidence() -> Table:
     rows = [
         [
             row["domain"], REGIMES[row["regime"]], f"{row['num_rounds']:,}", percent(row["mean_ece_raw"]),
-            percent(row["mean_ece_calibrated"]), number(row["conditional_auc"]),
+            *(percent(row[f"mean_ece_{name}"]) for name in ("calibrated", "fitted_on_the_other_half", "of_a_true_head")),
+            number(row["conditional_auc"]),
         ]
         for row in load("smollm2_confidence")["rows"]
     ]  # fmt: skip
-    return Table(("", "", "rounds", "ECE raw, %", "ECE calibrated, %", "AUC"), rows, ["smollm2_confidence"])
+    head = ("", "", "rounds", "ECE raw, %", "calibrated", "by its domain", "of a true head", "AUC")
+    return Table(head, rows, ["smollm2_confidence"])
 
 
 # ---- the rest

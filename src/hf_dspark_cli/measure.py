@@ -86,24 +86,28 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
         auc=report.auc,
         num_rounds=report.scaling.num_samples,
         temperatures=list(report.scaling.temperatures),
+        fits=[list(pair) for pair in report.fits],
         raw=[asdict(part) for part in report.before],
         calibrated=[asdict(part) for part in report.after],
     )
     if options.output_dir is None:
         config = type(models.draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
-        config.sts_temperatures = models.draft.config.sts_temperatures
-        config.sibling_acceptance = models.draft.config.sibling_acceptance
+        for name in ("sts_temperatures", "confidence_fits", "sibling_acceptance"):
+            setattr(config, name, getattr(models.draft.config, name))
         config.save_pretrained(folder)
     else:
         models.draft.save_pretrained(folder)
-    rows = zip(report.scaling.temperatures, report.before, report.after, strict=True)
+    rows = zip(report.fits, report.before, report.after, strict=True)
     console.show(
         markdown_table(
-            [f"{report.domain}: position", "temperature", "ECE raw", "ECE calibrated"],
-            [[raw.position, f"{t:.2f}", f"{raw.ece:.1%}", f"{calibrated.ece:.1%}"] for t, raw, calibrated in rows],
+            [f"{report.domain}: position", "slope", "offset", "ECE raw", "ECE calibrated"],
+            [
+                [raw.position, f"{slope:.2f}", f"{offset:+.2f}", f"{raw.ece:.1%}", f"{calibrated.ece:.1%}"]
+                for (slope, offset), raw, calibrated in rows
+            ],
         )
     )
-    console.note(f"the temperatures are in {folder / 'config.json'}, the result is in {result_file}")
+    console.note(f"the calibration is in {folder / 'config.json'}, the result is in {result_file}")
     console.document(result | {"skipped_lines": faults})
     return True
 

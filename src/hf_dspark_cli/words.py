@@ -167,8 +167,9 @@ def train(parser: ArgumentParser) -> None:
 def calibrate(parser: ArgumentParser) -> None:
     """Fit a draft's confidences, which schedulers rely on.
 
-    Decodes prompts, and fits one temperature per draft position, so that predicted acceptance is true. Do it once with
-    --temperature 0 and once without. Writes them into the draft's config.json, and results/calibration-DOMAIN.json.
+    Decodes prompts, and fits a slope and an offset per draft position, so that predicted acceptance is true. Do it
+    once with --temperature 0 and once without. Writes them into the draft's config.json, and
+    results/calibration-DOMAIN.json.
 
     example: hf-dspark calibrate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
       --prompts_file examples/gsm8k_pair/prompts.jsonl --temperature 0 --output_dir out/calibrated
@@ -176,7 +177,7 @@ def calibrate(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts_file", required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
-    add("--domain", metavar="NAME", help="to keep the temperatures under; greedy or sampled unless given")
+    add("--domain", metavar="NAME", help="to keep the calibration under; greedy or sampled unless given")
     add("--output_dir", type=new, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
     add("--rounds_file", metavar="FILE", help="where rounds are recorded; the same command goes on from there")
     _add_models(parser)

@@ -256,8 +256,8 @@ def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refu
     assert Path("draft/model.safetensors").read_bytes() == weights
     changed = json.loads(Path("draft/config.json").read_text())
     assert changed["sibling_acceptance"].keys() == {"greedy", "sampled"}
-    facts = {"sts_temperatures", "sibling_acceptance"}
-    assert changed["sts_temperatures"] == temperatures
+    facts = {"sts_temperatures", "confidence_fits", "sibling_acceptance"}
+    assert changed["sts_temperatures"] == temperatures and changed["confidence_fits"].keys() == temperatures.keys()
     assert {k: v for k, v in changed.items() if k not in facts} == {k: v for k, v in config.items() if k not in facts}
     results = read_results(["draft/results"])
     assert [result["domain"] for result in results] == ["greedy", "sampled"]
@@ -316,7 +316,7 @@ def test_commands_that_need_cores_say_when_others_hold_them(capsys, monkeypatch,
 def test_warnings_are_one_line_without_the_place_in_the_code(capsys):
     assert main(shlex.split(f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 8")) == 0
     (told,) = [line for line in capsys.readouterr().err.split("\n") if "warning" in line.lower()]
-    assert told.startswith("warning: temperatures fitted on") and ".py" not in told
+    assert told.startswith("warning: a calibration on") and ".py" not in told
 
 
 def test_convert_there_and_back_keeps_the_tokens(answer, refusal):

@@ -42,7 +42,8 @@ def _options_as_before(request):
     draft = request.getfixturevalue("pair")[1] if "pair" in request.fixturenames else None
     yield
     if draft is not None:
-        draft.decoding, draft.config.sts_temperatures = DecodingOptions(), None
+        draft.decoding = DecodingOptions()
+        draft.config.sts_temperatures = draft.config.confidence_fits = None
 
 
 @pytest.fixture(params=[False, True], ids=["own", "transformers"])

@@ -336,5 +336,5 @@ def test_temperatures_set_by_hand_and_domains_are_checked(target, draft, prompt_
     with pytest.raises(ValueError, match="1 temperatures for blocks of"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     draft.config.sts_temperatures, draft.decoding = None, DecodingOptions(domain="poems")
-    with pytest.raises(ValueError, match="no temperatures for the domain 'poems'"):
+    with pytest.raises(ValueError, match="no calibration for the domain 'poems'"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)

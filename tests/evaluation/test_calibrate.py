@@ -156,7 +156,7 @@ def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
     assert ended > 0 and bool((rounds.num_accepted == rounds.proposed)[rounds.proposed < rounds.block_size].any())
 
 
-def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(target, draft, tmp_path):
+def test_calibrate_keeps_its_fits_in_the_config_and_generate_uses_them(target, draft, tmp_path):
     report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
     temperatures = draft.config.sts_temperatures["default"]
     assert report.domain == "greedy"
@@ -166,31 +166,38 @@ def test_calibrate_keeps_temperatures_in_the_config_and_generate_uses_them(targe
     draft.save_pretrained(tmp_path)
     loaded = type(draft).from_pretrained(tmp_path)
     assert loaded.config.sts_temperatures == {"greedy": temperatures, "default": temperatures}
+    fits = [list(pair) for pair in report.fits]
+    assert loaded.config.confidence_fits == {"greedy": fits, "default": fits}
 
     ids = torch.tensor(PROMPTS[:1])
     options = {"attention_mask": torch.ones_like(ids), "assistant_model": draft, "max_new_tokens": 8}
     draft.decoding = DecodingOptions(policy=FullBlock())
-    draft.config.sts_temperatures = None
+    draft.config.sts_temperatures = draft.config.confidence_fits = None
     target.generate(ids, **options)
     raw = draft.last_stats.confidence[0].logit()
     draft.config.sts_temperatures = {"default": [0.5, 1.0, 2.0, 4.0]}
     target.generate(ids, **options)
     scaled = draft.last_stats.confidence[0].logit()
     torch.testing.assert_close(scaled, raw / torch.tensor([0.5, 1.0, 2.0, 4.0]), atol=1e-4, rtol=1e-3)
+    draft.config.confidence_fits = {"default": [[2.0, -1.0]] * 4}  # comes before the temperatures
+    target.generate(ids, **options)
+    shifted = draft.last_stats.confidence[0].logit()
+    torch.testing.assert_close(shifted, raw * 2.0 - 1.0, atol=1e-4, rtol=1e-3)
 
 
 def test_regimes_and_domains_are_kept_apart(target, draft):
     calibrate(target, draft, PROMPTS, max_new_tokens=24)
-    only = draft.config.sts_temperatures["default"]
-    assert draft.config.temperatures_for(None, True) == draft.config.temperatures_for(None, False) == only
+    only = draft.config.confidence_fits["default"]
+    assert draft.config.confidence_fits_for(None, True) == draft.config.confidence_fits_for(None, False) == only
     calibrate(target, draft, PROMPTS, **SAMPLED)
     draft.decoding = DecodingOptions(domain="poems")  # which has no temperatures yet
     calibrate(target, draft, PROMPTS, domain="poems", **SAMPLED)
     assert draft.decoding.domain == "poems"
-    known = draft.config.sts_temperatures
+    known = draft.config.confidence_fits
+    assert draft.config.sts_temperatures.keys() == known.keys()
     assert set(known) == {"greedy", "sampled", "poems", "default"} and known["default"] == known["greedy"]
-    assert draft.config.temperatures_for(None, do_sample=True) == known["sampled"]
-    assert draft.config.temperatures_for(None, do_sample=False) == known["greedy"]
-    assert draft.config.temperatures_for("poems", do_sample=False) == known["poems"]
-    with pytest.raises(ValueError, match="no temperatures for the domain 'code', only for"):
-        draft.config.temperatures_for("code", do_sample=False)
+    assert draft.config.confidence_fits_for(None, do_sample=True) == known["sampled"]
+    assert draft.config.confidence_fits_for(None, do_sample=False) == known["greedy"]
+    assert draft.config.confidence_fits_for("poems", do_sample=False) == known["poems"]
+    with pytest.raises(ValueError, match="no calibration for the domain 'code', only for"):
+        draft.config.confidence_fits_for("code", do_sample=False)

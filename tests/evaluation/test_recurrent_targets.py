@@ -20,7 +20,7 @@ def pair(request):
     return target, DSparkDraftModel(config).eval()
 
 
-@pytest.mark.filterwarnings("ignore:temperatures fitted on")
+@pytest.mark.filterwarnings("ignore:a calibration on")
 def test_a_draft_is_calibrated_and_evaluated(pair):
     target, draft = pair
     calibrate(target, draft, PROMPTS, max_new_tokens=12, do_sample=False)

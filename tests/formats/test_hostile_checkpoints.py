@@ -326,6 +326,9 @@ def test_config_that_points_to_other_files_is_refused(folder, key, value):
         ("sts_temperatures", []), ("sts_temperatures", {"default": [1.0] * 5000}), ("sts_temperatures", {}),
         ("sts_temperatures", {"default": [1.0, 1.0, 0.0, 1.0]}), ("sts_temperatures", {"default": "1111"}),
         ("sts_temperatures", {"default": [1.0, -1.0, 1.0, 1.0]}),
+        ("confidence_fits", []), ("confidence_fits", {"default": [[1.0, 0.0]] * 5000}),
+        ("confidence_fits", {"default": "1111"}), ("confidence_fits", {"default": [[1.0, None]] * 4}),
+        ("confidence_fits", {"default": [[1.0, {"__float__": "NaN"}]] * 4}),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -354,7 +357,7 @@ def test_layers_that_are_not_in_the_files_are_refused_before_they_are_built(fold
     "key",
     [
         "to_dict", "_check_values", "from_pretrained", "num_slots", "is_autoregressive", "per_layer_config",
-        "validate", "get_text_config", "attribute_map", "temperatures_for",
+        "validate", "get_text_config", "attribute_map", "confidence_fits_for",
     ],
 )  # fmt: skip
 def test_config_cannot_replace_a_part_of_its_class(folder, key):

@@ -12,7 +12,9 @@ from hf_dspark.maths.calibration import (
     calibrated_confidence,
     conditional_auc,
     expected_calibration_error,
+    fit_confidence,
     fit_temperatures,
+    fits_of_temperatures,
     measure_calibration,
     reliability_bins,
     roc_auc,
@@ -48,11 +50,42 @@ def test_fit_goes_left_to_right_and_prefers_no_change_among_equals():
     assert (len(TEMPERATURE_GRID), *TEMPERATURE_GRID[::40]) == pytest.approx((41, 0.1, 10.0))  # SGLang's
 
 
-def test_calibration_preserves_the_order_and_without_temperatures_is_the_sigmoid():
+def test_calibration_preserves_the_order_and_without_fits_is_the_sigmoid():
     logits = torch.randn(100, 3)
-    for position, scaled in enumerate(calibrated_confidence(logits, [0.3, 1.0, 4.0]).unbind(-1)):
+    for position, scaled in enumerate(calibrated_confidence(logits, [(0.3, 0.0), (1.0, -2.0), (4.0, 1.0)]).unbind(-1)):
         assert torch.equal(scaled.argsort(), logits[:, position].argsort())
+    by_temperature = calibrated_confidence(logits, fits_of_temperatures([0.5, 1.0, 2.0]))
+    torch.testing.assert_close(by_temperature, (logits / torch.tensor([0.5, 1.0, 2.0])).sigmoid())
     torch.testing.assert_close(calibrated_confidence(logits.bfloat16(), None), logits.bfloat16().float().sigmoid())
+
+
+# ---- slopes and offsets
+
+
+def with_offset(rounds, offset):
+    """The same rounds of a head whose logits are too large by `offset`."""
+    return replace(rounds, logits=rounds.logits + offset)
+
+
+@pytest.mark.parametrize("realised", [False, True])
+def test_fit_finds_slope_and_offset_of_a_head_that_promises_too_much(realised):
+    fits = fit_confidence(with_offset(drawn_rounds([2.0, 0.5, 1.0]), 1.0), realised)
+    slopes, offsets = zip(*fits, strict=True)
+    assert slopes == pytest.approx([0.5, 2.0, 1.0], rel=0.1)  # sigmoid((logit - 1) / T)
+    assert offsets == pytest.approx([-0.5, -2.0, -1.0], rel=0.1)
+
+
+def test_an_offset_mends_what_no_temperature_can():
+    rounds = with_offset(drawn_rounds([1.0], count=4000), 2.0)  # many logits are on the wrong side of one half
+    scaling, fits = fit_temperatures(rounds), fit_confidence(rounds)
+    by_temperature = measure_calibration(rounds, fits_of_temperatures(scaling.temperatures))[0].ece
+    assert measure_calibration(rounds, fits)[0].ece < 0.02 < 0.05 < by_temperature
+
+
+def test_position_that_no_round_reached_keeps_the_raw_head():
+    rounds = drawn_rounds([2.0, 2.0], count=500)
+    none_reached = replace(rounds, num_accepted=torch.zeros(500, dtype=torch.long))
+    assert fit_confidence(none_reached)[1] == (1.0, 0.0)
 
 
 # ---- labels
@@ -80,7 +113,7 @@ def test_slots_after_the_verified_ones_are_not_read():
         torch.cat([rounds.num_accepted, torch.ones(4000, dtype=torch.long)]),
         torch.cat([rounds.proposed, torch.ones(4000, dtype=torch.long)]),
     )
-    second = [measure_calibration(part, [2.0, 2.0])[1] for part in (rounds, spoilt)]
+    second = [measure_calibration(part, fits_of_temperatures([2.0, 2.0]))[1] for part in (rounds, spoilt)]
     assert second[0] == second[1] and second[1].num_rounds == 4000
 
 
@@ -157,7 +190,7 @@ EMPTY, TWO = torch.zeros(0, 3), drawn_rounds([1.0, 1.0], count=10)
         (lambda: replace(TWO, logits=TWO.logits * torch.nan), "finite"),
         (lambda: fit_temperatures(replace(TWO, num_accepted=torch.zeros(10), proposed=torch.ones(10))),
          "no round verified draft position 2"),
-        (lambda: measure_calibration(TWO, [1.0]), "1 temperatures for blocks of 2"),
+        (lambda: measure_calibration(TWO, [(1.0, 0.0)]), "must be 2 pairs of slope and offset"),
     ],
 )  # fmt: skip
 def test_rounds_that_cannot_be_used_are_refused(make, message):

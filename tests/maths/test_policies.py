@@ -341,6 +341,23 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
     assert not poor_history().plan_draft(Load((0, 1, 2)))  # unknown requests are expected to be like the others
 
 
+@pytest.mark.parametrize(("accepted", "pays"), [(0, False), (2, True)])
+def test_drafting_stops_when_promised_tokens_do_not_come(accepted, pays):
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+    promising = torch.tensor([[0.9] * 4])
+    for _ in range(30):
+        policy.observe(RoundOutcome((0,), promising, torch.tensor([4]), torch.tensor([accepted]), 1.0))
+    assert policy.plan_draft(Load()) == pays
+    assert policy._prospects[0].truth < 0.8  # 3.1 tokens of four were promised
+
+
+def test_tokens_that_were_not_verified_were_not_promised():
+    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+    for _ in range(30):
+        policy.observe(RoundOutcome((0,), torch.tensor([[1.0] * 4]), torch.tensor([1]), torch.tensor([1]), 1.0))
+    assert policy._prospects[0].truth == 1.0
+
+
 def poor_history():
     policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
     for _ in range(30):

@@ -121,9 +121,9 @@ def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
 def test_drafting_goes_on_where_trees_pay_and_chains_do_not():
     cost = ThroughputTable((1, 32), (100, 98), drafting=3e-3)
     policy = AdaptiveDrafting(TreeScheduler(cost))
-    weak = RoundOutcome((0,), torch.tensor([[0.25, 0.3, 0.3]]), torch.tensor([3]), torch.tensor([0]), 0.01)
-    for _ in range(40):
-        policy.observe(weak)
+    for number in range(40):
+        accepted = torch.tensor([int(number % 3 == 0)])  # as many as promised
+        policy.observe(RoundOutcome((0,), torch.tensor([[0.25, 0.3, 0.3]]), torch.tensor([3]), accepted, 0.01))
     assert not policy.plan_draft(Load())
     siblings = SiblingAcceptance(True, DRAWN.fits, ((0.25, 0.15, 0.1),) * 3)
     assert policy.plan_tree(TreeProspects(siblings), Load()).gain > 1.15

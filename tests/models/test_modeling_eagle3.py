@@ -523,9 +523,9 @@ def test_config_takes_the_facts_of_the_target():
     assert (config.num_hidden_layers, config.block_size, config.num_target_layers) == (1, 7, 12)
     assert config.embedding_scale == pytest.approx(32**0.5) and config.final_logit_softcapping == 30.0
     assert (config.markov_rank, config.enable_confidence_head, config.sts_temperatures) == (0, False, None)
-    assert config.temperatures_for(None, True) is None
-    with pytest.raises(ValueError, match="no temperatures for the domain 'math'"):
-        config.temperatures_for("math", False)
+    assert config.confidence_fits_for(None, True) is None
+    with pytest.raises(ValueError, match="no calibration for the domain 'math'"):
+        config.confidence_fits_for("math", False)
 
 
 # ---- what needs a confidence head, and what does not

@@ -37,10 +37,14 @@ def test_impossible_loads_are_refused(tokens):
         DecodingOptions(other_tokens=tokens).tokens_of_others()
 
 
-def test_a_domain_may_have_temperatures_for_one_regime(pair):
+def test_a_domain_may_be_calibrated_for_one_regime(pair):
     config, gamma = pair[1].config, pair[1].config.block_size
-    config.sts_temperatures = {"default": [1.0] * gamma, "math/greedy": [2.0] * gamma, "math": [3.0] * gamma}
-    assert [config.temperatures_for("math", do_sample)[0] for do_sample in (False, True)] == [2.0, 3.0]
+    config.sts_temperatures = {"default": [1.0] * gamma, "math/greedy": [2.0] * gamma, "math": [4.0] * gamma}
+    first = [config.confidence_fits_for("math", do_sample)[0] for do_sample in (False, True)]
+    assert first == [(0.5, 0.0), (0.25, 0.0)]
+    config.confidence_fits = {"math": [[2.0, -1.0]] * gamma}  # comes before temperatures of the same name
+    first = [config.confidence_fits_for("math", do_sample)[0] for do_sample in (False, True)]
+    assert first == [(0.5, 0.0), [2.0, -1.0]]
 
 
 @pytest.mark.parametrize(
@@ -54,3 +58,11 @@ def test_a_domain_may_have_temperatures_for_one_regime(pair):
 def test_config_refuses_impossible_temperatures(temperatures, message):
     with pytest.raises(ValueError, match=message):
         DSparkConfig(sts_temperatures=temperatures)
+
+
+@pytest.mark.parametrize("fits", [[[1.0, 0.0]], [[1.0]] * 7, [[1.0, float("nan")]] * 7, []])
+def test_config_refuses_impossible_fits(fits):
+    with pytest.raises(ValueError, match=r"confidence_fits\['default'\]: .* must be 7 pairs of slope and offset"):
+        DSparkConfig(confidence_fits={"default": fits})
+    with pytest.raises(ValueError, match="confidence_fits must be None without a confidence head"):
+        DSparkConfig(enable_confidence_head=False, confidence_head_with_markov=False, confidence_fits={"default": []})

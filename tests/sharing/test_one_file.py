@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import get_imports
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock
+from hf_dspark.maths.calibration import calibrated_confidence
 from hf_dspark.maths.sampling import TokenLaw
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sharing.hub import DECODER
@@ -43,6 +44,7 @@ KINDS = {
     "rnn_fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
     "confidence_of_hidden_alone": {"confidence_head_with_markov": False},
     "calibrated": {"sts_temperatures": {"default": [0.5, 1.0, 1.5, 2.0], "greedy": [2.0, 0.5, 1.0, 1.5]}},
+    "fits": {"confidence_fits": {"default": [[1.0, 0.0]] * 4, "sampled": [[0.5, -1.0], [2.0, 1.0]] * 2}},
     "pruned": {"draft_vocab_size": 20},
     "gemma": {"sandwich_norms": True, "value_norm": True, "layer_scalar": True, "attention_scaling": 1.0},
     "shared_values": {"attention_k_eq_v": True, "qk_norm": False, "attention_bias": True, "mlp_bias": True},
@@ -131,8 +133,8 @@ def test_blocks_are_those_of_the_package(one_file, copied, make_target, make_dra
         assert torch.cat(tokens).tolist() == theirs.token_ids[0].tolist()
         torch.testing.assert_close(torch.stack(laws), theirs.law.probs[0], atol=1e-5, rtol=1e-4)
         if threshold is not None:
-            temperatures = torch.tensor(draft.config.temperatures_for(None, True) or [1.0] * 4)
-            expected = (theirs.confidence_logits[0] / temperatures).sigmoid()
+            fits = draft.config.confidence_fits_for(None, True)
+            expected = calibrated_confidence(theirs.confidence_logits[0], fits)
             torch.testing.assert_close(torch.tensor(confidences[-4:]), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -329,9 +329,10 @@ def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer,
 def test_training_forgets_the_calibration_of_the_old_weights(make_trainer, make_draft, target):
     draft = make_draft(target)
     draft.config.sts_temperatures = {"default": [2.0] * draft.config.block_size}
+    draft.config.confidence_fits = {"default": [[0.5, -1.0]] * draft.config.block_size}
     with pytest.warns(UserWarning, match="calibrate it again"):
         make_trainer(draft, max_steps=1).train()
-    assert draft.config.sts_temperatures is None
+    assert draft.config.sts_temperatures is None and draft.config.confidence_fits is None
 
 
 def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_draft, make_target, target, tmp_path):

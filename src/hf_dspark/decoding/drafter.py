@@ -71,7 +71,7 @@ class Drafter:
         self._ends = frozenset(() if eos_token_ids is None else eos_token_ids.flatten().tolist())
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
-        self._temperatures = draft.config.temperatures_for(call.options.domain, self._do_sample)
+        self._confidence_fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
         # Who limits the tokens of a block means a chain.
         self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
         self._siblings = None
@@ -118,8 +118,8 @@ class Drafter:
         block = self._draft_blocks(requests, noise, num_tokens)
         confidence, broken = None, block.broken
         if block.confidence_logits is not None:
-            temperatures = None if self._temperatures is None else self._temperatures[:num_tokens]
-            confidence = calibrated_confidence(block.confidence_logits, temperatures)
+            fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]
+            confidence = calibrated_confidence(block.confidence_logits, fits)
             if self.policy.requires_confidence:
                 broken = confidence.isnan() if broken is None else broken | confidence.isnan()
                 confidence = confidence.nan_to_num(0.0).cpu()
@@ -168,7 +168,7 @@ class Drafter:
         started: float,
     ) -> Proposal:
         grower = TreeGrower(
-            requests, plan, self._siblings, self._laws, max_depths, noise, self._temperatures, self._ends, copies
+            requests, plan, self._siblings, self._laws, max_depths, noise, self._confidence_fits, self._ends, copies
         )
         if plan.drafts:
             self._read(requests, grower=grower)

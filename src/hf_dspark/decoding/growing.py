@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..maths.calibration import calibrated_confidence
+from ..maths.calibration import LogitFits, calibrated_confidence
 from ..maths.noise import BlockNoise
 from ..maths.sampling import largest
 from ..maths.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreePlan
@@ -36,7 +36,7 @@ class TreeGrower:
         laws ([`ProcessedLaws`]): Processes the draft's logits as the target's are.
         max_depths (`Sequence[int]`): How deep the tree of each request may be.
         noise ([`BlockNoise`], *optional*): Of the draws; without it, the best tokens are taken.
-        temperatures (`Sequence[float]`, *optional*): Of the confidences, by depth.
+        confidence_fits (`Sequence`, *optional*): Slope and offset of the confidences, by depth.
         ends (`frozenset[int]`): Tokens that end a sequence, and have no children.
         copies (`Sequence[Copy]`): What each request may copy. Its tokens are known before anything is drawn.
     """
@@ -49,7 +49,7 @@ class TreeGrower:
         laws: ProcessedLaws,
         max_depths: Sequence[int],
         noise: BlockNoise | None,
-        temperatures: Sequence[float] | None,
+        confidence_fits: LogitFits | None,
         ends: frozenset[int],
         copies: Sequence[Copy],
     ) -> None:
@@ -58,7 +58,7 @@ class TreeGrower:
         self.confidence: list[list[float]] = [[] for _ in requests]
         self.is_broken = torch.zeros(len(requests), 1, dtype=torch.bool)  # the first slot: see `Drafter._give_up`
         self._requests, self._plan, self._siblings, self._laws = requests, plan, siblings, laws
-        self._max_depths, self._temperatures, self._ends = max_depths, temperatures, ends
+        self._max_depths, self._confidence_fits, self._ends = max_depths, confidence_fits, ends
         self._noise = None if noise is None else noise.draft.tolist()
         self._copies = copies
         # Nodes that end a copied path: how many of its tokens they make up.
@@ -210,8 +210,8 @@ class TreeGrower:
         """Return c_k after each node, `[F, 1]`. Without a head, what a draft that is right would have."""
         if logits is None:
             return np.square(probs).sum(axis=1, keepdims=True)
-        temperatures = None if self._temperatures is None else self._temperatures[self._depth : self._depth + 1]
-        return calibrated_confidence(logits[:, None], temperatures).cpu().numpy().astype(float)
+        fits = None if self._confidence_fits is None else self._confidence_fits[self._depth : self._depth + 1]
+        return calibrated_confidence(logits[:, None], fits).cpu().numpy().astype(float)
 
 
 def _falling(children: list[_Child]) -> list[_Child]:

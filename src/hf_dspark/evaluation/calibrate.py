@@ -1,4 +1,4 @@
-"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the temperatures that they ask for.
+"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the calibration that they ask for.
 Then rounds with trees, and what to expect of their nodes."""
 
 import warnings
@@ -18,9 +18,11 @@ from ..files import Journal, digest, plain_json
 from ..maths.block_verification import prefix_weights
 from ..maths.calibration import (
     CalibrationRounds,
+    LogitFits,
     PositionCalibration,
     TemperatureScaling,
     conditional_auc,
+    fit_confidence,
     fit_temperatures,
     measure_calibration,
 )
@@ -45,7 +47,8 @@ class CalibrationReport:
     """What calibration found, on the rounds it was fitted on."""
 
     domain: str  # the name under which the temperatures are kept
-    scaling: TemperatureScaling
+    scaling: TemperatureScaling  # for serving engines
+    fits: LogitFits  # slope and offset by position, which `generate()` uses
     before: list[PositionCalibration]  # raw
     after: list[PositionCalibration]  # calibrated
     auc: float | None  # of c_k against acceptance over all reached slots
@@ -67,7 +70,7 @@ def calibrate(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> CalibrationReport:
-    """Fit the draft's confidence temperatures on real rounds, and what to expect of the nodes of trees.
+    """Fit the draft's confidences on real rounds, and what to expect of the nodes of trees.
 
     Both are kept in its config.
 
@@ -81,7 +84,7 @@ def calibrate(
             several turns each is answered, and its rounds count.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
             token ids.
-        domain (`str`, *optional*): The name under which the temperatures are kept. Unless given, `sampled` or
+        domain (`str`, *optional*): The name under which the calibration is kept. Unless given, `sampled` or
             `greedy`, as these rounds are decoded; calls that decode so use them by themselves. Another name is used
             where the draft's `domain` says so; `math/greedy` comes before `math`. The first calibration also becomes
             the default.
@@ -112,7 +115,7 @@ def calibrate(
     rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
     if len(rounds.num_accepted) < FEW_ROUNDS:
         warnings.warn(
-            f"temperatures fitted on {len(rounds.num_accepted)} rounds say little, and schedulers will rely on them: "
+            f"a calibration on {len(rounds.num_accepted)} rounds says little, and schedulers will rely on them: "
             f"give prompts for {FEW_ROUNDS} rounds or more",
             stacklevel=2,
         )
@@ -123,10 +126,15 @@ def calibrate(
     known[domain] = list(scaling.temperatures)
     known.setdefault(DEFAULT_DOMAIN, known[domain])
     draft.config.sts_temperatures = known
+    fits = fit_confidence(rounds, realised)
+    known_fits = dict(draft.config.confidence_fits or {})
+    known_fits[domain] = [list(pair) for pair in fits]
+    known_fits.setdefault(DEFAULT_DOMAIN, known_fits[domain])
+    draft.config.confidence_fits = known_fits
     if draft.grows_trees and tree_obstacle(target) is None:
         _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs)
-    before, after = measure_calibration(rounds), measure_calibration(rounds, scaling.temperatures)
-    return CalibrationReport(domain, scaling, before, after, conditional_auc(rounds))
+    before, after = measure_calibration(rounds), measure_calibration(rounds, fits)
+    return CalibrationReport(domain, scaling, fits, before, after, conditional_auc(rounds))
 
 
 def _fit_siblings(

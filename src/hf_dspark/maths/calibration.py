@@ -1,4 +1,5 @@
-"""Sequential temperature scaling of the confidence head, and the measures that say how calibrated it is."""
+"""Calibration of the confidence head, by temperatures and by slopes with offsets, and the measures of how calibrated
+it is."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +11,27 @@ import torch
 NUM_BINS = 15
 # SGLang fits on the same grid: the two tools must agree on the same rounds.
 TEMPERATURE_GRID = tuple(torch.logspace(-1, 1, 41, dtype=torch.double).tolist())
+RIDGE = 1e-2  # keeps fits of few labels near slope 1 and offset 0
+
+# By draft position, what a logit is multiplied by and what is added.
+LogitFits = Sequence[tuple[float, float]]
 
 
-def calibrated_confidence(logits: torch.Tensor, temperatures: Sequence[float] | None) -> torch.Tensor:
-    """Return c_k = sigmoid(logit_k / T_k), `[..., γ]` in float32; without temperatures, T_k = 1. DSpark 3.2.1."""
+def calibrated_confidence(logits: torch.Tensor, fits: LogitFits | None) -> torch.Tensor:
+    """Return c_k = sigmoid(slope_k logit_k + offset_k), `[..., γ]` in float32; without fits, sigmoid(logit_k).
+
+    DSpark Section 3.2.1, where a slope is 1 / T_k and there is no offset.
+    """
     logits = logits.float()
-    if temperatures is not None:
-        logits = logits / torch.tensor(temperatures, device=logits.device)
+    if fits is not None:
+        slopes, offsets = torch.tensor(fits, device=logits.device).unbind(dim=-1)
+        logits = logits * slopes + offsets
     return logits.sigmoid()
+
+
+def fits_of_temperatures(temperatures: Sequence[float]) -> LogitFits:
+    """Return the slopes 1 / T_k, without offsets."""
+    return [(1.0 / temperature, 0.0) for temperature in temperatures]
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,53 @@ def check_temperatures(temperatures: Any, block_size: int | None = None) -> None
         )
 
 
+def check_logit_fits(fits: Any, block_size: int) -> None:
+    """Raise a `ValueError` unless these are γ pairs of finite numbers."""
+    pairs = isinstance(fits, Sequence) and all(
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and all(isinstance(number, (int, float)) and math.isfinite(number) for number in pair)
+        for pair in fits
+    )
+    if not pairs or len(fits) != block_size:
+        raise ValueError(
+            f"confidence fits must be {block_size} pairs of slope and offset, got {fits}: calibrate again"
+        )
+
+
+def fit_confidence(rounds: CalibrationRounds, realised: bool = False) -> LogitFits:
+    """Fit a slope and an offset per position by maximum likelihood, on the rounds that accepted all slots before it.
+
+    A temperature never moves a confidence past one half. An offset does, which a head needs that promises too much.
+    Platt 1999, position by position as the temperatures of DSpark Section 3.2.1 are.
+    """
+    labels = rounds.realised_labels() if realised else rounds.integrated_labels()
+    fits = []
+    for position in range(1, rounds.block_size + 1):
+        reached = rounds.observed(position) & (rounds.num_accepted >= position - 1)
+        fits.append(fit_logits(rounds.logits[reached, position - 1].double(), labels[reached, position - 1]))
+    return fits
+
+
+def fit_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Return the slope and the offset under which sigmoid(slope logit + offset) makes labels in [0, 1] most likely."""
+    weights = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        predicted = logits * weights[0] + weights[1]
+        misfit = torch.nn.functional.binary_cross_entropy_with_logits(predicted, labels, reduction="sum")
+        total = (misfit + RIDGE * ((weights[0] - 1.0) ** 2 + weights[1] ** 2)) / max(1, len(labels))
+        total.backward()
+        return total
+
+    with torch.enable_grad():
+        optimizer.step(loss)
+    slope, offset = weights.detach().tolist()
+    return round(slope, 4), round(offset, 4)
+
+
 def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> TemperatureScaling:
     """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it.
 
@@ -151,13 +212,11 @@ class PositionCalibration:
     bins: list[tuple[float, float, int]]  # mean prediction, mean label and count of each bin that is not empty
 
 
-def measure_calibration(
-    rounds: CalibrationRounds, temperatures: Sequence[float] | None = None
-) -> list[PositionCalibration]:
-    """Measure the survival predicted with given temperatures; `None` measures the raw head."""
-    if temperatures is not None:
-        check_temperatures(temperatures, rounds.block_size)
-    predicted = calibrated_confidence(rounds.logits, temperatures).double().cumprod(dim=-1)
+def measure_calibration(rounds: CalibrationRounds, fits: LogitFits | None = None) -> list[PositionCalibration]:
+    """Measure the survival predicted with given fits; `None` measures the raw head."""
+    if fits is not None:
+        check_logit_fits(fits, rounds.block_size)
+    predicted = calibrated_confidence(rounds.logits, fits).double().cumprod(dim=-1)
     integrated, realised = rounds.integrated_labels(), rounds.realised_labels()
     measured = []
     for position in range(1, rounds.block_size + 1):

@@ -272,6 +272,7 @@ LOOK_AGAIN_AFTER = 16  # rounds that taught nothing
 PRIOR_ACCEPTANCE = 0.8  # expected of each slot of an unknown request
 PRIOR_ROUNDS = 3  # how many rounds that expectation counts for
 RECENT_ROUNDS = 10  # older rounds fade
+PRIOR_TOKENS = 8.0  # of a request, promised and kept, before its first round
 
 
 @dataclass
@@ -458,11 +459,19 @@ class Prospect:
     # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
     survival: np.ndarray
     rounds: int = 0  # how many it rests on, beside the prior
+    promised: float = PRIOR_TOKENS  # draft tokens: the sum of the survivals of those that were verified
+    kept: float = PRIOR_TOKENS  # draft tokens that were accepted
 
-    def after(self, survival: np.ndarray) -> "Prospect":
-        """Return what is expected after one more round; older rounds fade."""
+    @property
+    def truth(self) -> float:
+        """Return how many tokens came for each one that was promised: a text may be harder than it looks."""
+        return self.kept / self.promised
+
+    def after(self, survival: np.ndarray, promised: float, kept: float) -> "Prospect":
+        """Return what is expected after one more round; survivals of older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
-        return Prospect((1 - weight) * _extended(self.survival, len(survival)) + weight * survival, self.rounds + 1)
+        mean = (1 - weight) * _extended(self.survival, len(survival)) + weight * survival
+        return Prospect(mean, self.rounds + 1, self.promised + promised, self.kept + kept)
 
     @classmethod
     def unknown(cls, block_size: int) -> "Prospect":
@@ -474,11 +483,11 @@ class Prospect:
 class AdaptiveDrafting(PolicyOverPolicy):
     """Draft only when it is predicted to pay; another policy decides how much of a drafted block is verified.
 
-    Predicts the survivals of each request's coming block by the mean of its past ones. It drafts if the best
-    throughput with drafting beats that of a plain step, or if the last drafted round would have: good blocks come in
-    runs. Trees gain as much over chains as the other policy expected in the last round. A request starts with the
-    benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds give no confidences, so now and then one
-    is drafted to look again.
+    Predicts the survivals of each request's coming block by the mean of its past ones, times how many of the promised
+    tokens came so far. It drafts if the best throughput with drafting beats that of a plain step, or if the last
+    drafted round would have: good blocks come in runs. Trees gain as much over chains as the other policy expected in
+    the last round. A request starts with the benefit of the doubt: a few unlucky rounds prove nothing. Skipped rounds
+    give no confidences, so now and then one is drafted to look again.
 
     Args:
         policy ([`Policy`]): Decides how much to verify.
@@ -509,8 +518,10 @@ class AdaptiveDrafting(PolicyOverPolicy):
     def plan_draft(self, load: Load) -> bool:
         _forget(self._prospects, load)
         _forget(self._latest, load)
-        expected = [prospect.survival for prospect in self._prospects.values()]
-        if not expected or self._pays(load, expected) or self._pays(load, list(self._latest.values())):
+        truths = {request: prospect.truth for request, prospect in self._prospects.items()}
+        expected = [prospect.survival * truths[request] for request, prospect in self._prospects.items()]
+        latest = [survival * truths[request] for request, survival in self._latest.items()]
+        if not expected or self._pays(load, expected) or self._pays(load, latest):
             self._patience.rounds = 0
             return self.policy.plan_draft(load)
         return self._patience.look_again() and self.policy.plan_draft(load)
@@ -540,10 +551,20 @@ class AdaptiveDrafting(PolicyOverPolicy):
             return
         alive_so_far = survival(outcome.confidence).numpy()
         self._block_size = max(self._block_size, alive_so_far.shape[1])
-        for request, alive in zip(outcome.request_ids, _extended(alive_so_far, self._block_size), strict=True):
+        promised = _promised(outcome, alive_so_far)
+        for row, alive in enumerate(_extended(alive_so_far, self._block_size)):
+            request, kept = outcome.request_ids[row], float(outcome.num_accepted[row])
             before = self._prospects.get(request, Prospect.unknown(len(alive)))
-            self._prospects[request] = before.after(alive)
+            self._prospects[request] = before.after(alive, promised[row], kept)
             self._latest[request] = alive
+
+
+def _promised(outcome: RoundOutcome, survivals: np.ndarray) -> list[float]:
+    """Return how many draft tokens each request was expected to keep, given the survivals of chains, `[R, γ]`."""
+    if outcome.trees is not None:
+        return [float(sum(tree.survivals)) for tree in outcome.trees]
+    lengths = outcome.lengths.tolist()
+    return [float(row[:length].sum()) for row, length in zip(survivals, lengths, strict=True)]
 
 
 def _extended(survivals: np.ndarray, block_size: int) -> np.ndarray:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .calibration import fit_logits
 from .tree_plans import MOST_SIBLINGS, SiblingAcceptance, logit
 from .trees import DraftTree
 
-RIDGE = 1e-2  # keeps fits of few tests near the usual ones
 LEAST_MEAN = 1e-3
 
 
@@ -55,19 +55,4 @@ def fit_siblings(tests: Sequence[SiblingTest], is_drawn: bool, block_size: int) 
 
 def _fit(tests: Sequence[SiblingTest]) -> tuple[float, float]:
     inputs = torch.from_numpy(logit(np.array([test.known for test in tests])))
-    labels = torch.tensor([float(test.was_accepted) for test in tests], dtype=torch.double)
-    weights = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        predicted = inputs * weights[0] + weights[1]
-        mean = torch.nn.functional.binary_cross_entropy_with_logits(predicted, labels)
-        total = mean + RIDGE / len(labels) * ((weights[0] - 1.0) ** 2 + weights[1] ** 2)
-        total.backward()
-        return total
-
-    with torch.enable_grad():
-        optimizer.step(loss)
-    slope, offset = weights.detach().tolist()
-    return round(slope, 4), round(offset, 4)
+    return fit_logits(inputs, torch.tensor([float(test.was_accepted) for test in tests], dtype=torch.double))

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from ..formats.files import HUB_ARGUMENTS, read_config, read_temperatures
 from ..formats.rows import ROPE_TYPES, full_attention_rope
 from ..formats.translate import config_from_format, recognise
-from ..maths.calibration import check_temperatures
+from ..maths.calibration import LogitFits, check_logit_fits, check_temperatures, fits_of_temperatures
 from ..messages import shortened
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class DraftConfig(PreTrainedConfig):
     enable_confidence_head: ClassVar[bool] = False
     confidence_head_with_markov: ClassVar[bool] = False
     sts_temperatures: ClassVar[dict[str, list[float]] | None] = None
+    confidence_fits: ClassVar[dict[str, list[list[float]]] | None] = None
     sibling_acceptance: ClassVar[dict[str, Any] | None] = None
     embedding_norm: ClassVar[bool] = True
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
@@ -189,24 +190,28 @@ class DraftConfig(PreTrainedConfig):
         """Slots of a block: γ, and one more where the anchor's predicts nothing."""
         return self.block_size
 
-    def temperatures_for(self, domain: str | None, do_sample: bool) -> list[float] | None:
-        """Return the temperatures of a domain, else of the sampling regime, else the default; `None` if uncalibrated.
+    def confidence_fits_for(self, domain: str | None, do_sample: bool) -> LogitFits | None:
+        """Return slopes and offsets of a domain, else of the sampling regime, else the default.
 
-        A domain's entry for one regime, such as `math/greedy`, comes before its common one.
+        A domain's entry for one regime, such as `math/greedy`, comes before its common one. `None` if uncalibrated.
 
         Raises:
-            ValueError: If a domain is asked for that has no temperatures, or they are not γ positive numbers.
+            ValueError: If a domain is asked for that was not calibrated, or its numbers are not those of γ positions.
         """
-        known, regime = self.sts_temperatures or {}, "sampled" if do_sample else "greedy"
+        known, fits = self.sts_temperatures or {}, self.confidence_fits or {}
+        regime = "sampled" if do_sample else "greedy"
         for name in (regime, "default") if domain is None else (f"{domain}/{regime}", domain):
+            if name in fits:
+                check_logit_fits(fits[name], self.block_size)
+                return fits[name]
             if name in known:
                 check_temperatures(known[name], self.block_size)
-                return known[name]
+                return fits_of_temperatures(known[name])
         if domain is None:
             return None
         raise ValueError(
-            f"the draft has no temperatures for the domain {domain!r}, only for {sorted(known)}: calibrate it there, "
-            "or decode with DecodingOptions(domain=...) of one of these or None"
+            f"the draft has no calibration for the domain {domain!r}, only for {sorted({*known, *fits})}: calibrate "
+            "it there, or decode with DecodingOptions(domain=...) of one of these or None"
         )
 
     @classmethod

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..maths.calibration import check_temperatures
+from ..maths.calibration import check_logit_fits, check_temperatures
 from ..maths.tree_plans import SiblingAcceptance, check_siblings, usual_acceptance
 from .configuration_draft import DraftConfig, text_config
 
@@ -39,6 +39,8 @@ class DSparkConfig(DraftConfig):
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
             per domain or sampling regime (`greedy`, `sampled`), and `default` for all others.
+        confidence_fits (`dict[str, list[list[float]]]`, *optional*): The same with offsets: γ pairs of the slope and
+            the offset of the head's logit. They come before temperatures, which serving engines read.
         sibling_acceptance (`dict[str, dict]`, *optional*): What calibration found about trees of drafts, by sampling
             regime: `fits`, `means` and `best` of `SiblingAcceptance`.
         sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
@@ -83,6 +85,7 @@ class DSparkConfig(DraftConfig):
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     sts_temperatures: dict[str, list[float]] | None = None
+    confidence_fits: dict[str, list[list[float]]] | None = None
     sibling_acceptance: dict[str, Any] | None = None
     sample_from_anchor: bool = True
     sliding_from_anchor: bool = False
@@ -121,6 +124,12 @@ class DSparkConfig(DraftConfig):
                     check_temperatures(temperatures, self.block_size)
                 except ValueError as error:
                     raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
+        for name, fits in (self.confidence_fits or {}).items():
+            self._require(self.enable_confidence_head, "confidence_fits", "be None without a confidence head")
+            try:
+                check_logit_fits(fits, self.block_size)
+            except ValueError as error:
+                raise ValueError(f"DSparkConfig.confidence_fits[{name!r}]: {error}") from error
         for regime, entry in (self.sibling_acceptance or {}).items():
             self._require(regime in ("greedy", "sampled"), "sibling_acceptance", "have entries 'greedy' and 'sampled'")
             try:

@@ -222,7 +222,7 @@ def _write_foreign(
         _write_json(folder / STS_FILE, temperatures)
         notes += (
             f"the format has no field for the temperatures of the confidence head: they are in {STS_FILE}, as SGLang "
-            "reads them (--speculative-dspark-confidence-sts-path)",
+            "reads them (--speculative-dspark-confidence-sts-path). Slopes and offsets (confidence_fits) are left out",
         )
     files = open_checkpoint(folder)
     compare_tensors(files.tensors, theirs, files.name)

@@ -280,7 +280,8 @@ class DraftTrainer(Trainer):
             require_continuable(Path(resume_from_checkpoint), self)
         was_calibrated = bool(self.draft.config.sts_temperatures)
         if was_calibrated:
-            self.draft.config.sts_temperatures = self.draft.config.sibling_acceptance = None
+            config = self.draft.config
+            config.sts_temperatures = config.confidence_fits = config.sibling_acceptance = None
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if was_calibrated and self.is_world_process_zero():
             warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)

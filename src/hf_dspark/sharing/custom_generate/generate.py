@@ -237,12 +237,17 @@ class DSparkDraftModel(PreTrainedModel):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def confidence(self, hidden: Tensor, embedding: Tensor | None, slot: int, regime: str) -> float:
-        """Return c_k = sigmoid(logit / T_k): how likely x_k is kept if those before it are. Eq. 7, Section 3.2.1."""
+        """Return the calibrated c_k: how likely x_k is kept if those before it are. Eq. 7, Section 3.2.1."""
         with_markov = self.config.confidence_head_with_markov
         logit = self.confidence_head["proj"](torch.cat([hidden, embedding], dim=-1) if with_markov else hidden)
-        temperatures = self.config.sts_temperatures or {}
-        temperatures = temperatures.get(regime, temperatures.get("default"))
-        return float(torch.sigmoid(logit.float() / (1.0 if temperatures is None else temperatures[slot])))
+        temperatures, fits = self.config.sts_temperatures or {}, self.config.confidence_fits or {}
+        for name in (regime, "default"):
+            if name in fits:
+                slope, offset = fits[name][slot]
+                return float(torch.sigmoid(logit.float() * slope + offset))
+            if name in temperatures:
+                return float(torch.sigmoid(logit.float() / temperatures[name][slot]))
+        return float(torch.sigmoid(logit.float()))
 
     def draw_block(
         self, ids: Tensor, hidden: Tensor, base_logits: Tensor, rule: "TokenRule", threshold: float | None
