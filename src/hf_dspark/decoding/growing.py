@@ -89,7 +89,9 @@ class TreeGrower:
             The nodes of the next level: the number of each one's parent in this level, and its token.
         """
         rows = [row for row, _ in self._level]
-        paths = [self.trees[row].tokens(self.trees[row].path(place)) for row, place in self._level]
+        paths = []
+        if self._laws.reads_prefixes:
+            paths = [self.trees[row].tokens(self.trees[row].path(place)) for row, place in self._level]
         scores = self._laws(logits, candidate_ids, [self._requests[row] for row in rows], paths)
         if self._noise is None:
             (best_ids, known), law, probs = _best_tokens(scores), None, None
@@ -105,18 +107,30 @@ class TreeGrower:
         so_far = np.array([self._survival(row, place) for row, place in self._level])
         for row, first in dict(zip(rows[::-1], shares[::-1, 0], strict=True)).items():
             self.confidence[row].append(float(first))
-        children = [self._children(number, shares[number], best_ids) for number in range(len(rows))]
-        width = max(len(each) for each in children)
-        survivals = np.zeros((len(rows), width))
-        for number, each in enumerate(children):
-            survivals[number, : len(each)] = so_far[number] * np.array([child.share for child in each])
+        # Most nodes have nothing to copy: their children are made when it is known how many they get.
+        with_copy = {number: self._with_copy(number, shares[number], best_ids) for number in self._copying()}
+        if with_copy:
+            survivals = np.zeros((len(rows), shares.shape[1] + 1))
+            survivals[:, :-1] = shares
+            for number, each in with_copy.items():
+                survivals[number, : len(each)] = [child.share for child in each]
+                survivals[number, len(each) :] = 0.0
+        else:
+            survivals = shares.copy()
+        survivals *= so_far[:, None]
         survivals[is_broken] = 0.0
         counts = self._plan.admit(self._depth, rows, survivals, self.trees)
         self._depth += 1
         parents, level = [], []
         for number, (row, place) in enumerate(self._level):
-            wanted = children[number][: int(counts[number])]
-            if self._noise is not None and wanted:
+            count = int(counts[number])
+            if count == 0:
+                continue
+            if number in with_copy:
+                wanted = with_copy[number][:count]
+            else:
+                wanted = self._own_children(number, shares[number, :count], best_ids)
+            if self._noise is not None:
                 self.trees[row].laws[place] = law, number
                 wanted = self._drawn(row, wanted, SiblingLaw(probs[number]), None if ids is None else ids[number])
             for child, mass in wanted if self._noise is not None else ((each, 0.0) for each in wanted):
@@ -129,15 +143,23 @@ class TreeGrower:
         self._level = level
         return parents, [self.trees[row].token_ids[place - 1] for row, place in level]
 
-    def _children(self, number: int, shares: np.ndarray, best_ids: list[list[int]]) -> list["_Child"]:
+    def _own_children(self, number: int, shares: np.ndarray, best_ids: list[list[int]]) -> list["_Child"]:
+        """Return as many of the draft's own children as there are shares, in the order of their tests."""
+        tokens = [None] * len(shares) if self._noise is not None else best_ids[number]
+        pairs = enumerate(zip(tokens, shares.tolist(), strict=False))
+        return [_Child(token, share, rank) for rank, (token, share) in pairs]
+
+    def _copying(self) -> list[int]:
+        """Return which nodes of the level end a copied path that goes on."""
+        if not self._copied:
+            return []
+        copied = [(self._copied.get(node), self._copies[node[0]].token_ids) for node in self._level]
+        return [number for number, (count, ids) in enumerate(copied) if count is not None and count < len(ids)]
+
+    def _with_copy(self, number: int, shares: np.ndarray, best_ids: list[list[int]]) -> list["_Child"]:
         """Return the children that a node may have, in the order of their tests: the draft's, and one to copy."""
         row, place = self._level[number]
-        tokens = [None] * len(shares) if self._noise is not None else best_ids[number]
-        pairs = enumerate(zip(tokens, shares, strict=True))
-        children = [_Child(token, float(share), rank) for rank, (token, share) in pairs]
-        copied = self._copied.get((row, place))
-        if copied is None or copied >= len(self._copies[row].token_ids):
-            return children
+        children, copied = self._own_children(number, shares, best_ids), self._copied[row, place]
         token, chance = self._copies[row].token_ids[copied], self._copies[row].chances[copied]
         if self._noise is not None:
             first = int(chance < shares[0])  # before the drawn ones, or after the first of them
@@ -223,7 +245,6 @@ def _falling(children: list[_Child]) -> list[_Child]:
 def _best_tokens(scores: Scores) -> tuple[list[list[int]], np.ndarray]:
     """Return the best tokens of each node and the draft's probabilities of them, `[F, ranks]`."""
     values = scores.values.float()
-    best, index = largest(values, min(MOST_SIBLINGS, values.shape[-1]))
+    best, index = largest(values.log_softmax(dim=-1), min(MOST_SIBLINGS, values.shape[-1]))
     ids = index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)
-    probs = (best - values.logsumexp(dim=-1, keepdim=True)).exp()
-    return ids.tolist(), probs.cpu().numpy().astype(float)
+    return ids.tolist(), np.exp(best.cpu().numpy().astype(float))

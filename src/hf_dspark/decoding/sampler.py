@@ -16,6 +16,11 @@ class ProcessedLaws:
     def __init__(self, processor: BlockProcessor, vocab_size: int) -> None:
         self._processor, self._vocab_size = processor, vocab_size
 
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether the drafts before a position are looked at."""
+        return self._processor.reads_prefixes
+
     def __call__(
         self,
         logits: torch.Tensor,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -80,13 +81,13 @@ class SlotLayout:
     def _tree(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return how deep each column is, and which columns it sees: its ancestors and itself; `[R, width]` and
         `[R, width, width]`, on the CPU."""
-        depths = torch.zeros(self.num_rows, self.width, dtype=torch.long, device="cpu")
-        sees = torch.eye(self.width, dtype=torch.bool, device="cpu").repeat(self.num_rows, 1, 1)
-        for row, parents in enumerate(self.parents):
+        depths = np.zeros((self.num_rows, self.width), dtype=np.int64)
+        sees = np.tile(np.eye(self.width, dtype=bool), (self.num_rows, 1, 1))
+        for parents, of_row, seen in zip(self.parents, depths, sees, strict=True):
             for column, parent in enumerate(parents[1:], start=1):
-                depths[row, column] = depths[row, parent] + 1
-                sees[row, column] |= sees[row, parent]
-        return depths, sees
+                of_row[column] = of_row[parent] + 1
+                seen[column] |= seen[parent]
+        return torch.from_numpy(depths), torch.from_numpy(sees)
 
     def slots_of_trees(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the position of each slot, `[R, slots]`, and whether each column of a tree sees it,
