@@ -22,7 +22,6 @@ those of the shipped pair did. Results are in results/trees_*.json.
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import time
@@ -71,7 +70,7 @@ from hf_dspark import (
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.decoding.hook import scheduled_by
 from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
-from hf_dspark.evaluation.calibrate import collect_siblings
+from hf_dspark.evaluation.calibrate import collect_rounds, collect_siblings
 from hf_dspark.maths.block_verification import prefix_weights
 from hf_dspark.maths.costs import Load, ThroughputTable
 from hf_dspark.maths.policies import Policy, RoundOutcome
@@ -93,7 +92,10 @@ def fit(options: argparse.Namespace, _: dict[str, Any]) -> None:
         tests = collect_siblings(
             target, draft, prompts, tokenizer, f"{options.rounds_folder}/{regime}.jsonl", **sampling
         )
-        fitted = fit_siblings(tests, regime == "sampled", draft.config.block_size)
+        chains = collect_rounds(
+            target, draft, prompts, tokenizer, f"{options.rounds_folder}/chains-{regime}.jsonl", **sampling
+        )
+        fitted = fit_siblings(tests, regime == "sampled", draft.config.block_size, chains.survivals())
         found[regime] = fitted.to_dict()
         print(regime, len(tests), "tests", found[regime]["fits"])
     config = DSparkConfig.from_pretrained(PAIR / "draft")
@@ -302,7 +304,7 @@ def replay(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             rows.append(row | replayed(target, draft, policies, accepted[regime], regime, options))
             print(rows[-1], flush=True)
         del target, draft
-    write_result(RESULTS / "trees_replay.json", origin | {"rows": rows})
+    write_result(RESULTS / options.output, origin | {"rows": rows})
 
 
 def replayed(
@@ -367,20 +369,17 @@ def accepted_by(policies: dict[str, Any], sampling: dict[str, Any], num_prompts:
 def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Compute tokens per second of the best chain and the best tree by several tables; trees pay for their growth."""
     draft_config = DSparkConfig.from_pretrained(PAIR / "draft")
-    whole = {row["temperature"]: row for row in json.loads((RESULTS / "trees_blocks.json").read_text())["rows"]}["1"]
     tables = {path.stem: ThroughputTable.load(path) for path in sorted(SHIPPED_TABLES.glob("*.json"))}
     tables |= {name: table for name, table in load_curves(options.curves, DRAFT_SHARE).items() if name in GPUS}
     rows = []
     for (name, table), regime in itertools.product(tables.items(), REGIMES):
         siblings = draft_config.siblings_for(regime == "sampled")
-        expected, chain = siblings.best_nodes(BUDGETS[-1]), np.cumprod([row[0] for row in siblings.means])
-        # What verifying a drawn chain as a whole adds to the tokens of a round.
-        factor = whole["as_a_whole"] / whole["token_by_token"] if siblings.is_drawn else 1.0
+        expected, chain = siblings.best_nodes(BUDGETS[-1]), siblings.of_chain()
         for requests in (1, 4, 16, 64):
             load = Load(tuple(range(requests)))
             tokens = [1 + np.concatenate([[0.0], each.cumsum()]) for each in (chain, expected)]
             seconds = [table.round_seconds(load, requests * len(chain))[::requests], table.tree_seconds(load, 31)]
-            of_chains = np.append(1 / table.plain_seconds(load), tokens[0][1:] * factor / seconds[0][1:])
+            of_chains = np.append(1 / table.plain_seconds(load), tokens[0][1:] / seconds[0][1:])
             of_trees = tokens[1] / seconds[1]
             rows.append({
                 "table": name, "regime": regime, "requests": requests, "best_chain": int(of_chains.argmax()),
@@ -429,6 +428,7 @@ def main() -> None:
             command.add_argument("--repetitions", type=int, default=5)
             command.add_argument("--new_tokens", type=int, default=DRAFTED_TOKENS)
             command.add_argument("--context", type=int, default=256, help="tokens of the prompt")
+            command.add_argument("--output", default="trees_replay.json")
             command.add_argument("--unpacked", action="store_true", help="without packed copies of the weights")
             command.add_argument("--rehearse", action="store_true", help="tiny models: tries the script")
         elif name == "tau":

@@ -406,10 +406,11 @@ def pooled_tau(rows: Sequence[Result]) -> float:
 
 def smollm2_confidence() -> Table:
     """Calibration on prompts that were not fitted on."""
+    errors = ("raw", "calibrated", "fitted_on_the_other_half", "of_a_true_head")
     rows = [
         [
-            row["domain"], REGIMES[row["regime"]], f"{row['num_rounds']:,}", percent(row["mean_ece_raw"]),
-            *(percent(row[f"mean_ece_{name}"]) for name in ("calibrated", "fitted_on_the_other_half", "of_a_true_head")),
+            row["domain"], REGIMES[row["regime"]], f"{row['num_rounds']:,}",
+            *(percent(row[f"mean_ece_{name}"]) for name in errors),
             number(row["conditional_auc"]),
         ]
         for row in load("smollm2_confidence")["rows"]

@@ -98,6 +98,12 @@ def test_labels_follow_the_accepted_prefix():
     torch.testing.assert_close(rounds.integrated_labels(), torch.tensor([[0.9, 0.8, 0.0], [0.6, 0.5, 0.4]]).double())
 
 
+def test_survivals_count_the_rounds_that_verified_so_many():
+    lengths = torch.tensor([2, 1, 0, 1]), torch.tensor([2, 2, 2, 1])
+    rounds = CalibrationRounds(torch.zeros(4, 2), torch.full((4, 2), 0.5), *lengths)
+    assert rounds.survivals() == pytest.approx([3 / 4, 1 / 3])
+
+
 def test_integrated_labels_have_the_mean_of_the_realised_ones_and_less_variance():
     rounds = drawn_rounds([1.0, 1.0, 1.0])
     integrated, realised = rounds.integrated_labels(), rounds.realised_labels()

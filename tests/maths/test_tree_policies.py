@@ -213,7 +213,8 @@ def test_fits_recover_what_acceptances_were_drawn_from():
             tests.append(SiblingTest(0, rank, known, accepted, 2 - rank))
             if accepted:
                 break
-    fitted = fit_siblings(tests, True, 3)
+    fitted = fit_siblings(tests, True, 3, [0.51234, 0.3, 0.2])
+    assert fitted.of_chain().tolist() == [0.5123, 0.3, 0.2]
     assert np.abs(np.array(fitted.fits) - np.array(truth)).max() < 0.15
     first = sum(test.was_accepted for test in tests if test.rank == 0) / 4000
     assert fitted.means[0][0] == pytest.approx(first, abs=1e-4) and len(fitted.means) == 3
@@ -241,6 +242,16 @@ def test_trees_are_chosen_by_what_their_nodes_were_counted_to_bring():
     assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14)[14] / chains.max())
 
 
+def test_chains_are_expected_to_bring_what_they_were_counted_to():
+    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
+    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 3, best=(0.5,) * 4 + (0.1,) * 10)
+    counted = replace(mean_tree, chain=(0.6, 0.45, 0.4))  # easy stretches come together
+    gains = [TreeScheduler(cost).plan_tree(TreeProspects(each), Load((9,))).gain for each in (mean_tree, counted)]
+    chains = 1 / cost.round_seconds(Load((9,)), 3)
+    expected = [float((chains * np.cumsum((1.0, *each))).max()) for each in ((0.5, 0.25, 0.125), (0.6, 0.45, 0.4))]
+    assert gains[1] / gains[0] == pytest.approx(expected[0] / expected[1])
+
+
 def test_shares_of_siblings_never_rise_with_the_rank():
     shares = usual_acceptance(True, 4).shares(np.array([[0.02], [0.5], [0.99]]))
     assert (np.diff(shares, axis=1) <= 0).all() and (shares.sum(axis=1) <= 1).all()
@@ -255,7 +266,9 @@ def test_impossible_budgets_are_refused(num_nodes):
 @pytest.mark.parametrize(
     "entry", [None, {"fits": [[1, 2]]}, {"fits": [], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[0.5]]},
               {"fits": [[1, float("nan")]], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[1.5]] * 3},
-              {"fits": [[1, 0]], "means": [[0.5]] * 3, "best": [0.2, 0.4]}]
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "best": [0.2, 0.4]},
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "chain": [0.5, 0.4]},
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "chain": [0.5, 0.6, 0.4]}]
 )  # fmt: skip
 def test_damaged_acceptances_are_refused(entry):
     with pytest.raises(ValueError, match="acceptances"):

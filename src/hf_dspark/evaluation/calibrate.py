@@ -2,7 +2,7 @@
 Then rounds with trees, and what to expect of their nodes."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,7 @@ def calibrate(
     known_fits.setdefault(DEFAULT_DOMAIN, known_fits[domain])
     draft.config.confidence_fits = known_fits
     if draft.grows_trees and tree_obstacle(target) is None:
-        _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs)
+        _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs, rounds.survivals())
     before, after = measure_calibration(rounds), measure_calibration(rounds, fits)
     return CalibrationReport(domain, scaling, fits, before, after, conditional_auc(rounds))
 
@@ -145,11 +145,13 @@ def _fit_siblings(
     output_file: str | Path | None,
     seed: int,
     generate_kwargs: Mapping[str, Any],
+    chain: Sequence[float],
 ) -> None:
-    """Fit what is expected of the nodes of trees on the same prompts, and keep it in the draft's config."""
+    """Fit what is expected of the nodes of trees on the same prompts, and keep it in the draft's config, beside the
+    survivals of chains."""
     is_drawn = effective_config(target, generate_kwargs).do_sample
     tests = collect_siblings(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
-    fitted = fit_siblings(tests, is_drawn, draft.config.block_size)
+    fitted = fit_siblings(tests, is_drawn, draft.config.block_size, chain)
     known = dict(draft.config.sibling_acceptance or {})
     draft.config.sibling_acceptance = known | {"sampled" if is_drawn else "greedy": fitted.to_dict()}
 

@@ -87,6 +87,12 @@ class CalibrationRounds:
         reached = torch.arange(self.block_size) <= self.num_accepted[:, None]
         return torch.where(reached, self.acceptance.double(), 0.0)
 
+    def survivals(self) -> list[float]:
+        """Return how often the first 1..γ tokens were all accepted where so many were verified, `[γ]`."""
+        accepted, seen = self.realised_labels(), torch.arange(self.block_size) < self.proposed[:, None]
+        shares = (accepted * seen).sum(dim=0) / seen.sum(dim=0).clamp(min=1)
+        return shares.cummin(dim=0).values.tolist()
+
     @classmethod
     def concatenate(cls, parts: Sequence["CalibrationRounds"]) -> "CalibrationRounds":
         """Join rounds of several prompts."""

@@ -549,7 +549,7 @@ class AdaptiveDrafting(PolicyOverPolicy):
         self._latest.clear()
         if outcome.confidence is None:
             return
-        alive_so_far = survival(outcome.confidence).numpy()
+        alive_so_far = outcome.confidence.numpy().cumprod(axis=-1)
         self._block_size = max(self._block_size, alive_so_far.shape[1])
         promised = _promised(outcome, alive_so_far)
         for row, alive in enumerate(_extended(alive_so_far, self._block_size)):
@@ -569,6 +569,8 @@ def _promised(outcome: RoundOutcome, survivals: np.ndarray) -> list[float]:
 
 def _extended(survivals: np.ndarray, block_size: int) -> np.ndarray:
     """Return survivals `[..., n]` as `[..., block_size]`: in later slots as expected of an unknown request."""
+    if survivals.shape[-1] == block_size:
+        return survivals
     later = PRIOR_ACCEPTANCE ** np.arange(1, block_size - survivals.shape[-1] + 1)
     return np.concatenate([survivals, survivals[..., -1:] * later], axis=-1)
 

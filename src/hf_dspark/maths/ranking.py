@@ -26,10 +26,10 @@ class Ranking:
     def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
         """Rank the tokens of rows of c_k, `[R, γ]`, of which `max_lengths` `[R]` may be sent."""
         alive = survival(checked_confidence(confidence).float()).cpu().numpy()
-        alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
         if len(alive) == 1:
-            count = int(np.count_nonzero(alive))
+            count = int(np.count_nonzero(alive[0, : int(max_lengths)]))
             return cls(alive[0, :count], np.arange(count), 1)
+        alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
         # One integer per token, survival above slot. The bits of non-negative floats sort like the floats, and slots
         # count down, so that position-major order breaks ties. A stable sort of floats takes several times as long.
         last = alive.size - 1

@@ -37,8 +37,11 @@ def recorded_tests(tree: DraftTree, path: Sequence[int]) -> list[SiblingTest]:
     return tests
 
 
-def fit_siblings(tests: Sequence[SiblingTest], is_drawn: bool, block_size: int) -> SiblingAcceptance:
-    """Fit logits by maximum likelihood, and count means. Best tokens share one fit, drawn ones have one per rank."""
+def fit_siblings(
+    tests: Sequence[SiblingTest], is_drawn: bool, block_size: int, chain: Sequence[float] = ()
+) -> SiblingAcceptance:
+    """Fit logits by maximum likelihood, and count means. Best tokens share one fit, drawn ones have one per rank.
+    `chain` are the survivals of chains, which other rounds count."""
     groups = [[test for test in tests if test.rank == rank] for rank in range(MOST_SIBLINGS)] if is_drawn else [tests]
     fits = [_fit(group) for group in groups if group]
     reached = np.zeros(block_size)
@@ -50,7 +53,7 @@ def fit_siblings(tests: Sequence[SiblingTest], is_drawn: bool, block_size: int) 
     means = np.minimum.accumulate(means, axis=1).round(4)
     counts = np.bincount(np.array([test.order for test in tests if test.was_accepted], dtype=int), minlength=2)[1:]
     best = (np.sort(counts)[::-1] / max(1.0, reached[0])).round(4)
-    return SiblingAcceptance(is_drawn, fits, means.tolist(), best.tolist())
+    return SiblingAcceptance(is_drawn, fits, means.tolist(), best.tolist(), [round(each, 4) for each in chain])
 
 
 def _fit(tests: Sequence[SiblingTest]) -> tuple[float, float]:

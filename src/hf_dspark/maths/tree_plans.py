@@ -36,12 +36,15 @@ class SiblingAcceptance:
             `[γ, ranks]`.
         best (`Sequence[float]`): How often the best node of a tree was accepted, the second best, and so on. Trees
             follow what is known in each round, so they commit more than the mean tree. Empty where it was not counted.
+        chain (`Sequence[float]`): How often the first token of a chain was accepted, the first two, and so on: drawn
+            ones are verified as a whole, and easy stretches come together. Empty where it was not counted.
     """
 
     is_drawn: bool
     fits: Sequence[tuple[float, float]]
     means: Sequence[Sequence[float]]
     best: Sequence[float] = ()
+    chain: Sequence[float] = ()
 
     @functools.cached_property
     def _fits(self) -> np.ndarray:
@@ -65,9 +68,13 @@ class SiblingAcceptance:
         """Return what to expect of the nodes of a tree, the best first: counted, or those of the mean tree."""
         return np.array(self.best[:most]) if self.best else self.descendants(0, most)
 
+    def of_chain(self) -> np.ndarray:
+        """Return the survivals of a chain, `[γ]`: counted, or those of the first children of the mean tree."""
+        return np.array(self.chain) if self.chain else np.cumprod([row[0] for row in self.means])
+
     def to_dict(self) -> dict[str, list]:
         rows = {name: [list(row) for row in getattr(self, name)] for name in ("fits", "means")}
-        return rows | {"best": list(self.best)}
+        return rows | {"best": list(self.best), "chain": list(self.chain)}
 
 
 @dataclass(frozen=True)
@@ -88,18 +95,21 @@ def logit(probability: np.ndarray) -> np.ndarray:
 
 def check_siblings(entry: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are pairs of numbers, and γ rows of probabilities."""
-    if not isinstance(entry, Mapping) or set(entry) | {"best"} != {"fits", "means", "best"}:
+    if not isinstance(entry, Mapping) or set(entry) | {"best", "chain"} != {"fits", "means", "best", "chain"}:
         raise ValueError(f"acceptances must have 'fits' and 'means', got {entry!r}: calibrate the draft again")
-    pairs, rows, best = entry["fits"], entry["means"], entry.get("best", ())
-    numbers = [number for row in [*pairs, *rows, best] for number in row]
+    pairs, rows, best, chain = entry["fits"], entry["means"], entry.get("best", ()), entry.get("chain", ())
+    numbers = [number for row in [*pairs, *rows, best, chain] for number in row]
     if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
         raise ValueError("expected acceptances must be finite numbers: calibrate the draft again")
     if not 1 <= len(pairs) <= MOST_SIBLINGS or any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"fits of acceptances must be 1 to {MOST_SIBLINGS} pairs, got {pairs!r}")
     if len(rows) != block_size or not all(row and 0 <= min(row) and max(row) <= 1 for row in rows):
         raise ValueError(f"mean acceptances must be {block_size} rows of probabilities, got {len(rows)} rows")
-    if list(best) != sorted(best, reverse=True) or (best and not 0 <= best[-1] <= best[0] <= 1):
-        raise ValueError(f"acceptances of the best nodes must be falling probabilities, got {best!r}")
+    for name, counted in (("the best nodes", best), ("a chain", chain)):
+        if list(counted) != sorted(counted, reverse=True) or (counted and not 0 <= counted[-1] <= counted[0] <= 1):
+            raise ValueError(f"acceptances of {name} must be falling probabilities, got {counted!r}")
+    if chain and len(chain) != block_size:
+        raise ValueError(f"acceptances of a chain must be {block_size} probabilities, got {len(chain)}")
 
 
 DEFAULT_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)

@@ -89,10 +89,10 @@ class TreeScheduler(PrefixScheduler):
 
     def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
         siblings = prospects.siblings
-        first_children = np.cumprod([row[0] for row in siblings.means])
-        chains = self.cost.round_seconds(load, load.num_requests * len(first_children))[:: load.num_requests]
+        of_chain = siblings.of_chain()
+        chains = self.cost.round_seconds(load, load.num_requests * len(of_chain))[:: load.num_requests]
         best = max(self._outlooks(prospects, load), key=lambda outlook: outlook.rate)
-        gain = float(best.rate / (_kept(load, first_children) / chains).max())
+        gain = float(best.rate / (_kept(load, of_chain) / chains).max())
         if gain <= LEAST_GAIN:
             return None
         in_all = int(min(prospects.most, load.num_requests * self.num_nodes))

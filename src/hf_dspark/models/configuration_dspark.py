@@ -42,7 +42,7 @@ class DSparkConfig(DraftConfig):
         confidence_fits (`dict[str, list[list[float]]]`, *optional*): The same with offsets: γ pairs of the slope and
             the offset of the head's logit. They come before temperatures, which serving engines read.
         sibling_acceptance (`dict[str, dict]`, *optional*): What calibration found about trees of drafts, by sampling
-            regime: `fits`, `means` and `best` of `SiblingAcceptance`.
+            regime: `fits`, `means`, `best` and `chain` of `SiblingAcceptance`.
         sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
             other one the token in its own place. Always written, because serving engines guess when it is missing.
