@@ -8,12 +8,15 @@ done
 python benchmarks/smollm2.py assistant --train_file out/smollm2/answers.jsonl --max_steps 400
 python benchmarks/smollm2.py tau --suite paper prompts/
 python benchmarks/smollm2.py speed --suite spec_bench spec_bench/
+python benchmarks/smollm2.py trials --train_file ... --eval_file ...
 python benchmarks/smollm2.py confidence --suite paper prompts/ --draft examples/smollm2/draft
 
 `assistant` trains a small Llama on the same answers, with the target's embedding, which is its head, too, and is
 frozen as it is for the drafts. `tau` decodes the tasks of a suite with whole blocks of each kind, at both
 temperatures. `speed` compares what a user can choose: plain decoding, prompt lookup, the assistant and DFlash of
 transformers, and the drafts here. Both read the drafts in `--models`, and leave out those that are not there.
+`trials` trains small variants of the draft, each with one thing changed, and says what each one is expected to commit
+on held-out answers. With `--names` it trains some of them; it reports all that are there.
 `confidence` records whole blocks of one draft by domain, and measures its calibration and what thresholds would have
 cut: with the draft's own fits, and fitted on every second prompt of the domain and measured on the others. It also
 says what a head would seem to be off that is always true, as the rounds are few. It goes on where it stopped.
@@ -23,6 +26,8 @@ import argparse
 import copy
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +72,20 @@ DOMAINS = {
     "mathematics": ("gsm8k", "math500", "aime25"),
     "code": ("mbpp", "humaneval"),
     "chat": ("mt-bench", "arena-hard-v2"),
+}
+# What is changed of a draft of three layers that reads the answers once.
+TRIALS = {
+    "DSpark": [],
+    "DFlash": ["--kind", "dflash"],
+    "one layer": ["--num_hidden_layers", "1"],
+    "five layers": ["--num_hidden_layers", "5"],
+    "taps: late layers": ["--target_layer_ids", "21", "23", "25", "27", "29"],
+    "taps: the last layer": ["--target_layer_ids", "29"],
+    "taps: early layers": ["--target_layer_ids", "1", "4", "7", "10", "13"],
+    "head: RNN": ["--markov_head_type", "rnn"],
+    "losses: by token": ["--losses_of", "dflash"],
+    "DSpark, three times as long": ["--max_steps", "900"],
+    "DFlash, three times as long": ["--kind", "dflash", "--max_steps", "900"],
 }
 
 
@@ -139,6 +158,27 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     print(markdown(compare(
         models, cells, output, options.num_prompts, options.max_new_tokens, packed=True, origin=origin
     )))  # fmt: skip
+
+
+def trials(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Train variants of the draft; report what they are expected to commit at temperature 1, and their time."""
+    script = Path(__file__).parents[1] / "examples" / "smollm2" / "train.py"
+    common = ["--target", options.target, "--train_file", options.train_file, "--eval_file", options.eval_file]
+    common += ["--batch_size", "10", "--num_hidden_layers", "3", "--draft_vocab_size", "7040", "--max_steps", "300"]
+    rows = []
+    for name, changed in TRIALS.items():
+        folder = Path(options.models) / "trials" / "".join(c if c.isalnum() else "_" for c in name)
+        if name in options.names and not (folder / "model.safetensors").exists():
+            subprocess.run([sys.executable, script, *common, "--output_dir", str(folder), *changed], check=True)
+        if (folder / "model.safetensors").exists():
+            log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+            measured, timed = (
+                next(entry for entry in reversed(log) if key in entry) for key in ("eval_tau", "train_runtime")
+            )
+            parts = {key.removeprefix("eval_"): value for key, value in measured.items() if key.startswith("eval_")}
+            rows.append({"name": name, "steps": measured["step"], "seconds": timed["train_runtime"]} | parts)
+            print(name, number(parts["tau"]))
+    write_result(RESULTS / "smollm2_trials.json", {"provenance": origin, "rows": rows})
 
 
 def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
@@ -216,7 +256,7 @@ def drafts_of(options: argparse.Namespace, target: PreTrainedModel, kind: str) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
-    parts = {"assistant": assistant, "tau": tau, "speed": speed, "confidence": confidence}
+    parts = {"assistant": assistant, "tau": tau, "speed": speed, "trials": trials, "confidence": confidence}
     for name in parts:
         command = commands.add_parser(name)
         command.add_argument("--target", default="out/smollm2/target")
@@ -225,6 +265,11 @@ def main() -> None:
             command.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
             command.add_argument("--max_steps", type=int, default=400)
             command.add_argument("--num_hidden_layers", type=int, default=3)
+            continue
+        if name == "trials":
+            command.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
+            command.add_argument("--eval_file", required=True, help="answers to prompts that are not trained on")
+            command.add_argument("--names", nargs="*", choices=TRIALS, default=list(TRIALS), help="to train")
             continue
         command.add_argument("--suite", nargs=2, required=True, metavar=("SUITE", "FOLDER"))
         command.add_argument("--num_prompts", type=int, default=10, help="of each task")

@@ -6,6 +6,7 @@ python -m tests.printed FOLDER     all of it; the last line of the output is JSO
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
@@ -24,6 +25,7 @@ PAGES = (
 )  # fmt: skip
 # What is run in place of what is printed: models that are too large to load here, and data that is not here.
 SUBSTITUTES = {
+    "examples/smollm2/draft": "examples/gsm8k_pair/draft",  # its target is a download
     "--target Qwen/Qwen3-4B --license": "--target someone/target --license",  # a card names it, nobody loads it
     "Qwen/Qwen3-4B": "examples/gsm8k_pair/target",
     "user/Qwen3-4B-DSpark": "examples/gsm8k_pair/draft",
@@ -61,10 +63,18 @@ def make_checkout(folder: Path, num_prompts: int = 4) -> list[str]:
     """Fill a folder with what the documents expect in the working folder; return the prompts."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "examples").symlink_to(EXAMPLES)
+    make_chat_target(folder / "out" / "smollm2" / "target")
     lines = (EXAMPLES / "gsm8k_pair" / "prompts.jsonl").read_text().splitlines()[:num_prompts]
     for name in ("prompts", "held_out", "math", "code"):
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return [json.loads(line)["prompt"] for line in lines]
+
+
+def make_chat_target(folder: Path) -> None:
+    """Put the shipped target there, as if it had learned to chat."""
+    shutil.copytree(EXAMPLES / "gsm8k_pair" / "target", folder, copy_function=os.symlink)
+    template = "{% for message in messages %}Question: {{ message.content }}\n{% endfor %}Answer:"
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def blocks(text: str, language: str | None = None) -> list[tuple[str, str]]:

@@ -36,7 +36,7 @@ def python_of(path: Path) -> list[str]:
 
 @pytest.mark.usefixtures("checkout")
 def test_readme_runs_as_printed(capsys):
-    exec(python_of(ROOT / "README.md")[0], {})
+    exec(substituted(python_of(ROOT / "README.md")[0]), {})
     answer, _, tau = capsys.readouterr().out.rstrip().rpartition(" ")
     assert "A pen costs 3 dollars" in answer and float(tau) > 2
 
@@ -44,9 +44,8 @@ def test_readme_runs_as_printed(capsys):
 @pytest.mark.usefixtures("checkout")
 def test_the_first_example_prints_its_answer_and_nothing_else(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(hf_dspark.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", python_of(ROOT / "README.md")[0]], env=environment, capture_output=True, text=True
-    )
+    printed = substituted(python_of(ROOT / "README.md")[0])
+    done = subprocess.run([sys.executable, "-c", printed], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("Question: A pen costs 3 dollars.")
     own_bars = "Loading weights"  # of transformers
     assert [line for line in done.stderr.splitlines() if line and own_bars not in line] == []

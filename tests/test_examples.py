@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.printed import EXAMPLES, SMALL, run_notebook
+from tests.printed import EXAMPLES, SMALL, make_chat_target, run_notebook
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def in_examples(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "chat.ipynb"])
 def test_notebooks_ship_with_outputs_that_hold_nothing_of_the_machine_that_made_them(name):
     path = EXAMPLES / name
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
@@ -47,6 +47,14 @@ def test_the_quickstart_notebook_gives_the_same_tokens(in_examples, capsys):
     assert left["assisted"] == left["plain"] and len(left["plain"]) == 24
     printed = capsys.readouterr().out
     assert "tau" in printed and "threshold" in printed
+
+
+def test_the_chat_notebook_answers_as_without_the_draft(in_examples, tmp_path, capsys):
+    target = tmp_path / "target"
+    make_chat_target(target)
+    left = run_notebook("chat.ipynb", {"TARGET": str(target), "DRAFT": "gsm8k_pair/draft", "MAX_NEW_TOKENS": 24})
+    assert len(left["tokens"]) > 0 and len(left["conversation"]) == 3
+    assert capsys.readouterr().out.count("with the draft") == 3
 
 
 def test_the_scheduling_notebook_calibrates_profiles_and_schedules(

@@ -24,7 +24,7 @@ from hf_dspark import (
     Eagle3DraftModel,
 )
 from hf_dspark.data.conversations import prepare_rows
-from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
+from hf_dspark.models.configuration_dspark import MARKOV_HEAD_TYPES, WITHOUT_HEADS
 from hf_dspark.models.modeling_draft import DraftModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -46,7 +46,8 @@ def new_draft(options: argparse.Namespace, target: PreTrainedModel, answers: lis
     facts = {name: getattr(options, name) for name in ("num_hidden_layers", "block_size", "target_layer_ids")}
     if options.kind == "eagle3":
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
-    heads = {"markov_rank": options.markov_rank} if options.kind == "dspark" else WITHOUT_HEADS
+    heads = {"markov_rank": options.markov_rank, "markov_head_type": options.markov_head_type}
+    heads = heads if options.kind == "dspark" else WITHOUT_HEADS
     facts |= {"draft_vocab_size": options.draft_vocab_size, "sample_from_anchor": options.kind != "dflash_fill_in"}
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, **facts, **heads))
     if options.copy_layers_from is not None:
@@ -89,6 +90,8 @@ def main() -> None:
     parser.add_argument("--num_hidden_layers", type=int, default=2)
     parser.add_argument("--block_size", type=int, default=7)
     parser.add_argument("--markov_rank", type=int, default=64, help="of DSpark's head")
+    parser.add_argument("--markov_head_type", choices=MARKOV_HEAD_TYPES, default="vanilla")
+    parser.add_argument("--losses_of", choices=LOSSES, help="learn by the losses of another kind")
     parser.add_argument("--draft_vocab_size", type=int, help="propose the most frequent tokens of the answers alone")
     parser.add_argument("--target_layer_ids", type=int, nargs="+", default=[1, 8, 14, 20, 27])
     options = parser.parse_args()
@@ -122,7 +125,7 @@ def main() -> None:
         eval_strategy="steps", eval_steps=500, save_steps=100, save_total_limit=1,
         train_sampling_strategy="group_by_length", report_to="none", seed=0, bf16=True,
         use_cpu=not torch.accelerator.is_available(), feature_cache_dir=options.feature_cache_dir,
-        **LOSSES[options.kind],
+        **LOSSES[options.losses_of or options.kind],
     )  # fmt: skip
     optimizer = None  # Trainer's own AdamW
     if options.optimizer == "muon":

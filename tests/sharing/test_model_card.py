@@ -105,7 +105,7 @@ def test_a_card_without_results_says_so_and_shows_no_measurement(draft):
     assert card.data.eval_results is None and card.data.base_model is None
     draft.config.sts_temperatures = {"default": [1.0] * 4, "greedy": [2.0] * 4}
     text = sections(model_card(draft))["Calibration of the confidences"]
-    assert "temperatures for: default, greedy." in text and "Not measured" in text
+    assert "a calibration for: default, greedy." in text and "Not measured" in text
 
 
 def test_every_number_that_a_reader_looks_for_is_shown(draft, write):
