@@ -2,11 +2,18 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hf_dspark.maths.costs import Load, StepCost
 from hf_dspark.maths.policies import Policy
-from hf_dspark.maths.ranking import Ranking, first_drop
+from hf_dspark.maths.ranking import Ranking
+
+
+def first_drop(throughput: np.ndarray) -> int:
+    """Return the index before the first one that does not exceed its predecessor."""
+    rises = throughput[1:] > throughput[:-1]
+    return len(rises) if rises.all() else int(rises.argmin())
 
 
 @dataclass(frozen=True)

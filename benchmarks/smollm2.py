@@ -165,11 +165,12 @@ def trials(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     script = Path(__file__).parents[1] / "examples" / "smollm2" / "train.py"
     common = ["--target", options.target, "--train_file", options.train_file, "--eval_file", options.eval_file]
     common += ["--batch_size", "10", "--num_hidden_layers", "3", "--draft_vocab_size", "7040", "--max_steps", "300"]
-    rows = []
+    states, rows = ["--feature_cache_dir", str(Path(options.models) / "trials" / "states")], []
     for name, changed in TRIALS.items():
+        kept = [] if "--target_layer_ids" in changed else states  # all others read the same layers
         folder = Path(options.models) / "trials" / "".join(c if c.isalnum() else "_" for c in name)
         if name in options.names and not (folder / "model.safetensors").exists():
-            subprocess.run([sys.executable, script, *common, "--output_dir", str(folder), *changed], check=True)
+            subprocess.run([sys.executable, script, *common, *kept, "--output_dir", str(folder), *changed], check=True)
         if (folder / "model.safetensors").exists():
             log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
             measured, timed = (

@@ -67,11 +67,11 @@ class Drafter:
         self._do_sample = call.generation_config.do_sample
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
         eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
-        self._eos_token_ids = None if eos_token_ids is None else eos_token_ids.cpu()
         self._ends = frozenset(() if eos_token_ids is None else eos_token_ids.flatten().tolist())
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
-        self._confidence_fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
+        fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
+        self._confidence_fits = None if fits is None else torch.tensor(fits, device=draft.device)
         # Who limits the tokens of a block means a chain.
         self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
         self._siblings = None
@@ -175,7 +175,7 @@ class Drafter:
         else:
             self._read_late(requests)
         grower.copy_on([self._room(request) for request in requests])
-        if bool(grower.is_broken.any()):
+        if any(grower.is_broken):
             self._give_up(requests, grower.is_broken)
         trees = grower.trees
         if noise is None:
@@ -224,7 +224,7 @@ class Drafter:
                 if length > known:  # in the cache now, even if a processor failed afterwards
                     request.features.clear()
 
-    def _give_up(self, requests: Sequence[Request], is_broken: torch.Tensor) -> None:
+    def _give_up(self, requests: Sequence[Request], begins_broken: Sequence[bool]) -> None:
         """Draft no more for requests whose blocks begin with a broken slot: what a cache holds stays broken."""
         if not self._has_warned:
             name, dtype = self.draft.name_or_path or type(self.draft).__name__, self.draft.dtype
@@ -235,11 +235,11 @@ class Drafter:
                 stacklevel=2,
             )
             self._has_warned = True
-        self._given_up |= {request.id for request, row in zip(requests, is_broken.tolist(), strict=True) if row[0]}
+        self._given_up |= {request.id for request, broken in zip(requests, begins_broken, strict=True) if broken}
 
     def _planned_lengths(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
-        if not bool(((lengths >= 0) & (lengths <= max_lengths)).all()):
+        if not all(0 <= length <= most for length, most in zip(lengths.tolist(), max_lengths.tolist(), strict=True)):
             raise ValueError(
                 f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths="
                 f"{max_lengths.tolist()}], got {lengths.tolist()}"
@@ -255,14 +255,11 @@ class Drafter:
     ) -> torch.Tensor:
         """Return lengths up to the first slot without a law, and up to and including the first end-of-sequence token.
         That must stay: dropping a token because of its value would bias the output."""
-        token_ids = (token_ids if broken is None else token_ids.masked_fill(broken, -1)).cpu()  # one transfer
-        is_broken = token_ids < 0
-        if bool(is_broken.any()):
-            self._give_up(requests, is_broken)
-            lengths = torch.minimum(lengths, _first(is_broken))
-        if self._eos_token_ids is None:
-            return lengths
-        return torch.minimum(lengths, 1 + _first(torch.isin(token_ids, self._eos_token_ids)))
+        rows = (token_ids if broken is None else token_ids.masked_fill(broken, -1)).tolist()  # one transfer
+        if min(map(min, rows)) < 0:
+            self._give_up(requests, [row[0] < 0 for row in rows])
+        ends = [_end(row, self._ends) for row in rows]
+        return torch.minimum(lengths, torch.tensor(ends, device="cpu"))
 
     def learn(
         self,
@@ -308,9 +305,14 @@ class Drafter:
             observer(outcome)
 
 
-def _first(found: torch.Tensor) -> torch.Tensor:
-    """Return where each row `[R, n]` is first true, n where it never is."""
-    return torch.where(found.any(dim=-1), found.long().argmax(dim=-1), found.shape[1])
+def _end(token_ids: Sequence[int], ends: frozenset[int]) -> int:
+    """Return how many tokens of a row can be sent: those before a broken one, -1, and up to one that ends it."""
+    for count, token in enumerate(token_ids):
+        if token < 0:
+            return count
+        if token in ends:
+            return count + 1
+    return len(token_ids)
 
 
 def _num_features(requests: Sequence[Request]) -> list[int]:

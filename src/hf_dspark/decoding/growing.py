@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..maths.calibration import LogitFits, calibrated_confidence
+from ..maths.calibration import calibrated_confidence
 from ..maths.noise import BlockNoise
 from ..maths.sampling import largest
 from ..maths.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreePlan
@@ -36,7 +36,7 @@ class TreeGrower:
         laws ([`ProcessedLaws`]): Processes the draft's logits as the target's are.
         max_depths (`Sequence[int]`): How deep the tree of each request may be.
         noise ([`BlockNoise`], *optional*): Of the draws; without it, the best tokens are taken.
-        confidence_fits (`Sequence`, *optional*): Slope and offset of the confidences, by depth.
+        confidence_fits (`torch.Tensor` of shape `[γ, 2]`, *optional*): Slope and offset of the confidences, by depth.
         ends (`frozenset[int]`): Tokens that end a sequence, and have no children.
         copies (`Sequence[Copy]`): What each request may copy. Its tokens are known before anything is drawn.
     """
@@ -49,14 +49,14 @@ class TreeGrower:
         laws: ProcessedLaws,
         max_depths: Sequence[int],
         noise: BlockNoise | None,
-        confidence_fits: LogitFits | None,
+        confidence_fits: torch.Tensor | None,
         ends: frozenset[int],
         copies: Sequence[Copy],
     ) -> None:
         self.trees = [DraftTree() for _ in requests]
         # c_k, or what stands for it, along the first children: what a chain would have known. [R, depth]
         self.confidence: list[list[float]] = [[] for _ in requests]
-        self.is_broken = torch.zeros(len(requests), 1, dtype=torch.bool)  # the first slot: see `Drafter._give_up`
+        self.is_broken = [False] * len(requests)  # at the first slot: see `Drafter._give_up`
         self._requests, self._plan, self._siblings, self._laws = requests, plan, siblings, laws
         self._max_depths, self._confidence_fits, self._ends = max_depths, confidence_fits, ends
         self._noise = None if noise is None else noise.draft.tolist()
@@ -102,7 +102,7 @@ class TreeGrower:
             known = self._confidence(confidence_logits, probs)
         is_broken = ~np.isfinite(known).all(axis=1)
         if self._depth == 0:
-            self.is_broken = torch.from_numpy(is_broken)[:, None]
+            self.is_broken = is_broken.tolist()
         shares = self._siblings.shares(np.where(is_broken[:, None], 0.0, known))
         so_far = np.array([self._survival(row, place) for row, place in self._level])
         for row, first in dict(zip(rows[::-1], shares[::-1, 0], strict=True)).items():

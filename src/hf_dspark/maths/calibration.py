@@ -17,14 +17,14 @@ RIDGE = 1e-2  # keeps fits of few labels near slope 1 and offset 0
 LogitFits = Sequence[tuple[float, float]]
 
 
-def calibrated_confidence(logits: torch.Tensor, fits: LogitFits | None) -> torch.Tensor:
+def calibrated_confidence(logits: torch.Tensor, fits: LogitFits | torch.Tensor | None) -> torch.Tensor:
     """Return c_k = sigmoid(slope_k logit_k + offset_k), `[..., γ]` in float32; without fits, sigmoid(logit_k).
 
     DSpark Section 3.2.1, where a slope is 1 / T_k and there is no offset.
     """
     logits = logits.float()
     if fits is not None:
-        slopes, offsets = torch.tensor(fits, device=logits.device).unbind(dim=-1)
+        slopes, offsets = torch.as_tensor(fits, device=logits.device).unbind(dim=-1)
         logits = logits * slopes + offsets
     return logits.sigmoid()
 

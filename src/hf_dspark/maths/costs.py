@@ -65,7 +65,7 @@ class CurveWindow:
     measured: np.ndarray  # seconds, [n]
     # [n], the lower convex hull from the first B onwards, as if the curve had no end: the hull at a B does not depend
     # on where the window ends.
-    hull: np.ndarray
+    hull: Sequence[float]
     vertices: list[int]  # offsets in the window at which the hull bends; the last one may lie after its end
 
     def next_vertex(self, offset: int) -> int:
@@ -127,7 +127,7 @@ class CostCurve:
             start, seconds = stop, seconds + rise * (stop - start)
             vertices.append(stop - first)
             index += 1
-        return CurveWindow(measured, hull, vertices)
+        return CurveWindow(measured, hull.tolist(), vertices)
 
 
 class StepCost(ABC):

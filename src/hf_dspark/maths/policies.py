@@ -7,18 +7,19 @@ are not causal say so in `is_causal` and are refused when drafts are sampled.
 
 import copy
 import dataclasses
+import itertools
 import math
+import operator
 import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from .costs import Load, StepCost
-from .ranking import Ranking, checked_confidence, first_drop, survival
+from .ranking import Ranking, checked_confidence, early_stop, survival
 from .sampling import DraftBlock
 from .tree_plans import MOST_NODES, TreePlan, TreeProspects
 from .trees import DraftTree
@@ -208,17 +209,17 @@ class PrefixScheduler(Policy):
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         ranking = Ranking.of(confidence, max_lengths)
-        count, all_tokens = ranking.num_candidates, int(max_lengths.sum())
+        all_tokens = sum(max_lengths.tolist())
         # The window holds all tokens that could be sent. One that ended after the last possible survivor would not be
         # causal.
         window = self.cost.curve.window(load.base_tokens, load.base_tokens + all_tokens)
-        fixed, kept = self.cost.request_seconds(load), ranking.kept_tokens(load)
-        stop = first_drop(kept / (window.hull[: count + 1] + fixed))
-        if stop < count:
-            bucket_end = window.next_vertex(stop)
-            left_out = float(ranking.survivals[stop])
-            predicted = kept[stop] + np.arange(bucket_end - stop + 1) * (left_out * FILL_DECAY)
-            stop += int((predicted / (window.measured[stop : bucket_end + 1] + fixed)).argmax())
+        fixed = self.cost.request_seconds(load)
+        stop, kept = early_stop(ranking.survivals, load.base_tokens, [seconds + fixed for seconds in window.hull])
+        if stop < ranking.num_candidates:
+            hoped = ranking.survivals[stop] * FILL_DECAY
+            bucket = window.measured[stop : window.next_vertex(stop) + 1].tolist()
+            predicted = [(kept + more * hoped) / (seconds + fixed) for more, seconds in enumerate(bucket)]
+            stop += predicted.index(max(predicted))
         return ranking.lengths(stop)
 
 
@@ -457,7 +458,7 @@ class Prospect:
     """How far the blocks of one request survive, by its rounds so far."""
 
     # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
-    survival: np.ndarray
+    survival: Sequence[float]
     rounds: int = 0  # how many it rests on, beside the prior
     promised: float = PRIOR_TOKENS  # draft tokens: the sum of the survivals of those that were verified
     kept: float = PRIOR_TOKENS  # draft tokens that were accepted
@@ -467,16 +468,17 @@ class Prospect:
         """Return how many tokens came for each one that was promised: a text may be harder than it looks."""
         return self.kept / self.promised
 
-    def after(self, survival: np.ndarray, promised: float, kept: float) -> "Prospect":
+    def after(self, survival: Sequence[float], promised: float, kept: float) -> "Prospect":
         """Return what is expected after one more round; survivals of older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
-        mean = (1 - weight) * _extended(self.survival, len(survival)) + weight * survival
+        pairs = zip(_extended(self.survival, len(survival)), survival, strict=True)
+        mean = [(1 - weight) * before + weight * now for before, now in pairs]
         return Prospect(mean, self.rounds + 1, self.promised + promised, self.kept + kept)
 
     @classmethod
     def unknown(cls, block_size: int) -> "Prospect":
         """Return what is expected of a request before its first round."""
-        return cls(np.cumprod(np.full(block_size, PRIOR_ACCEPTANCE)))
+        return cls([PRIOR_ACCEPTANCE**slot for slot in range(1, block_size + 1)])
 
 
 @dataclass
@@ -510,7 +512,7 @@ class AdaptiveDrafting(PolicyOverPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._prospects: dict[int, Prospect] = {}
-        self._latest: dict[int, np.ndarray] = {}  # survivals of the last round; empty if it was skipped
+        self._latest: dict[int, Sequence[float]] = {}  # survivals of the last round; empty if it was skipped
         self._block_size = 0  # the longest block so far
         self._gain = 1.0  # of the last round's trees over chains
         self._patience = Patience()
@@ -518,23 +520,24 @@ class AdaptiveDrafting(PolicyOverPolicy):
     def plan_draft(self, load: Load) -> bool:
         _forget(self._prospects, load)
         _forget(self._latest, load)
-        truths = {request: prospect.truth for request, prospect in self._prospects.items()}
-        expected = [prospect.survival * truths[request] for request, prospect in self._prospects.items()]
-        latest = [survival * truths[request] for request, survival in self._latest.items()]
-        if not expected or self._pays(load, expected) or self._pays(load, latest):
+        expected = {request: prospect.survival for request, prospect in self._prospects.items()}
+        if not expected or self._pays(load, expected) or self._pays(load, self._latest):
             self._patience.rounds = 0
             return self.policy.plan_draft(load)
         return self._patience.look_again() and self.policy.plan_draft(load)
 
-    def _pays(self, load: Load, known: list[np.ndarray]) -> bool:
+    def _pays(self, load: Load, known: dict[int, Sequence[float]]) -> bool:
         if not known:
             return False
         # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
         # what a scheduler gets out of the same tokens.
-        survivals = np.mean(known, axis=0) * load.num_requests
-        kept = load.base_tokens + np.concatenate([[0.0], np.cumsum(survivals)])
-        seconds = self.cost.round_seconds(load, load.num_requests * len(survivals))[:: load.num_requests]
-        return self._gain * float((kept / seconds).max()) > load.base_tokens / self.cost.plain_seconds(load)
+        truths = [self._prospects[request].truth for request in known]
+        columns = zip(*known.values(), strict=True)
+        means = [sum(map(operator.mul, truths, column)) / len(truths) for column in columns]
+        kept = itertools.accumulate((load.num_requests * mean for mean in means), initial=load.base_tokens)
+        seconds = self.cost.round_seconds(load, load.num_requests * len(means))[:: load.num_requests].tolist()
+        best = max(map(operator.truediv, kept, seconds))
+        return self._gain * best > load.base_tokens / self.cost.plain_seconds(load)
 
     def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
         plan = self.policy.plan_tree(prospects, load)
@@ -549,30 +552,26 @@ class AdaptiveDrafting(PolicyOverPolicy):
         self._latest.clear()
         if outcome.confidence is None:
             return
-        alive_so_far = outcome.confidence.numpy().cumprod(axis=-1)
-        self._block_size = max(self._block_size, alive_so_far.shape[1])
-        promised = _promised(outcome, alive_so_far)
-        for row, alive in enumerate(_extended(alive_so_far, self._block_size)):
-            request, kept = outcome.request_ids[row], float(outcome.num_accepted[row])
-            before = self._prospects.get(request, Prospect.unknown(len(alive)))
-            self._prospects[request] = before.after(alive, promised[row], kept)
-            self._latest[request] = alive
+        alive_so_far = [[*itertools.accumulate(row, operator.mul)] for row in outcome.confidence.tolist()]
+        self._block_size = max(self._block_size, outcome.confidence.shape[1])
+        facts = zip(outcome.request_ids, alive_so_far, _promised(outcome, alive_so_far), strict=True)
+        for (request, alive, promised), kept in zip(facts, outcome.num_accepted.tolist(), strict=True):
+            before = self._prospects.get(request, Prospect.unknown(self._block_size))
+            self._latest[request] = _extended(alive, self._block_size)
+            self._prospects[request] = before.after(self._latest[request], promised, kept)
 
 
-def _promised(outcome: RoundOutcome, survivals: np.ndarray) -> list[float]:
+def _promised(outcome: RoundOutcome, survivals: Sequence[Sequence[float]]) -> list[float]:
     """Return how many draft tokens each request was expected to keep, given the survivals of chains, `[R, γ]`."""
     if outcome.trees is not None:
-        return [float(sum(tree.survivals)) for tree in outcome.trees]
-    lengths = outcome.lengths.tolist()
-    return [float(row[:length].sum()) for row, length in zip(survivals, lengths, strict=True)]
+        return [sum(tree.survivals) for tree in outcome.trees]
+    return [sum(row[:length]) for row, length in zip(survivals, outcome.lengths.tolist(), strict=True)]
 
 
-def _extended(survivals: np.ndarray, block_size: int) -> np.ndarray:
-    """Return survivals `[..., n]` as `[..., block_size]`: in later slots as expected of an unknown request."""
-    if survivals.shape[-1] == block_size:
-        return survivals
-    later = PRIOR_ACCEPTANCE ** np.arange(1, block_size - survivals.shape[-1] + 1)
-    return np.concatenate([survivals, survivals[..., -1:] * later], axis=-1)
+def _extended(survivals: Sequence[float], block_size: int) -> Sequence[float]:
+    """Return survivals `[n]` as `[block_size]`: in later slots as expected of an unknown request."""
+    later = range(1, block_size - len(survivals) + 1)
+    return [*survivals, *(survivals[-1] * PRIOR_ACCEPTANCE**slot for slot in later)]
 
 
 def _forget(memory: dict[int, Any], load: Load) -> None:

@@ -1,8 +1,15 @@
 """The tokens of a round in the order in which Algorithm 1 admits them, and where its early stop is.
 
 What decides the order of a token is known before it is drawn: its survival, its position and its row.
+
+A pass of the target leaves little else in a processor's caches. A call of PyTorch then takes as long as a hundred of
+Python's own numbers, so one row is ranked by those.
 """
 
+import itertools
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +25,19 @@ class Ranking:
     Descending survival, ties by position, then by request: a tie rule that looked at later slots would not be causal.
     """
 
-    survivals: np.ndarray  # a_{r,j}, descending, only positive ones, [n]
-    slots: np.ndarray  # where each lies: (j - 1) * R + r, [n]
+    survivals: Sequence[float]  # a_{r,j}, descending, only positive ones, [n]
+    slots: Sequence[int]  # where each lies: (j - 1) * R + r, [n]
     num_requests: int  # R
 
     @classmethod
     def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
         """Rank the tokens of rows of c_k, `[R, γ]`, of which `max_lengths` `[R]` may be sent."""
-        alive = survival(checked_confidence(confidence).float()).cpu().numpy()
-        if len(alive) == 1:
-            count = int(np.count_nonzero(alive[0, : int(max_lengths)]))
-            return cls(alive[0, :count], np.arange(count), 1)
+        confidence = checked_confidence(confidence)
+        if len(confidence) == 1:
+            sent = confidence[0].tolist()[: int(max_lengths)]
+            survivals = [*itertools.takewhile(bool, itertools.accumulate(sent, operator.mul))]
+            return cls(survivals, range(len(survivals)), 1)
+        alive = survival(confidence.float()).cpu().numpy()
         alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, np.float32(0.0))
         # One integer per token, survival above slot. The bits of non-negative floats sort like the floats, and slots
         # count down, so that position-major order breaks ties. A stable sort of floats takes several times as long.
@@ -39,7 +48,7 @@ class Ranking:
         keys = keys[::-1]
         survivals = (keys >> 32).astype(np.int32).view(np.float32)
         count = int(np.count_nonzero(survivals))
-        return cls(survivals[:count], last - (keys[:count] & 0xFFFFFFFF), len(alive))
+        return cls(survivals[:count].tolist(), last - (keys[:count] & 0xFFFFFFFF), len(alive))
 
     @property
     def num_candidates(self) -> int:
@@ -48,11 +57,7 @@ class Ranking:
 
     def kept_tokens(self, load: Load) -> np.ndarray:
         """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
-        kept = np.empty(self.num_candidates + 1)
-        kept[0] = load.base_tokens
-        np.cumsum(self.survivals, dtype=float, out=kept[1:])
-        kept[1:] += load.base_tokens
-        return kept
+        return np.cumsum([load.base_tokens, *self.survivals], dtype=float)
 
     def throughput(self, cost: StepCost, load: Load) -> np.ndarray:
         """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
@@ -60,6 +65,8 @@ class Ranking:
 
     def lengths(self, count: int) -> torch.Tensor:
         """Return the verification lengths that admit the first `count` candidates, `[R]`."""
+        if self.num_requests == 1:
+            return torch.tensor([count], device="cpu")
         requests = self.slots[:count] % self.num_requests
         return torch.from_numpy(np.bincount(requests, minlength=self.num_requests))
 
@@ -72,10 +79,22 @@ def survival(confidence: torch.Tensor) -> torch.Tensor:
     return confidence.cumprod(dim=-1).cummin(dim=-1).values
 
 
-def first_drop(throughput: np.ndarray) -> int:
-    """Return the index before the first one that does not exceed its predecessor: Algorithm 1's early stop."""
-    rises = throughput[1:] > throughput[:-1]
-    return len(rises) if rises.all() else int(rises.argmin())
+def early_stop(survivals: Sequence[float], base_tokens: int, seconds: Sequence[float]) -> tuple[int, float]:
+    """Return how many candidates are admitted until one does not raise the throughput, and the tokens kept then.
+    DSpark Algorithm 1.
+
+    Args:
+        survivals (`Sequence[float]`): Of the candidates, descending, `[n]`.
+        base_tokens (`int`): Tokens of the round without any.
+        seconds (`Sequence[float]`): Of a round that verifies 0, 1, ... candidates, at least `[n + 1]`.
+    """
+    kept, best = float(base_tokens), base_tokens / seconds[0]
+    for count, alive in enumerate(survivals):
+        throughput = (kept + alive) / seconds[count + 1]
+        if throughput <= best:
+            return count, kept
+        kept, best = kept + alive, throughput
+    return len(survivals), kept
 
 
 def checked_confidence(confidence: torch.Tensor | None) -> torch.Tensor:
@@ -84,7 +103,7 @@ def checked_confidence(confidence: torch.Tensor | None) -> torch.Tensor:
             "this policy needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
             "False). Use FullBlock, or leave assistant_confidence_threshold unset."
         )
-    least, most = confidence.aminmax() if confidence.numel() else (0.0, 0.0)
-    if not (least >= 0.0 and most <= 1.0):  # NaN fails both
+    values = confidence.flatten().tolist()
+    if values and (min(values) < 0.0 or max(values) > 1.0 or math.isnan(sum(values))):
         raise ValueError(f"confidences must lie in [0, 1], got {confidence.tolist()}")
     return confidence

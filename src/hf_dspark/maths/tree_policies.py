@@ -14,10 +14,12 @@ from .tree_plans import (
     MOST_NODES,
     BudgetPlan,
     PricePlan,
+    SiblingAcceptance,
     TreePlan,
     TreeProspects,
 )
 
+SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
 
@@ -88,30 +90,49 @@ class TreeScheduler(PrefixScheduler):
         return self.num_nodes
 
     def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
-        siblings = prospects.siblings
-        of_chain = siblings.of_chain()
-        chains = self.cost.round_seconds(load, load.num_requests * len(of_chain))[:: load.num_requests]
-        best = max(self._outlooks(prospects, load), key=lambda outlook: outlook.rate)
-        gain = float(best.rate / (_kept(load, of_chain) / chains).max())
+        usual = self._usual(prospects.siblings, load)
+        best = usual.trees
+        # A copy that is not better than the last place brings nothing.
+        copies = [chances if len(chances) and chances[0] > best.last else () for chances in prospects.copies]
+        if any(map(len, copies)):
+            best = max(self._outlooks(prospects.siblings, copies, load), key=lambda outlook: outlook.rate)
+        gain = best.rate / usual.chain_rate
         if gain <= LEAST_GAIN:
             return None
         in_all = int(min(prospects.most, load.num_requests * self.num_nodes))
-        if siblings.is_drawn:
+        if prospects.siblings.is_drawn:
             return PricePlan(best.price, self.num_nodes, in_all, drafts=best.drafts, gain=gain)
         spread = np.arange(in_all + 1) / load.num_requests
         of_all = np.interp(spread, np.arange(self.num_nodes + 1), best.seconds)
         cut = best.price * BELOW_EXPECTATION
         return PricePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
 
-    def _outlooks(self, prospects: TreeProspects, load: Load) -> list["_Outlook"]:
-        expected = prospects.siblings.best_nodes(self.num_nodes)
-        trees = _with_copies(expected, prospects.copies)
-        outlooks = [_Outlook(trees, self.cost.tree_seconds(load, self.num_nodes), load)]
-        if any(map(len, prospects.copies)):  # they need no pass of the draft
-            alone = _with_copies(np.zeros(self.num_nodes), prospects.copies)
-            seconds = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
-            outlooks.append(_Outlook(alone, seconds - self.cost.draft_seconds(load), load, drafts=False))
-        return outlooks
+    def _usual(self, siblings: SiblingAcceptance, load: Load) -> "_Usual":
+        """Return what to expect where nothing is copied. It is the same in most rounds, and is remembered."""
+        key = load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
+        if key not in self._remembered or self._remembered[key].siblings is not siblings:
+            of_chain = siblings.of_chain()
+            chains = self.cost.round_seconds(load, load.num_requests * len(of_chain))[:: load.num_requests]
+            trees = _Outlook(siblings.best_nodes(self.num_nodes), self.cost.tree_seconds(load, self.num_nodes), load)
+            self._remembered.clear()
+            self._remembered[key] = _Usual(siblings, float((_kept(load, of_chain) / chains).max()), trees)
+        return self._remembered[key]
+
+    @functools.cached_property
+    def _remembered(self) -> dict[tuple[int, int, int], "_Usual"]:
+        return {}
+
+    def _outlooks(
+        self, siblings: SiblingAcceptance, copies: Sequence[Sequence[float]], load: Load
+    ) -> list["_Outlook"]:
+        """Return what to expect of trees with copied branches, and of copies without a pass of the draft."""
+        trees = _with_copies(siblings.best_nodes(self.num_nodes), copies)
+        alone = _with_copies(np.zeros(self.num_nodes), copies)
+        seconds = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
+        return [
+            _Outlook(trees, self.cost.tree_seconds(load, self.num_nodes), load),
+            _Outlook(alone, seconds - self.cost.draft_seconds(load), load, drafts=False),
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,22 +148,34 @@ class _Outlook:
     def rates(self) -> np.ndarray:
         return _kept(self.load, self.survivals) / self.seconds[: 1 + len(self.survivals)]
 
-    @property
+    @functools.cached_property
     def rate(self) -> float:
         return float(self.rates.max())
+
+    @functools.cached_property
+    def last(self) -> float:
+        """Return the survival of the last place of the best size; 0 where none pays."""
+        count = int(self.rates.argmax())
+        return float(self.survivals[count - 1]) if count else 0.0
 
     @property
     def price(self) -> float:
         """Return the survival that pays for the last place of the best size."""
         count = int(self.rates.argmax())
-        last, next_one = ([*self.survivals, 0.0][place] for place in (max(0, count - 1), count))
-        return (last + next_one) / 2 if count else 1.0
+        return (self.last + [*self.survivals, 0.0][count]) / 2 if count else 1.0
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """What to expect of trees and chains where nothing is copied."""
+
+    siblings: SiblingAcceptance
+    chain_rate: float  # tokens per second of the best chains
+    trees: _Outlook
 
 
 def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.ndarray:
     """Return survivals of the best nodes if copied ones join them, the mean of all requests."""
-    if not any(map(len, copies)):
-        return expected
     rows = [expected for _ in copies]
     for row, chances in enumerate(copies):
         if len(chances):
