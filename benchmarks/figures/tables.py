@@ -400,6 +400,34 @@ def smollm2_kinds() -> Table:
     return Table(("τ", *(f"{domain}, {REGIMES[name]}" for domain, name in columns)), rows, ["smollm2_tau_paper"])
 
 
+def smollm2_ways() -> Table:
+    """Every way to decode Spec-Bench greedily, over plain `generate()`: a draft and its rivals, trained alike."""
+    result = load("smollm2_speed_spec_bench")
+    cells = {size: [cell for cell in result["cells"] if cell["batch_size"] == size] for size in (1, 4)}
+    methods = [method for method in result["methods"] if method != "plain"]
+    taken = {size: [[cell["methods"][method].get("speedup") for cell in part] for method in methods]
+             for size, part in cells.items()}  # fmt: skip
+    means = [[None if None in part else statistics.mean(part) for part in taken[size]] for size in cells]
+    columns = [[*own, *mean] for own, *mean in zip(taken[1], *means, strict=True)]
+    rows = [[method, *row] for method, row in zip(methods, best_in_bold(columns), strict=True)]
+    tasks = (TASKS.get(cell["task"], cell["task"]) for cell in cells[1])
+    return Table(("", *tasks, "mean", "mean, 4 rows"), rows, ["smollm2_speed_spec_bench"])
+
+
+def smollm2_trials() -> Table:
+    """What one change of the draft does to the tokens that it is expected to commit."""
+    found = load("smollm2_trials")["rows"]
+    usual = found[0]["tau"]
+    slots = (1, 2, 4, 7)
+    rows = [
+        [row["name"], number(row["tau"]), f"{100 * (row['tau'] / usual - 1):+.0f}"]
+        + [percent(row[f"acceptance_{slot}"], 0) for slot in slots]
+        for row in found
+    ]
+    head = ("", "τ", "change, %", *(f"accepted at {slot}, %" for slot in slots))
+    return Table(head, rows, ["smollm2_trials"])
+
+
 def pooled_tau(rows: Sequence[Result]) -> float:
     return sum(row["tau"] * row["rounds"] for row in rows) / sum(row["rounds"] for row in rows)
 
@@ -476,6 +504,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
+        smollm2_ways, smollm2_trials,
     )
 }  # fmt: skip
 
