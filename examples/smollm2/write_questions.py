@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--output_file", required=True)
     parser.add_argument("--num_questions", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other questions, for another sitting")
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16)
@@ -37,7 +38,7 @@ def main() -> None:
     seen, missing = set(known), options.num_questions - len(known)
     with path.open("a") as file, tqdm(total=max(0, missing), disable=None) as bar:
         while len(seen) < options.num_questions:
-            torch.manual_seed(len(seen))
+            torch.manual_seed(options.seed + len(seen))
             opening = tokenizer([openings[len(seen) % 2]] * BATCH, return_tensors="pt", add_special_tokens=False)
             rows = target.generate(
                 **opening, do_sample=True, temperature=1.0, top_k=0, min_p=0.03, max_new_tokens=72, eos_token_id=end,

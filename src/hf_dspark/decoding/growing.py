@@ -100,53 +100,51 @@ class TreeGrower:
             probs = law.probs.cpu().numpy()
             ids = None if law.candidate_ids is None else law.candidate_ids.cpu().numpy()
             known = self._confidence(confidence_logits, probs)
-        is_broken = ~np.isfinite(known).all(axis=1)
+        is_law = np.isfinite(known).all(axis=1)
         if self._depth == 0:
-            self.is_broken = is_broken.tolist()
-        shares = self._siblings.shares(np.where(is_broken[:, None], 0.0, known))
-        so_far = np.array([self._survival(row, place) for row, place in self._level])
-        for row, first in dict(zip(rows[::-1], shares[::-1, 0], strict=True)).items():
-            self.confidence[row].append(float(first))
+            self.is_broken = [not fine for fine in is_law.tolist()]
+        of_ranks = self._siblings.shares(known)
+        if not is_law.all():
+            of_ranks[~is_law] = 0.0
+        shares, bases = of_ranks.tolist(), known.tolist()
+        so_far = [self._survival(row, place) for row, place in self._level]
+        for row, own in dict(zip(rows[::-1], shares[::-1], strict=True)).items():
+            self.confidence[row].append(own[0])
         # Most nodes have nothing to copy: their children are made when it is known how many they get.
         with_copy = {number: self._with_copy(number, shares[number], best_ids) for number in self._copying()}
         if with_copy:
-            survivals = np.zeros((len(rows), shares.shape[1] + 1))
-            survivals[:, :-1] = shares
+            of_ranks = np.pad(of_ranks, ((0, 0), (0, 1)))
             for number, each in with_copy.items():
-                survivals[number, : len(each)] = [child.share for child in each]
-                survivals[number, len(each) :] = 0.0
-        else:
-            survivals = shares.copy()
-        survivals *= so_far[:, None]
-        survivals[is_broken] = 0.0
-        counts = self._plan.admit(self._depth, rows, survivals, self.trees)
+                of_ranks[number] = 0.0
+                of_ranks[number, : len(each)] = [child.share * is_law[number] for child in each]
+        survivals = of_ranks * np.array(so_far)[:, None]
+        counts = self._plan.admit(self._depth, rows, survivals, self.trees).tolist()
         self._depth += 1
         parents, level = [], []
         for number, (row, place) in enumerate(self._level):
-            count = int(counts[number])
+            count = counts[number]
             if count == 0:
                 continue
             if number in with_copy:
                 wanted = with_copy[number][:count]
             else:
-                wanted = self._own_children(number, shares[number, :count], best_ids)
+                wanted = self._own_children(number, shares[number][:count], best_ids)
             if self._noise is not None:
                 self.trees[row].laws[place] = law, number
                 wanted = self._drawn(row, wanted, SiblingLaw(probs[number]), None if ids is None else ids[number])
             for child, mass in wanted if self._noise is not None else ((each, 0.0) for each in wanted):
-                survival = float(so_far[number] * child.share)
-                basis = float(known[number, min(child.rank, known.shape[1] - 1)])
-                added = self._add(row, place, child.token, survival, basis, mass)
+                basis = bases[number][min(child.rank, len(bases[number]) - 1)]
+                added = self._add(row, place, child.token, so_far[number] * child.share, basis, mass)
                 if self._may_grow(row, added):
                     parents.append(number)
                     level.append((row, added))
         self._level = level
         return parents, [self.trees[row].token_ids[place - 1] for row, place in level]
 
-    def _own_children(self, number: int, shares: np.ndarray, best_ids: list[list[int]]) -> list["_Child"]:
+    def _own_children(self, number: int, shares: Sequence[float], best_ids: list[list[int]]) -> list["_Child"]:
         """Return as many of the draft's own children as there are shares, in the order of their tests."""
         tokens = [None] * len(shares) if self._noise is not None else best_ids[number]
-        pairs = enumerate(zip(tokens, shares.tolist(), strict=False))
+        pairs = enumerate(zip(tokens, shares, strict=False))
         return [_Child(token, share, rank) for rank, (token, share) in pairs]
 
     def _copying(self) -> list[int]:
@@ -156,7 +154,7 @@ class TreeGrower:
         copied = [(self._copied.get(node), self._copies[node[0]].token_ids) for node in self._level]
         return [number for number, (count, ids) in enumerate(copied) if count is not None and count < len(ids)]
 
-    def _with_copy(self, number: int, shares: np.ndarray, best_ids: list[list[int]]) -> list["_Child"]:
+    def _with_copy(self, number: int, shares: Sequence[float], best_ids: list[list[int]]) -> list["_Child"]:
         """Return the children that a node may have, in the order of their tests: the draft's, and one to copy."""
         row, place = self._level[number]
         children, copied = self._own_children(number, shares, best_ids), self._copied[row, place]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from .calibration import fit_logits
-from .tree_plans import MOST_SIBLINGS, SiblingAcceptance, logit
+from .tree_plans import LEAST_PROBABILITY, MOST_SIBLINGS, SiblingAcceptance
 from .trees import DraftTree
 
 LEAST_MEAN = 1e-3
@@ -57,5 +57,6 @@ def fit_siblings(
 
 
 def _fit(tests: Sequence[SiblingTest]) -> tuple[float, float]:
-    inputs = torch.from_numpy(logit(np.array([test.known for test in tests])))
-    return fit_logits(inputs, torch.tensor([float(test.was_accepted) for test in tests], dtype=torch.double))
+    known = torch.tensor([test.known for test in tests], dtype=torch.double)
+    accepted = torch.tensor([float(test.was_accepted) for test in tests], dtype=torch.double)
+    return fit_logits(known.logit(LEAST_PROBABILITY), accepted)

@@ -47,14 +47,17 @@ class SiblingAcceptance:
     chain: Sequence[float] = ()
 
     @functools.cached_property
-    def _fits(self) -> np.ndarray:
-        return np.array(self.fits, dtype=float).T
+    def _fits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slopes, and by what an offset multiplies the odds against a child."""
+        slopes, offsets = np.array(self.fits, dtype=float).T
+        return slopes, np.exp(-offsets)
 
     def shares(self, known: np.ndarray) -> np.ndarray:
         """Return the expectation for each rank, `[F, ranks]`: of the draft's probabilities of its best tokens,
         `[F, ranks]`, or of confidences `[F, 1]`."""
-        slopes, offsets = self._fits
-        chances = 1.0 / (1.0 + np.exp(-(logit(known) * slopes + offsets)))
+        slopes, factors = self._fits
+        inside = known.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+        chances = 1.0 / (1.0 + factors * ((1.0 - inside) / inside) ** slopes)
         if self.is_drawn:
             before = np.cumprod(1.0 - chances, axis=1)
             chances[:, 1:] *= before[:, :-1]
@@ -86,11 +89,6 @@ class TreeProspects:
     # are right.
     copies: Sequence[Sequence[float]] = ()
     most: float = math.inf  # nodes of all requests together
-
-
-def logit(probability: np.ndarray) -> np.ndarray:
-    inside = probability.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
-    return np.log(inside) - np.log1p(-inside)
 
 
 def check_siblings(entry: Any, block_size: int) -> None:
@@ -230,9 +228,13 @@ class PricePlan(TreePlan):
     gain: float = 1.0
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
-        grown = np.array([tree.num_nodes for tree in trees])
-        reached = _best_of_each(survivals, survivals >= self.cut, np.asarray(rows), self.most - grown)
-        return _best(survivals, reached, self.in_all - int(grown.sum())).sum(axis=1)
+        grown = [tree.num_nodes for tree in trees]
+        reached = survivals >= self.cut
+        counts = reached.sum(axis=1)
+        if counts.sum() <= min(self.most - max(grown), self.in_all - sum(grown)):  # there is room for all of them
+            return counts
+        reached = _best_of_each(survivals, reached, np.asarray(rows), self.most - np.array(grown))
+        return _best(survivals, reached, self.in_all - sum(grown)).sum(axis=1)
 
     def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
         return (
