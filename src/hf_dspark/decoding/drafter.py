@@ -18,7 +18,7 @@ from ..maths.trees import DraftTree
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..targets.layer_kinds import tree_obstacle
-from .growing import TreeGrower
+from .growing import BestTrees, DrawnTrees
 from .ngrams import Copy, CopyFinder
 from .processing import BlockProcessor, Scores
 from .request import Call, Request
@@ -167,9 +167,11 @@ class Drafter:
         copies: Sequence[Copy],
         started: float,
     ) -> Proposal:
-        grower = TreeGrower(
-            requests, plan, self._siblings, self._laws, max_depths, noise, self._confidence_fits, self._ends, copies
-        )
+        common = requests, plan, self._siblings, self._laws, max_depths, self._ends, copies
+        if noise is None:
+            grower = BestTrees(*common)
+        else:
+            grower = DrawnTrees(*common, noise=noise, confidence_fits=self._confidence_fits)
         if plan.drafts:
             self._read(requests, grower=grower)
         else:

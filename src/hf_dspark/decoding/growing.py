@@ -1,7 +1,7 @@
 """Grows trees of drafts, level by level: the draft says what follows each node, the plan how many children it gets."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +17,8 @@ from .request import Request
 from .sampler import ProcessedLaws
 
 
-@dataclass(frozen=True)
-class _Child:
-    """A child that a node may get."""
-
-    token: int | None  # `None`: will be drawn
-    share: float  # predicted probability that it is the accepted one, its parent being accepted
-    rank: int  # among the draft's own
-
-
 class TreeGrower:
-    """Draws the children of one level after another.
+    """What trees have in common, whose children are drawn or the draft's best tokens.
 
     Args:
         requests (`Sequence[Request]`): The rows.
@@ -35,11 +26,11 @@ class TreeGrower:
         siblings ([`SiblingAcceptance`]): What to expect of children.
         laws ([`ProcessedLaws`]): Processes the draft's logits as the target's are.
         max_depths (`Sequence[int]`): How deep the tree of each request may be.
-        noise ([`BlockNoise`], *optional*): Of the draws; without it, the best tokens are taken.
-        confidence_fits (`torch.Tensor` of shape `[γ, 2]`, *optional*): Slope and offset of the confidences, by depth.
         ends (`frozenset[int]`): Tokens that end a sequence, and have no children.
         copies (`Sequence[Copy]`): What each request may copy. Its tokens are known before anything is drawn.
     """
+
+    reads_confidence = False
 
     def __init__(
         self,
@@ -48,8 +39,6 @@ class TreeGrower:
         siblings: SiblingAcceptance,
         laws: ProcessedLaws,
         max_depths: Sequence[int],
-        noise: BlockNoise | None,
-        confidence_fits: torch.Tensor | None,
         ends: frozenset[int],
         copies: Sequence[Copy],
     ) -> None:
@@ -58,9 +47,7 @@ class TreeGrower:
         self.confidence: list[list[float]] = [[] for _ in requests]
         self.is_broken = [False] * len(requests)  # at the first slot: see `Drafter._give_up`
         self._requests, self._plan, self._siblings, self._laws = requests, plan, siblings, laws
-        self._max_depths, self._confidence_fits, self._ends = max_depths, confidence_fits, ends
-        self._noise = None if noise is None else noise.draft.tolist()
-        self._copies = copies
+        self._max_depths, self._ends, self._copies = max_depths, ends, copies
         # Nodes that end a copied path: how many of its tokens they make up.
         self._copied = {(row, 0): 0 for row, copy in enumerate(copies) if copy.token_ids}
         self._depth = 0
@@ -70,82 +57,33 @@ class TreeGrower:
     def max_depth(self) -> int:
         return max(self._max_depths)
 
-    @property
-    def reads_confidence(self) -> bool:
-        """Whether nodes are drawn: then their own probabilities must not decide about them."""
-        return self._noise is not None
-
-    def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
-    ) -> tuple[list[int], list[int]]:
-        """Draw the children of the nodes of a level, in order.
-
-        Args:
-            logits (`torch.FloatTensor` of shape `[F, n]`): What follows each node, in float32.
-            candidate_ids (`torch.LongTensor` of shape `[F, n]`, *optional*): The tokens that these are of.
-            confidence_logits (`torch.FloatTensor` of shape `[F]`, *optional*): Of c_k after each node.
-
-        Returns:
-            The nodes of the next level: the number of each one's parent in this level, and its token.
-        """
-        rows = [row for row, _ in self._level]
+    def _scores(self, logits: torch.Tensor, candidate_ids: torch.Tensor | None) -> Scores:
+        """Process what follows the nodes of a level."""
         paths = []
         if self._laws.reads_prefixes:
             paths = [self.trees[row].tokens(self.trees[row].path(place)) for row, place in self._level]
-        scores = self._laws(logits, candidate_ids, [self._requests[row] for row in rows], paths)
-        if self._noise is None:
-            (best_ids, known), law, probs = _best_tokens(scores), None, None
-        else:
-            best_ids, law = [], scores.law()
-            probs = law.probs.cpu().numpy()
-            ids = None if law.candidate_ids is None else law.candidate_ids.cpu().numpy()
-            known = self._confidence(confidence_logits, probs)
+        return self._laws(logits, candidate_ids, [self._requests[row] for row, _ in self._level], paths)
+
+    def _shares(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what to expect of the draft's children, `[F, ranks]`, and of which nodes it gave a law, `[F]`."""
         is_law = np.isfinite(known).all(axis=1)
         if self._depth == 0:
             self.is_broken = [not fine for fine in is_law.tolist()]
-        of_ranks = self._siblings.shares(known)
+        shares = self._siblings.shares(known)
         if not is_law.all():
-            of_ranks[~is_law] = 0.0
-        shares, bases = of_ranks.tolist(), known.tolist()
-        so_far = [self._survival(row, place) for row, place in self._level]
-        for row, own in dict(zip(rows[::-1], shares[::-1], strict=True)).items():
-            self.confidence[row].append(own[0])
-        # Most nodes have nothing to copy: their children are made when it is known how many they get.
-        with_copy = {number: self._with_copy(number, shares[number], best_ids) for number in self._copying()}
-        if with_copy:
-            of_ranks = np.pad(of_ranks, ((0, 0), (0, 1)))
-            for number, each in with_copy.items():
-                of_ranks[number] = 0.0
-                of_ranks[number, : len(each)] = [child.share * is_law[number] for child in each]
-        survivals = of_ranks * np.array(so_far)[:, None]
-        counts = self._plan.admit(self._depth, rows, survivals, self.trees).tolist()
-        self._depth += 1
-        parents, level = [], []
-        for number, (row, place) in enumerate(self._level):
-            count = counts[number]
-            if count == 0:
-                continue
-            if number in with_copy:
-                wanted = with_copy[number][:count]
-            else:
-                wanted = self._own_children(number, shares[number][:count], best_ids)
-            if self._noise is not None:
-                self.trees[row].laws[place] = law, number
-                wanted = self._drawn(row, wanted, SiblingLaw(probs[number]), None if ids is None else ids[number])
-            for child, mass in wanted if self._noise is not None else ((each, 0.0) for each in wanted):
-                basis = bases[number][min(child.rank, len(bases[number]) - 1)]
-                added = self._add(row, place, child.token, so_far[number] * child.share, basis, mass)
-                if self._may_grow(row, added):
-                    parents.append(number)
-                    level.append((row, added))
-        self._level = level
-        return parents, [self.trees[row].token_ids[place - 1] for row, place in level]
+            shares[~is_law] = 0.0
+        rows = [row for row, _ in self._level]
+        for row, own in dict(zip(rows[::-1], shares[::-1, 0].tolist(), strict=True)).items():
+            self.confidence[row].append(own)
+        return shares, is_law
 
-    def _own_children(self, number: int, shares: Sequence[float], best_ids: list[list[int]]) -> list["_Child"]:
-        """Return as many of the draft's own children as there are shares, in the order of their tests."""
-        tokens = [None] * len(shares) if self._noise is not None else best_ids[number]
-        pairs = enumerate(zip(tokens, shares, strict=False))
-        return [_Child(token, share, rank) for rank, (token, share) in pairs]
+    def _admit(self, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the survivals of the children that the nodes may have, `[F, ranks]`, and how many they get, `[F]`."""
+        so_far = np.array([self._survival(row, place) for row, place in self._level])
+        survivals = shares * so_far[:, None]
+        counts = self._plan.admit(self._depth, [row for row, _ in self._level], survivals, self.trees)
+        self._depth += 1
+        return survivals, counts
 
     def _copying(self) -> list[int]:
         """Return which nodes of the level end a copied path that goes on."""
@@ -154,49 +92,19 @@ class TreeGrower:
         copied = [(self._copied.get(node), self._copies[node[0]].token_ids) for node in self._level]
         return [number for number, (count, ids) in enumerate(copied) if count is not None and count < len(ids)]
 
-    def _with_copy(self, number: int, shares: Sequence[float], best_ids: list[list[int]]) -> list["_Child"]:
-        """Return the children that a node may have, in the order of their tests: the draft's, and one to copy."""
+    def _next_copied(self, number: int) -> tuple[int, float]:
+        """Return the token that a copied path goes on with, and how often such a one is right."""
         row, place = self._level[number]
-        children, copied = self._own_children(number, shares, best_ids), self._copied[row, place]
-        token, chance = self._copies[row].token_ids[copied], self._copies[row].chances[copied]
-        if self._noise is not None:
-            first = int(chance < shares[0])  # before the drawn ones, or after the first of them
-            before = sum(child.share for child in children[:first])
-            copy = _Child(token, chance * (1.0 - before), 0)
-            rest = [replace(child, share=child.share * (1.0 - chance)) for child in children[first:]]
-            return _falling([*children[:first], copy, *rest])
-        others = [replace(child, share=child.share * (1.0 - chance)) for child in children if child.token != token]
-        own = [child.share for child in children if child.token == token]
-        best = _Child(token, max([chance, *own]), 0)
-        return sorted([best, *others], key=lambda child: -child.share)
+        copied = self._copied[row, place]
+        return self._copies[row].token_ids[copied], self._copies[row].chances[copied]
 
-    def _drawn(
-        self, row: int, wanted: Sequence["_Child"], law: SiblingLaw, ids: np.ndarray | None
-    ) -> Iterator[tuple["_Child", float]]:
-        """Draw siblings one after another; what is copied is known. A token that was drawn is not copied, too."""
-        tree, seen = self.trees[row], set()
-        for child in wanted:
-            mass = 0.0
-            if child.token is None:
-                drawn = law.draw(self._noise[row][tree.num_nodes])
-                if drawn is None:
-                    return
-                index, mass = drawn
-                child = replace(child, token=index if ids is None else int(ids[index]))
-            elif child.token in seen:
-                continue
-            else:
-                for index in [child.token] if ids is None else np.flatnonzero(ids == child.token).tolist():
-                    law.remove(index)
-            seen.add(child.token)
-            yield child, mass
-
-    def _add(self, row: int, place: int, token: int, survival: float, known: float, mass: float) -> int:
-        tree, copied = self.trees[row], self._copied.get((row, place))
+    def _add(self, row: int, place: int, token: int, survival: float, known: float, mass: float = 0.0) -> int:
+        tree = self.trees[row]
         added = tree.add(place, token, survival, known, mass=mass)
-        tokens = self._copies[row].token_ids
-        if copied is not None and copied < len(tokens) and tokens[copied] == token:
-            self._copied[row, added] = copied + 1
+        if self._copied:
+            copied, tokens = self._copied.get((row, place)), self._copies[row].token_ids
+            if copied is not None and copied < len(tokens) and tokens[copied] == token:
+                self._copied[row, added] = copied + 1
         return added
 
     def _may_grow(self, row: int, place: int) -> bool:
@@ -226,6 +134,79 @@ class TreeGrower:
             return float(self._max_depths[row] > 0)
         return self.trees[row].survivals[place - 1]
 
+
+class DrawnTrees(TreeGrower):
+    """Draws the children of one level after another. `noise` is that of the draws, `confidence_fits` slope and offset
+    of the confidences by depth, `[γ, 2]`."""
+
+    reads_confidence = True  # the probabilities of drawn nodes must not decide about them
+
+    def __init__(self, *common: Any, noise: BlockNoise, confidence_fits: torch.Tensor | None) -> None:
+        super().__init__(*common)
+        self._noise, self._confidence_fits = noise.draft.tolist(), confidence_fits
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        law = self._scores(logits, candidate_ids).law()
+        probs = law.probs.cpu().numpy()
+        ids = None if law.candidate_ids is None else law.candidate_ids.cpu().numpy()
+        known = self._confidence(confidence_logits, probs)
+        shares, is_law = self._shares(known)
+        wanted: dict[int, list[int | None]] = {}  # tokens of nodes that may copy, in the order of their tests
+        copying = self._copying()
+        if copying:
+            shares = _wider(shares)
+            for number in copying:
+                shares[number], wanted[number] = self._with_copy(number, shares[number, :-1])
+            shares[~is_law] = 0.0
+        survivals, counts = self._admit(shares)
+        parents, level = [], []
+        for number, (row, place) in enumerate(self._level):
+            count = int(counts[number])
+            if count == 0:
+                continue
+            self.trees[row].laws[place] = law, number
+            tokens = wanted[number][:count] if number in wanted else [None] * count
+            drawn = self._drawn(row, tokens, SiblingLaw(probs[number]), None if ids is None else ids[number])
+            for order, token, mass in drawn:
+                added = self._add(row, place, token, float(survivals[number, order]), float(known[number, 0]), mass)
+                if self._may_grow(row, added):
+                    parents.append(number)
+                    level.append((row, added))
+        self._level = level
+        return parents, [self.trees[row].token_ids[place - 1] for row, place in level]
+
+    def _with_copy(self, number: int, shares: np.ndarray) -> tuple[np.ndarray, list[int | None]]:
+        """Return shares and tokens of children, in the order of their tests: one is copied, `None` is drawn."""
+        token, chance = self._next_copied(number)
+        first = int(chance < shares[0])  # before the drawn ones, or after the first of them
+        copied = chance * (1.0 - shares[:first].sum())
+        together = np.concatenate([shares[:first], [copied], shares[first:] * (1.0 - chance)])
+        return np.minimum.accumulate(together), [None] * first + [token] + [None] * (len(shares) - first)
+
+    def _drawn(
+        self, row: int, tokens: Sequence[int | None], law: SiblingLaw, ids: np.ndarray | None
+    ) -> Iterator[tuple[int, int, float]]:
+        """Draw siblings one after another; what is copied is known. A token that was drawn is not copied, too.
+        Yields the order of a sibling, its token, and the mass that was left."""
+        tree, seen = self.trees[row], set()
+        for order, token in enumerate(tokens):
+            mass = 0.0
+            if token is None:
+                drawn = law.draw(self._noise[row][tree.num_nodes])
+                if drawn is None:
+                    return
+                index, mass = drawn
+                token = index if ids is None else int(ids[index])
+            elif token in seen:
+                continue
+            else:
+                for index in [token] if ids is None else np.flatnonzero(ids == token).tolist():
+                    law.remove(index)
+            seen.add(token)
+            yield order, token, mass
+
     def _confidence(self, logits: torch.Tensor | None, probs: np.ndarray) -> np.ndarray:
         """Return c_k after each node, `[F, 1]`. Without a head, what a draft that is right would have."""
         if logits is None:
@@ -234,15 +215,61 @@ class TreeGrower:
         return calibrated_confidence(logits[:, None], fits).cpu().numpy().astype(float)
 
 
-def _falling(children: list[_Child]) -> list[_Child]:
-    """Return the same children, none with a larger share than one before it."""
-    shares = np.minimum.accumulate([child.share for child in children])
-    return [replace(child, share=float(share)) for child, share in zip(children, shares, strict=True)]
+class BestTrees(TreeGrower):
+    """Takes the draft's best tokens: any tree of them is exact."""
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        scores = self._scores(logits, candidate_ids)
+        values = scores.values.float()
+        best, index = largest(values.log_softmax(dim=-1), min(MOST_SIBLINGS, values.shape[-1]))
+        ids = index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)
+        parents = self._grow(ids.cpu().numpy(), np.exp(best.cpu().numpy().astype(float)))
+        return parents, self._tokens()
+
+    def _grow(self, ids: np.ndarray, known: np.ndarray) -> list[int]:
+        """Add children to the nodes of a level, of the draft's best tokens and their probabilities, `[F, ranks]`.
+        Return the number of the parent of each node of the next level."""
+        shares, is_law = self._shares(known)
+        copying = self._copying()
+        if copying:
+            ids, shares, known = _wider(ids), _wider(shares), _wider(known)
+            for number in copying:
+                order = self._with_copy(number, ids[number], shares[number], known[number])
+                for each in (ids, shares, known):
+                    each[number] = each[number, order]
+            if not is_law.all():
+                shares[~is_law] = 0.0
+        survivals, counts = self._admit(shares)
+        numbers, ranks = np.nonzero(np.arange(shares.shape[1]) < counts[:, None])
+        of_children = (each[numbers, ranks].tolist() for each in (ids, survivals, known))
+        parents, level = [], []
+        for number, token, survival, basis in zip(numbers.tolist(), *of_children, strict=True):
+            row, place = self._level[number]
+            added = self._add(row, place, token, survival, basis)
+            if self._may_grow(row, added):
+                parents.append(number)
+                level.append((row, added))
+        self._level = level
+        return parents
+
+    def _with_copy(self, number: int, ids: np.ndarray, shares: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Put the token to copy after a node's own best ones, and return the order of their tests."""
+        token, chance = self._next_copied(number)
+        own = np.flatnonzero(ids[:-1] == token)
+        ids[-1], known[-1] = token, known[0]
+        shares[-1] = max([chance, *shares[own].tolist()])
+        shares[:-1] *= 1.0 - chance
+        shares[own] = 0.0
+        return np.argsort(-shares, kind="stable")
+
+    def _tokens(self) -> list[int]:
+        return [self.trees[row].token_ids[place - 1] for row, place in self._level]
 
 
-def _best_tokens(scores: Scores) -> tuple[list[list[int]], np.ndarray]:
-    """Return the best tokens of each node and the draft's probabilities of them, `[F, ranks]`."""
-    values = scores.values.float()
-    best, index = largest(values.log_softmax(dim=-1), min(MOST_SIBLINGS, values.shape[-1]))
-    ids = index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)
-    return ids.tolist(), np.exp(best.cpu().numpy().astype(float))
+def _wider(of_ranks: np.ndarray) -> np.ndarray:
+    """Return room for one more child of each node, `[F, ranks + 1]`."""
+    wider = np.zeros((len(of_ranks), of_ranks.shape[1] + 1), dtype=of_ranks.dtype)
+    wider[:, :-1] = of_ranks
+    return wider

@@ -18,7 +18,7 @@ from transformers.generation import StoppingCriteriaList
 from transformers.utils.logging import tqdm
 
 from ..cpu import fast_linears
-from ..decoding.growing import TreeGrower
+from ..decoding.growing import DrawnTrees
 from ..decoding.ngrams import Copy
 from ..decoding.processing import BlockProcessor
 from ..decoding.request import Request, StopRule
@@ -258,7 +258,8 @@ def _tree_passes(target: PreTrainedModel, draft: DraftModel, context_length: int
     def one_round(num_nodes: int) -> None:
         noise, depths = block_noise(0, [0], [0], num_nodes, device), [draft.config.block_size]
         plan = BudgetPlan(num_nodes, siblings)
-        grower = TreeGrower([request], plan, siblings, laws, depths, noise, None, frozenset(), [Copy()])
+        common = [request], plan, siblings, laws, depths, frozenset(), [Copy()]
+        grower = DrawnTrees(*common, noise=noise, confidence_fits=None)
         draft.grow_tree(anchor, features(3), context, grower, committed_ids=anchor.expand(3))
         context.truncate(0, context_length)
         (tree,) = grower.trees

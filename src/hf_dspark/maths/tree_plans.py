@@ -52,11 +52,15 @@ class SiblingAcceptance:
         slopes, offsets = np.array(self.fits, dtype=float).T
         return slopes, np.exp(-offsets)
 
+    @functools.cached_property
+    def _means(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(map(tuple, self.means))
+
     def shares(self, known: np.ndarray) -> np.ndarray:
         """Return the expectation for each rank, `[F, ranks]`: of the draft's probabilities of its best tokens,
         `[F, ranks]`, or of confidences `[F, 1]`."""
         slopes, factors = self._fits
-        inside = known.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
+        inside = np.minimum(np.maximum(known, LEAST_PROBABILITY), 1 - LEAST_PROBABILITY)
         chances = 1.0 / (1.0 + factors * ((1.0 - inside) / inside) ** slopes)
         if self.is_drawn:
             before = np.cumprod(1.0 - chances, axis=1)
@@ -65,7 +69,7 @@ class SiblingAcceptance:
 
     def descendants(self, depth: int, most: int) -> np.ndarray:
         """Return what to expect of the descendants of a node at a depth, the best first: survivals given its own."""
-        return _descendants(tuple(map(tuple, self.means)), depth, most)
+        return _descendants(self._means, depth, most)
 
     def best_nodes(self, most: int) -> np.ndarray:
         """Return what to expect of the nodes of a tree, the best first: counted, or those of the mean tree."""

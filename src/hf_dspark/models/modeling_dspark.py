@@ -396,7 +396,7 @@ class DSparkDraftModel(DraftModel):
         successors = None if top_k is None else self._successors()
         if self.markov_head is not None and not self.config.sample_from_anchor:
             _, state = self.markov_head.transition(self.markov_head.markov_w1(tokens), hidden[:, 0], None)
-        hidden, rows = self.predicting(hidden), torch.arange(len(tokens), device=self.device)
+        hidden, rows = self.predicting(hidden), list(range(len(tokens)))
         head = self.confidence_head if grower.reads_confidence else None
         for depth in range(base_logits.shape[1]):
             scores, node_hidden = of_nodes(base_logits, rows, depth), of_nodes(hidden, rows, depth)
@@ -412,9 +412,8 @@ class DSparkDraftModel(DraftModel):
             parents, children = grower(scores.float(), self._target_ids(candidates, len(tokens)), confidence)
             if not parents:
                 return
-            chosen = torch.tensor(parents, device=self.device)
-            tokens, rows = torch.tensor(children, device=self.device), rows[chosen]
-            state = None if state is None else state[chosen]
+            tokens, rows = torch.tensor(children, device=self.device), [rows[parent] for parent in parents]
+            state = None if state is None else state[parents]
 
     @torch.no_grad()
     def read_block(
@@ -518,6 +517,6 @@ class DSparkDraftModel(DraftModel):
         return logits if self.markov_head is None else logits + self.markov_head.bias(*transitions)
 
 
-def of_nodes(by_slot: torch.Tensor, rows: torch.Tensor, slot: int) -> torch.Tensor:
+def of_nodes(by_slot: torch.Tensor, rows: list[int], slot: int) -> torch.Tensor:
     """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, slots, *]`."""
     return by_slot[:, slot].expand(len(rows), -1) if len(by_slot) == 1 else by_slot[rows, slot]
