@@ -414,20 +414,6 @@ def smollm2_ways() -> Table:
     return Table(("", *tasks, "mean", "mean, 4 rows"), rows, ["smollm2_speed_spec_bench"])
 
 
-def smollm2_trials() -> Table:
-    """What one change of the draft does to the tokens that it is expected to commit."""
-    found = load("smollm2_trials")["rows"]
-    usual = found[0]["tau"]
-    slots = (1, 2, 4, 7)
-    rows = [
-        [row["name"], number(row["tau"]), f"{100 * (row['tau'] / usual - 1):+.0f}"]
-        + [percent(row[f"acceptance_{slot}"], 0) for slot in slots]
-        for row in found
-    ]
-    head = ("", "τ", "change, %", *(f"accepted at {slot}, %" for slot in slots))
-    return Table(head, rows, ["smollm2_trials"])
-
-
 def pooled_tau(rows: Sequence[Result]) -> float:
     return sum(row["tau"] * row["rounds"] for row in rows) / sum(row["rounds"] for row in rows)
 
@@ -504,7 +490,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
-        smollm2_ways, smollm2_trials,
+        smollm2_ways,
     )
 }  # fmt: skip
 
