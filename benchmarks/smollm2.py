@@ -73,19 +73,22 @@ DOMAINS = {
     "code": ("mbpp", "humaneval"),
     "chat": ("mt-bench", "arena-hard-v2"),
 }
-# What is changed of a draft of three layers that reads the answers once.
-TRIALS = {
-    "DSpark": [],
-    "DFlash": ["--kind", "dflash"],
-    "one layer": ["--num_hidden_layers", "1"],
-    "five layers": ["--num_hidden_layers", "5"],
-    "taps: late layers": ["--target_layer_ids", "21", "23", "25", "27", "29"],
-    "taps: the last layer": ["--target_layer_ids", "29"],
-    "taps: early layers": ["--target_layer_ids", "1", "4", "7", "10", "13"],
-    "head: RNN": ["--markov_head_type", "rnn"],
-    "losses: by token": ["--losses_of", "dflash"],
-    "DSpark, three times as long": ["--max_steps", "900"],
-    "DFlash, three times as long": ["--kind", "dflash", "--max_steps", "900"],
+SMALL_VOCABULARY = ["--draft_vocab_size", "7040"]  # Eagle3 proposes all tokens
+# How many times the steps of the others, and what is changed of a draft of three layers.
+TRIALS: dict[str, tuple[int, list[str]]] = {
+    "DSpark": (1, []),
+    "DFlash": (1, ["--kind", "dflash"]),
+    "Eagle3": (1, ["--kind", "eagle3", "--num_hidden_layers", "1"]),
+    "one layer": (1, ["--num_hidden_layers", "1"]),
+    "five layers": (1, ["--num_hidden_layers", "5"]),
+    "taps: late layers": (1, ["--target_layer_ids", "21", "23", "25", "27", "29"]),
+    "taps: the last layer": (1, ["--target_layer_ids", "29"]),
+    "taps: early layers": (1, ["--target_layer_ids", "1", "4", "7", "10", "13"]),
+    "head: RNN": (1, ["--markov_head_type", "rnn"]),
+    "losses: by token": (1, ["--losses_of", "dflash"]),
+    "DSpark, three times as long": (3, []),
+    "DFlash, three times as long": (3, ["--kind", "dflash"]),
+    "Eagle3, three times as long": (3, ["--kind", "eagle3", "--num_hidden_layers", "1"]),
 }
 
 
@@ -164,13 +167,15 @@ def trials(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Train variants of the draft; report what they are expected to commit at temperature 1, and their time."""
     script = Path(__file__).parents[1] / "examples" / "smollm2" / "train.py"
     common = ["--target", options.target, "--train_file", options.train_file, "--eval_file", options.eval_file]
-    common += ["--batch_size", "10", "--num_hidden_layers", "3", "--draft_vocab_size", "7040", "--max_steps", "300"]
+    common += ["--batch_size", str(options.batch_size), "--num_hidden_layers", "3"]
     states, rows = ["--feature_cache_dir", str(Path(options.models) / "trials" / "states")], []
-    for name, changed in TRIALS.items():
-        kept = [] if "--target_layer_ids" in changed else states  # all others read the same layers
+    for name, (times, changed) in TRIALS.items():
+        own = [*common, "--max_steps", str(times * options.max_steps)]
+        own += [] if "eagle3" in changed else SMALL_VOCABULARY
+        own += [] if "--target_layer_ids" in changed else states  # all others read the same layers
         folder = Path(options.models) / "trials" / "".join(c if c.isalnum() else "_" for c in name)
         if name in options.names and not (folder / "model.safetensors").exists():
-            subprocess.run([sys.executable, script, *common, *kept, "--output_dir", str(folder), *changed], check=True)
+            subprocess.run([sys.executable, script, *own, "--output_dir", str(folder), *changed], check=True)
         if (folder / "model.safetensors").exists():
             log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
             measured, timed = (
@@ -270,6 +275,8 @@ def main() -> None:
         if name == "trials":
             command.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
             command.add_argument("--eval_file", required=True, help="answers to prompts that are not trained on")
+            command.add_argument("--max_steps", type=int, default=300)
+            command.add_argument("--batch_size", type=int, default=10, help="answers of a step")
             command.add_argument("--names", nargs="*", choices=TRIALS, default=list(TRIALS), help="to train")
             continue
         command.add_argument("--suite", nargs=2, required=True, metavar=("SUITE", "FOLDER"))

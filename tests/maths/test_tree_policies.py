@@ -73,7 +73,7 @@ JAGGED = {
 @pytest.mark.parametrize("siblings", [DRAWN, BEST], ids=["drawn", "best"])
 def test_the_scheduler_comes_near_an_exhaustive_search_over_shapes(curve, siblings, monkeypatch):
     cost = machine(*curve)
-    seconds = cost.tree_seconds(Load(), 31)
+    seconds = cost.tree_seconds(Load(), 31, siblings.is_drawn)
     monkeypatch.setattr("hf_dspark.maths.tree_policies.LEAST_GAIN", 0.0)
     plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load())
     tree = grown(plan, MEANS)
@@ -239,7 +239,19 @@ def test_trees_are_chosen_by_what_their_nodes_were_counted_to_bring():
     plan = TreeScheduler(cost).plan_tree(TreeProspects(counted), Load((9,)))
     chains = (2 - 0.5 ** np.arange(8)) / cost.round_seconds(Load((9,)), 7)
     tokens = 1 + 4 * 0.5 + 10 * 0.1
-    assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14)[14] / chains.max())
+    assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14, False)[14] / chains.max())
+
+
+def test_trees_that_are_drawn_and_trees_of_best_tokens_cost_what_each_was_measured_to():
+    pairs = {"trees": ((7, 0.0112), (15, 0.0125)), "best_trees": ((7, 0.0106), (15, 0.0114))}
+    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, **pairs)
+    assert [cost.tree_seconds(Load(), 15, is_drawn)[15] for is_drawn in (True, False)] == [0.0125, 0.0114]
+    assert replace(cost, best_trees=()).tree_seconds(Load(), 15, False)[15] == 0.0125
+    gains = []
+    for is_drawn in (True, False):
+        siblings = SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.5, 0.2),) * 7)
+        gains.append(TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load()).gain)
+    assert gains[1] > gains[0]
 
 
 def test_chains_are_expected_to_bring_what_they_were_counted_to():

@@ -1,5 +1,6 @@
 """Copies: what followed the longest earlier match of a sequence's end, and how often such continuations are right."""
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ MATCHES = (4, 3, 2, 1)  # tokens that must agree; the longest match that is foun
 LONGEST = 24  # up to which a match is measured
 # From how many matching tokens on, and how often the next token is then right, before anything was measured.
 USUAL = ((1, 0.08), (2, 0.15), (3, 0.25), (4, 0.4), (6, 0.6), (9, 0.8), (17, 0.9))
+SHORTEST = [least for least, _ in USUAL]  # match of each kind
 PRIOR_TESTS = 4  # that these count for
 
 
@@ -39,7 +41,7 @@ class CopyRates:
         self.hits[kind] += was_right
 
     def _kind(self, length: int) -> int:
-        return sum(length >= least for least, _ in USUAL) - 1
+        return bisect.bisect_right(SHORTEST, length) - 1
 
 
 class CopyFinder:

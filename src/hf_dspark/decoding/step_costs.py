@@ -110,7 +110,7 @@ class ThroughputProfile:
     table: ThroughputTable  # at the shortest context: one request up to γ+1 tokens, full blocks of several beyond
     linear: LinearCost  # least squares over all samples
     fit: dict[str, float]  # R squared of `linear` for `target` and `draft`
-    samples: dict[str, list[Sample]]  # of `target` and `draft`
+    samples: dict[str, list[Sample]]  # of `target`, `draft`, and rounds with trees
 
     @property
     def fault(self) -> str | None:

@@ -13,23 +13,23 @@ from datetime import datetime, timezone
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 from transformers.utils.logging import tqdm
 
 from ..cpu import fast_linears
-from ..decoding.growing import DrawnTrees
-from ..decoding.ngrams import Copy
-from ..decoding.processing import BlockProcessor
-from ..decoding.request import Request, StopRule
-from ..decoding.sampler import ProcessedLaws
+from ..decoding.drafter import Drafter
+from ..decoding.loop import DecodingLoop
+from ..decoding.request import Call, Request, StopRule
 from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, forget_profiles
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
-from ..maths.noise import block_noise
+from ..maths.policies import FullBlock, Policy
 from ..maths.sampling import TokenLaw, draw
-from ..maths.tree_plans import BudgetPlan
+from ..maths.tree_plans import MOST_NODES
+from ..maths.tree_policies import TreeBudget
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
+from ..models.options import DecodingOptions
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import load_hint
 from ..targets.layer_kinds import keeps_states, slot_cache_obstacle, tree_obstacle
@@ -37,6 +37,8 @@ from ..targets.slot_attention import PackedTarget
 from .timed_decoding import synchronize
 
 TREE_NODES = (7, 15, 31)
+# Samples of whole rounds of one request: with a chain, and with trees.
+OF_DRAWN, OF_BEST = ("chains", "trees"), ("best_chains", "best_trees")
 ATTEMPTS = 3  # at a setting whose samples cannot be believed
 
 
@@ -52,7 +54,8 @@ def profile_throughput(
     """Measure what drafting and verifying cost on this machine, and remember it.
 
     Afterwards `generate()` schedules by the result whenever the draft is calibrated. The models' passes and the
-    drawing of sampled tokens are timed. What the decoding loop spends around them, with or without a draft, is not.
+    drawing of sampled tokens are timed. Where trees can be verified, so are whole rounds of one request, as the
+    decoding loop runs them: what it spends around the passes counts in all rounds.
 
     Args:
         target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
@@ -82,8 +85,8 @@ def profile_throughput(
         raise ValueError(f"{type(draft).__name__} runs no draft that could be measured: measure the target with one")
     _check_settings(target, batch_sizes, context_lengths, repetitions)
     draft.bind(target)
-    gamma = draft.config.block_size
-    samples: dict[str, list[Sample]] = {"target": [], "draft": [], "trees": []}
+    gamma, last_stats = draft.config.block_size, draft.last_stats
+    samples: dict[str, list[Sample]] = {name: [] for name in ("target", "draft", *OF_DRAWN, *OF_BEST)}
     lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
     settings = list(itertools.product(context_lengths, batch_sizes))
     # transformers' own loop, which decodes the others, keeps PyTorch's products.
@@ -94,9 +97,10 @@ def profile_throughput(
             with _verify_passes(target, lengths[requests], *setting) as passes:
                 passes = [*passes, _draft_pass(draft, *setting)]
                 if requests == 1 and draft.grows_trees and tree_obstacle(target) is None:
-                    passes += _tree_passes(target, draft, context_length)
+                    passes += _rounds(target, draft, context_length)
                 for name, part in _believable(passes, *setting, repetitions, draft.device).items():
                     samples[name] += part
+    draft.last_stats = last_stats  # the user's
     profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
     if profile.fault is not None:
         again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
@@ -237,39 +241,39 @@ def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
     return _Pass("draft", requests, one_pass)
 
 
-def _tree_passes(target: PreTrainedModel, draft: DraftModel, context_length: int) -> list[_Pass]:
-    """Let both read a context; return rounds of one request with a drawn tree: its growth, and the pass over it."""
-    width, device = len(draft.config.target_layer_ids) * draft.config.hidden_size, draft.device
-    vocab_size, rule = draft.config.vocab_size, StopRule(StoppingCriteriaList())
-    siblings = draft.config.siblings_for(do_sample=True)
-    laws = ProcessedLaws(BlockProcessor(LogitsProcessorList(), vocab_size), vocab_size)
-    prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
-    request = Request(0, prompt[0].cpu(), 2 * context_length, LogitsProcessorList(), rule)
-    packed, cache, context = PackedTarget(target), SlotCache(), SlotCache()
-    layout = SlotLayout((0,), (context_length,), stays=True)
-    packed(cache, layout, input_ids=prompt, position_ids=layout.position_ids(prompt.device), logits_to_keep=1)
-    anchor = torch.zeros(1, dtype=torch.long, device=device)
+def _rounds(target: PreTrainedModel, draft: DraftModel, context_length: int) -> list[_Pass]:
+    """Let both read a context; return rounds of one request as `generate()` runs them, with blocks and with trees,
+    drawn ones and those of the draft's best tokens."""
+    gamma, passes = draft.config.block_size, []
+    for do_sample, (chains, trees) in ((True, OF_DRAWN), (False, OF_BEST)):
+        rounds = functools.partial(_round, target, draft, context_length, do_sample)
+        passes.append(_Pass(chains, 1 + gamma, rounds(FullBlock())))
+        passes += [_Pass(trees, 1 + nodes, rounds(TreeBudget(nodes))) for nodes in TREE_NODES]
+    return passes
 
-    def features(count: int) -> torch.Tensor:
-        return torch.ones(1, count, width, device=device, dtype=draft.dtype)
 
-    draft.read_block(anchor, features(context_length), context, committed_ids=anchor.expand(context_length))
+def _round(
+    target: PreTrainedModel, draft: DraftModel, context_length: int, do_sample: bool, policy: Policy
+) -> Callable[[], None]:
+    """Prefill; return a round that is undone after it ran, three tokens committed since the last one."""
+    prompt = torch.arange(context_length, device=target.device)[None] % draft.config.vocab_size
+    config, nothing = GenerationConfig(do_sample=do_sample), LogitsProcessorList()
+    options = DecodingOptions(copies=False)
+    call = Call(prompt, nothing, StoppingCriteriaList(), config, {}, policy, options=options)
+    endless = context_length + 2 * (1 + MOST_NODES)
+    request = Request(0, prompt[0].cpu(), endless, nothing, StopRule(StoppingCriteriaList()))
+    drafter = Drafter(target, draft, call)
+    loop = DecodingLoop(target, drafter, call, SlotCache())
+    loop.admit([request], [prompt[0]])
+    token_ids, features = request.token_ids, torch.cat(request.features)[-3:]
 
-    def one_round(num_nodes: int) -> None:
-        noise, depths = block_noise(0, [0], [0], num_nodes, device), [draft.config.block_size]
-        plan = BudgetPlan(num_nodes, siblings)
-        common = [request], plan, siblings, laws, depths, frozenset(), [Copy()]
-        grower = DrawnTrees(*common, noise=noise, confidence_fits=None)
-        draft.grow_tree(anchor, features(3), context, grower, committed_ids=anchor.expand(3))
-        context.truncate(0, context_length)
-        (tree,) = grower.trees
-        while tree.num_nodes < num_nodes:  # the law ran out
-            tree.add(tree.num_nodes // 2, 0)
-        layout = SlotLayout((context_length,), (1 + num_nodes,), parents=((0, *tree.parents),))
-        tokens = torch.tensor([[0, *tree.token_ids]], device=target.device)
-        packed(cache, layout, input_ids=tokens, position_ids=layout.position_ids(tokens.device))
+    def one_round() -> None:
+        loop.run_round()
+        request.token_ids, request.features = token_ids, [features]
+        loop.cache.truncate(0, context_length)
+        drafter.cache.truncate(0, context_length - len(features))
 
-    return [_Pass("trees", 1 + num_nodes, functools.partial(one_round, num_nodes)) for num_nodes in TREE_NODES]
+    return one_round
 
 
 def _plain_sampler(
@@ -302,11 +306,6 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
     provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
     # Each point at the shortest context, less what that context costs: the table adds the actual one.
     context_seconds = target_cost.alpha + draft_cost.alpha
-    trees = tuple(
-        (sample.verify_tokens - 1, max(sample.seconds - context_seconds * shortest, sample.seconds / 2))
-        for sample in samples["trees"]
-        if sample.context_tokens == shortest
-    )
     verify, drafts = (
         [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
         for name in ("target", "draft")
@@ -319,9 +318,33 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
         for sample in verify
         if sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma)
     }
+    chains, trees, best_chains, best_trees = (
+        [sample for sample in samples[name] if sample.context_tokens == shortest] for name in (*OF_DRAWN, *OF_BEST)
+    )
+    faster = 0.0
+    if chains:
+        drawn, best = chains[0].seconds - context_seconds * shortest, best_chains[0].seconds
+        # What the loop spends around the passes, and what these lose when they take turns.
+        around = max(0.0, drawn - seconds[1 + gamma])
+        seconds = {count: each + around for count, each in seconds.items()}
+        faster = chains[0].seconds - best  # chains of best tokens are; the table's rounds draw
     tokens = tuple(sorted(seconds))
     rates = tuple(1 / seconds[count] for count in tokens)
     drafting_one = min(drafting[1], 0.9 / max(rates))
-    table = ThroughputTable(tokens, rates, drafting_one, context_seconds, provenance, trees)
+    table = ThroughputTable(
+        tokens, rates, drafting_one, context_seconds, provenance,
+        _tree_points(trees, context_seconds), _tree_points(best_trees, context_seconds, faster),
+    )  # fmt: skip
     fit = {"target": target_fit, "draft": draft_fit}
     return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)
+
+
+def _tree_points(
+    samples: Sequence[Sample], context_seconds: float, more: float = 0.0
+) -> tuple[tuple[int, float], ...]:
+    """Return nodes and seconds of rounds, less what the context costs."""
+    less = [sample.seconds + more - context_seconds * sample.context_tokens for sample in samples]
+    return tuple(
+        (sample.verify_tokens - 1, max(seconds, sample.seconds / 2))
+        for sample, seconds in zip(samples, less, strict=True)
+    )

@@ -156,9 +156,9 @@ class StepCost(ABC):
         first = load.base_tokens
         return self.curve.window(first, first + num_drafts).measured + self.request_seconds(load)
 
-    def tree_seconds(self, load: Load, num_nodes: int) -> np.ndarray:
+    def tree_seconds(self, load: Load, num_nodes: int, is_drawn: bool) -> np.ndarray:
         """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes for each request,
-        `[num_nodes + 1]`."""
+        `[num_nodes + 1]`. `is_drawn` tells whether nodes are drawn, or the draft's best tokens."""
         chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
         return chains + (USUAL_GROWTH - 1) * self.draft_seconds(load)
 
@@ -180,8 +180,11 @@ class ThroughputTable(StepCost):
         steps_per_second (`Sequence[float]`): SPS of whole rounds, drafting included; positive.
         drafting (`float`): Seconds of each round that are spent drafting.
         context_seconds (`float`): Seconds that each cached token adds to a round.
-        trees (`Sequence[tuple[int, float]]`): Nodes of a tree, and the seconds of a round of one request that grows
+        trees (`Sequence[tuple[int, float]]`): Nodes of a tree, and the seconds of a round of one request that draws
             and verifies so many; increasing. Empty where trees were not measured.
+        best_trees (`Sequence[tuple[int, float]]`): The same of trees of the draft's best tokens, as if its chains
+            were drawn, as those of all other rounds here are. Empty where they were not measured: then `trees` stands
+            for both.
         provenance (`dict`): Where the numbers come from; written along.
 
     Raises:
@@ -204,6 +207,7 @@ class ThroughputTable(StepCost):
     context_seconds: float = 0.0
     provenance: dict[str, Any] = field(default_factory=dict)
     trees: Sequence[Sequence[float]] = ()
+    best_trees: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         tokens, rates = self.verify_tokens, self.steps_per_second
@@ -220,9 +224,11 @@ class ThroughputTable(StepCost):
         bad = [rate for rate in rates if not (isinstance(rate, Real) and math.isfinite(rate) and rate > 0)]
         if bad:
             raise ValueError(f"steps_per_second must be positive numbers, got {bad[0]!r}")
-        pairs = [tuple(pair) for pair in self.trees]
-        if pairs != sorted(set(pairs)) or not all(len(pair) == 2 and pair[0] >= 1 and pair[1] > 0 for pair in pairs):
-            raise ValueError(f"trees must be increasing numbers of nodes with positive seconds, got {pairs}")
+        for name in ("trees", "best_trees"):
+            pairs = [tuple(pair) for pair in getattr(self, name)]
+            fine = all(len(pair) == 2 and pair[0] >= 1 and pair[1] > 0 for pair in pairs)
+            if pairs != sorted(set(pairs)) or not fine:
+                raise ValueError(f"{name} must be increasing numbers of nodes with positive seconds, got {pairs}")
         shortest = 1 / max(rates)
         if not 0.0 <= self.drafting < shortest:
             raise ValueError(
@@ -241,10 +247,10 @@ class ThroughputTable(StepCost):
     def draft_seconds(self, load: Load) -> float:
         return self.drafting
 
-    def tree_seconds(self, load: Load, num_nodes: int) -> np.ndarray:
+    def tree_seconds(self, load: Load, num_nodes: int, is_drawn: bool) -> np.ndarray:
         if not self.trees:
-            return super().tree_seconds(load, num_nodes)
-        nodes, seconds = np.array(self.trees).T
+            return super().tree_seconds(load, num_nodes, is_drawn)
+        nodes, seconds = np.array(self.trees if is_drawn else self.best_trees or self.trees).T
         one = Load((0,))
         if load.base_tokens == 1:
             chain = self.round_seconds(one, num_nodes)
@@ -267,6 +273,7 @@ class ThroughputTable(StepCost):
             "draft_seconds": self.drafting,
             "context_seconds": self.context_seconds,
             "trees": [list(pair) for pair in self.trees],
+            "best_trees": [list(pair) for pair in self.best_trees],
             "provenance": self.provenance,
         }
 
@@ -292,6 +299,7 @@ class ThroughputTable(StepCost):
             drafting=table.get("draft_seconds", 0.0),
             context_seconds=table.get("context_seconds", 0.0),
             trees=tuple(map(tuple, table.get("trees", ()))),
+            best_trees=tuple(map(tuple, table.get("best_trees", ()))),
             provenance=table.get("provenance", {}),
         )
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ class TreeScheduler(PrefixScheduler):
         # A copy that is not better than the last place brings nothing.
         copies = [chances if len(chances) and chances[0] > best.last else () for chances in prospects.copies]
         if any(map(len, copies)):
-            best = max(self._outlooks(prospects.siblings, copies, load), key=lambda outlook: outlook.rate)
+            best = max(usual.with_copies(copies), key=lambda outlook: outlook.rate)
         gain = best.rate / usual.chain_rate
         if gain <= LEAST_GAIN:
             return None
@@ -113,26 +113,17 @@ class TreeScheduler(PrefixScheduler):
         if key not in self._remembered or self._remembered[key].siblings is not siblings:
             of_chain = siblings.of_chain()
             chains = self.cost.round_seconds(load, load.num_requests * len(of_chain))[:: load.num_requests]
-            trees = _Outlook(siblings.best_nodes(self.num_nodes), self.cost.tree_seconds(load, self.num_nodes), load)
+            grown = self.cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
+            copied = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
+            trees = _Outlook(siblings.best_nodes(self.num_nodes), grown, load)
+            alone = _Outlook(np.zeros(self.num_nodes), copied - self.cost.draft_seconds(load), load, drafts=False)
             self._remembered.clear()
-            self._remembered[key] = _Usual(siblings, float((_kept(load, of_chain) / chains).max()), trees)
+            self._remembered[key] = _Usual(siblings, float((_kept(load, of_chain) / chains).max()), trees, alone)
         return self._remembered[key]
 
     @functools.cached_property
     def _remembered(self) -> dict[tuple[int, int, int], "_Usual"]:
         return {}
-
-    def _outlooks(
-        self, siblings: SiblingAcceptance, copies: Sequence[Sequence[float]], load: Load
-    ) -> list["_Outlook"]:
-        """Return what to expect of trees with copied branches, and of copies without a pass of the draft."""
-        trees = _with_copies(siblings.best_nodes(self.num_nodes), copies)
-        alone = _with_copies(np.zeros(self.num_nodes), copies)
-        seconds = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
-        return [
-            _Outlook(trees, self.cost.tree_seconds(load, self.num_nodes), load),
-            _Outlook(alone, seconds - self.cost.draft_seconds(load), load, drafts=False),
-        ]
 
 
 @dataclass(frozen=True)
@@ -167,11 +158,17 @@ class _Outlook:
 
 @dataclass(frozen=True)
 class _Usual:
-    """What to expect of trees and chains where nothing is copied."""
+    """What to expect where nothing is copied."""
 
     siblings: SiblingAcceptance
     chain_rate: float  # tokens per second of the best chains
     trees: _Outlook
+    alone: _Outlook  # of rounds without a pass of the draft, which copies could fill
+
+    def with_copies(self, copies: Sequence[Sequence[float]]) -> list[_Outlook]:
+        """Return what to expect of trees with copied branches, and of copies alone."""
+        both = (self.trees, self.alone)
+        return [replace(each, survivals=_with_copies(each.survivals, copies)) for each in both]
 
 
 def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.ndarray:
@@ -181,7 +178,7 @@ def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.
         if len(chances):
             together = np.concatenate([expected * (1.0 - chances[0]), np.cumprod(chances)])
             rows[row] = np.sort(together)[::-1][: len(expected)]
-    return np.mean(rows, axis=0)
+    return rows[0] if len(rows) == 1 else np.mean(rows, axis=0)
 
 
 def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
