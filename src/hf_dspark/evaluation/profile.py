@@ -304,47 +304,36 @@ def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int
     provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
     provenance["measured"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
     provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
-    # Each point at the shortest context, less what that context costs: the table adds the actual one.
-    context_seconds = target_cost.alpha + draft_cost.alpha
-    verify, drafts = (
-        [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
-        for name in ("target", "draft")
-    )
-    drafting = {sample.requests: sample.seconds for sample in drafts}
-    seconds = {
-        sample.verify_tokens: max(
-            sample.seconds + drafting[sample.requests] - context_seconds * sample.context_tokens, sample.seconds / 2
-        )
-        for sample in verify
-        if sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma)
-    }
-    chains, trees, best_chains, best_trees = (
-        [sample for sample in samples[name] if sample.context_tokens == shortest] for name in (*OF_DRAWN, *OF_BEST)
-    )
-    faster = 0.0
-    if chains:
-        drawn, best = chains[0].seconds - context_seconds * shortest, best_chains[0].seconds
-        # What the loop spends around the passes, and what these lose when they take turns.
-        around = max(0.0, drawn - seconds[1 + gamma])
-        seconds = {count: each + around for count, each in seconds.items()}
-        faster = chains[0].seconds - best  # chains of best tokens are; the table's rounds draw
-    tokens = tuple(sorted(seconds))
-    rates = tuple(1 / seconds[count] for count in tokens)
-    drafting_one = min(drafting[1], 0.9 / max(rates))
-    table = ThroughputTable(
-        tokens, rates, drafting_one, context_seconds, provenance,
-        _tree_points(trees, context_seconds), _tree_points(best_trees, context_seconds, faster),
-    )  # fmt: skip
+    table = _table(samples, shortest, gamma, target_cost.alpha + draft_cost.alpha, provenance)
     fit = {"target": target_fit, "draft": draft_fit}
     return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)
 
 
-def _tree_points(
-    samples: Sequence[Sample], context_seconds: float, more: float = 0.0
-) -> tuple[tuple[int, float], ...]:
-    """Return nodes and seconds of rounds, less what the context costs."""
-    less = [sample.seconds + more - context_seconds * sample.context_tokens for sample in samples]
-    return tuple(
-        (sample.verify_tokens - 1, max(seconds, sample.seconds / 2))
-        for sample, seconds in zip(samples, less, strict=True)
-    )
+def _table(
+    samples: dict[str, list[Sample]], shortest: int, gamma: int, context_seconds: float, provenance: dict[str, Any]
+) -> ThroughputTable:
+    """Return each point at the shortest context, less what that context costs: the table adds the actual one."""
+
+    def known(name: str) -> list[tuple[Sample, float]]:
+        part = [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
+        less = [sample.seconds - context_seconds * sample.context_tokens for sample in part]
+        return [(sample, max(seconds, sample.seconds / 2)) for sample, seconds in zip(part, less, strict=True)]
+
+    drafting = {sample.requests: sample.seconds for sample, _ in known("draft")}
+    rounds = {
+        sample.verify_tokens: seconds + drafting[sample.requests]
+        for sample, seconds in known("target")
+        if sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma)
+    }
+    # What the loop spends around the passes, and what these lose when they take turns.
+    around = max([0.0, *(seconds - rounds[1 + gamma] for _, seconds in known(OF_DRAWN[0]))])
+    # Chains of best tokens are drafted faster. The table's rounds draw.
+    chains = zip(known(OF_DRAWN[0]), known(OF_BEST[0]), strict=True)
+    faster = max([0.0, *(drawn - best for (_, drawn), (_, best) in chains)])
+    tokens = tuple(sorted(rounds))
+    rates = tuple(1 / (rounds[count] + around) for count in tokens)
+    return ThroughputTable(
+        tokens, rates, min(drafting[1], 0.9 / max(rates)), context_seconds, provenance,
+        trees=tuple((sample.verify_tokens - 1, seconds) for sample, seconds in known(OF_DRAWN[1])),
+        best_trees=tuple((sample.verify_tokens - 1, seconds + faster) for sample, seconds in known(OF_BEST[1])),
+    )  # fmt: skip
