@@ -325,11 +325,7 @@ def _table(
         for sample, seconds in known("target")
         if sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma)
     }
-    # What the loop spends around the passes, and what these lose when they take turns.
-    around = max([0.0, *(seconds - rounds[1 + gamma] for _, seconds in known(OF_DRAWN[0]))])
-    # Chains of best tokens are drafted faster. The table's rounds draw.
-    chains = zip(known(OF_DRAWN[0]), known(OF_BEST[0]), strict=True)
-    faster = max([0.0, *(drawn - best for (_, drawn), (_, best) in chains)])
+    around, faster = _beside_passes(samples)
     tokens = tuple(sorted(rounds))
     rates = tuple(1 / (rounds[count] + around) for count in tokens)
     return ThroughputTable(
@@ -337,3 +333,18 @@ def _table(
         trees=tuple((sample.verify_tokens - 1, seconds) for sample, seconds in known(OF_DRAWN[1])),
         best_trees=tuple((sample.verify_tokens - 1, seconds + faster) for sample, seconds in known(OF_BEST[1])),
     )  # fmt: skip
+
+
+def _beside_passes(samples: dict[str, list[Sample]]) -> tuple[float, float]:
+    """Return the seconds that the loop spends around the passes of a round, what these lose by taking turns included;
+    and how much faster chains of best tokens are drafted than drawn ones, as they are in all rounds of the table.
+    The least of all contexts: a round that is slow because of where its memory lies is so in every repetition."""
+    drawn, best = samples[OF_DRAWN[0]], samples[OF_BEST[0]]
+    passes = {(sample.context_tokens, sample.verify_tokens): sample.seconds for sample in samples["target"]}
+    drafting = {sample.context_tokens: sample.seconds for sample in samples["draft"] if sample.requests == 1}
+    around = [
+        chain.seconds - passes[chain.context_tokens, chain.verify_tokens] - drafting[chain.context_tokens]
+        for chain in drawn
+    ]
+    faster = [chain.seconds - other.seconds for chain, other in zip(drawn, best, strict=True)]
+    return max(0.0, min(around, default=0.0)), max(0.0, min(faster, default=0.0))
