@@ -107,6 +107,14 @@ def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
         assert plan(siblings, [0.95] * 20).cut > 0.0
 
 
+def test_doubtful_copies_do_not_keep_from_growing_the_trees_that_pay_without_them():
+    scheduler = TreeScheduler(machine(*JAGGED["flat"]))
+    for siblings in (DRAWN, BEST):
+        usual = scheduler.plan_tree(TreeProspects(siblings), Load()).gain
+        for chance in (0.1, 0.2, 0.4):
+            assert scheduler.plan_tree(TreeProspects(siblings, [[chance, 0.1]]), Load()).gain >= usual
+
+
 def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
     cost = ThroughputTable((1, 8, 32), (100, 96, 90), drafting=1e-3)
     for siblings in (DRAWN, BEST):

@@ -95,7 +95,8 @@ class TreeScheduler(PrefixScheduler):
         # A copy that is not better than the last place brings nothing.
         copies = [chances if len(chances) and chances[0] > best.last else () for chances in prospects.copies]
         if any(map(len, copies)):
-            best = max(usual.with_copies(copies), key=lambda outlook: outlook.rate)
+            # A copy may be what the draft proposes, too: it never makes the trees that are usual worse.
+            best = max([best, *usual.with_copies(copies)], key=lambda outlook: outlook.rate)
         gain = best.rate / usual.chain_rate
         if gain <= LEAST_GAIN:
             return None
