@@ -232,15 +232,11 @@ class BestTrees(TreeGrower):
         """Add children to the nodes of a level, of the draft's best tokens and their probabilities, `[F, ranks]`.
         Return the number of the parent of each node of the next level."""
         shares, is_law = self._shares(known)
-        copying = self._copying()
-        if copying:
-            ids, shares, known = _wider(ids), _wider(shares), _wider(known)
-            for number in copying:
-                order = self._with_copy(number, ids[number], shares[number], known[number])
-                for each in (ids, shares, known):
-                    each[number] = each[number, order]
-            if not is_law.all():
-                shares[~is_law] = 0.0
+        copying = [number for number in self._copying() if is_law[number]]
+        for number in copying:
+            order = self._with_copy(number, ids[number], shares[number], known[number])
+            for each in (ids, shares, known):
+                each[number] = each[number, order]
         survivals, counts = self._admit(shares)
         numbers, ranks = np.nonzero(np.arange(shares.shape[1]) < counts[:, None])
         of_children = (each[numbers, ranks].tolist() for each in (ids, survivals, known))
@@ -254,15 +250,19 @@ class BestTrees(TreeGrower):
         self._level = level
         return parents
 
-    def _with_copy(self, number: int, ids: np.ndarray, shares: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Put the token to copy after a node's own best ones, and return the order of their tests."""
+    def _with_copy(self, number: int, ids: np.ndarray, shares: np.ndarray, known: np.ndarray) -> list[int]:
+        """Put the token to copy among a node's own best ones, in the place of the last if it is none of them, and
+        return the order of their tests."""
         token, chance = self._next_copied(number)
-        own = np.flatnonzero(ids[:-1] == token)
-        ids[-1], known[-1] = token, known[0]
-        shares[-1] = max([chance, *shares[own].tolist()])
-        shares[:-1] *= 1.0 - chance
-        shares[own] = 0.0
-        return np.argsort(-shares, kind="stable")
+        tokens, chances = ids.tolist(), shares.tolist()
+        place = tokens.index(token) if token in tokens else -1
+        own = chances[place] if token in tokens else 0.0
+        chances = [each * (1.0 - chance) for each in chances]
+        chances[place] = max(chance, own)
+        if token not in tokens:
+            ids[place], known[place] = token, known[0]
+        shares[:] = chances
+        return sorted(range(len(chances)), key=lambda rank: -chances[rank])
 
     def _tokens(self) -> list[int]:
         return [self.trees[row].token_ids[place - 1] for row, place in self._level]
