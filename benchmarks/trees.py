@@ -9,6 +9,7 @@ python benchmarks/trees.py copies --pair out/smollm2 --prompts copying=examples/
 python benchmarks/trees.py example
 python benchmarks/trees.py machines --curves vidur_linear_layer_ms_vs_tokens.csv
 python benchmarks/trees.py replay --geometry qwen3-0.6b
+python benchmarks/trees.py decisions
 
 `fit` writes what is expected of nodes into the shipped draft's config, from questions that nothing else is measured
 on. `tau` compares trees of fixed budgets with the chain. `blocks` says what verifying a chain as a whole gains over
@@ -17,7 +18,8 @@ trees, in turns. `copies` compares trees with copied branches and without, on pr
 others. `example` keeps one real tree in which a sibling saved a round. `machines` computes the best chain and the
 best tree, for the acceptances of the shipped pair, from the shipped tables of this kind of CPU and from the step
 times of GPUs. `replay` times chains and trees with random weights of larger models; rounds accept as many drafts as
-those of the shipped pair did. Results are in results/trees_*.json.
+those of the shipped pair did. `decisions` times what it takes to decide about trees of 64 sequences. Results are in
+results/trees_*.json.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,14 @@ from hf_dspark.maths.costs import Load, ThroughputTable
 from hf_dspark.maths.policies import Policy, RoundOutcome
 from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
 from hf_dspark.maths.tree_fit import fit_siblings
-from hf_dspark.maths.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreeProspects
+from hf_dspark.maths.tree_plans import (
+    MOST_SIBLINGS,
+    SiblingAcceptance,
+    TreePlan,
+    TreeProspects,
+    usual_acceptance,
+)
+from hf_dspark.maths.trees import DraftTree
 from hf_dspark.models.modeling_draft import DraftModel
 
 BUDGETS = (7, 15, 31)
@@ -402,6 +411,48 @@ def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     write_result(RESULTS / "trees_machines.json", origin | {"rows": rows})
 
 
+def decisions(options: argparse.Namespace, origin: dict[str, Any]) -> None:
+    """Time the plan of a round for 64 sequences with copies, and all questions about their trees of 31 nodes."""
+    rows, load = [], Load(tuple(range(64)))
+    scheduler = TreeScheduler(ThroughputTable((1, 64, 2048), (100, 99, 90), 1e-3))  # a machine that verifies all
+    for is_drawn in (True, False):
+        siblings = usual_acceptance(is_drawn, 7)
+        prospects = TreeProspects(siblings, [(0.3, 0.3, 0.2)] * load.num_requests)
+        plans = [_timed(scheduler.plan_tree, prospects, load) for _ in range(options.repetitions)]
+        seconds, nodes = zip(*(_decided(plan, siblings, load) for _, plan in plans), strict=True)
+        rows.append({
+            "regime": "sampled" if is_drawn else "greedy", "requests": load.num_requests,
+            "nodes": statistics.mean(nodes), "plan_ms": round(1e3 * statistics.median(took for took, _ in plans), 3),
+            "trees_ms": round(1e3 * statistics.median(seconds), 3),
+        })  # fmt: skip
+        print(rows[-1])
+    write_result(RESULTS / "trees_decisions.json", origin | {"rows": rows})
+
+
+def _decided(plan: TreePlan, siblings: SiblingAcceptance, load: Load) -> tuple[float, float]:
+    """Return the seconds that a plan takes to shape the trees of all requests, level by level, and their mean size."""
+    trees, random = [DraftTree() for _ in load.request_ids], np.random.default_rng(0)
+    level, seconds = [(row, 0) for row in load.request_ids], 0.0
+    for depth in range(len(siblings.means)):
+        known = random.beta(6, 2, (len(level), 1))
+        known = known if siblings.is_drawn else known * 0.25 ** np.arange(MOST_SIBLINGS)
+        above = [trees[row].survivals[place - 1] if place else 1.0 for row, place in level]
+        survivals = siblings.shares(known) * np.array(above)[:, None]
+        took, counts = _timed(plan.admit, depth, [row for row, _ in level], survivals, trees)
+        seconds += took
+        children = [(row, place, survivals[number, rank]) for number, (row, place) in enumerate(level)
+                    for rank in range(counts[number])]  # fmt: skip
+        level = [(row, trees[row].add(place, 0, float(survival))) for row, place, survival in children]
+    took, kept = _timed(plan.kept, trees)
+    return seconds + took * (not siblings.is_drawn), statistics.mean(map(len, kept))
+
+
+def _timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    started = time.perf_counter()
+    found = function(*arguments)
+    return time.perf_counter() - started, found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="part", required=True)
@@ -414,6 +465,7 @@ def main() -> None:
         "example": example,
         "machines": machines,
         "replay": replay,
+        "decisions": decisions,
     }
     for name in parts:
         command = commands.add_parser(name)
@@ -441,6 +493,8 @@ def main() -> None:
             command.add_argument("--output", default="trees_replay.json")
             command.add_argument("--unpacked", action="store_true", help="without packed copies of the weights")
             command.add_argument("--rehearse", action="store_true", help="tiny models: tries the script")
+        elif name == "decisions":
+            command.add_argument("--repetitions", type=int, default=100)
         elif name == "tau":
             command.add_argument("--num_seeds", type=int, default=4, help="of sampled answers")
         else:

@@ -174,12 +174,10 @@ class _Usual:
 
 def _with_copies(expected: np.ndarray, copies: Sequence[Sequence[float]]) -> np.ndarray:
     """Return survivals of the best nodes if copied ones join them, the mean of all requests."""
-    rows = [expected for _ in copies]
-    for row, chances in enumerate(copies):
-        if len(chances):
-            together = np.concatenate([expected * (1.0 - chances[0]), np.cumprod(chances)])
-            rows[row] = np.sort(together)[::-1][: len(expected)]
-    return rows[0] if len(rows) == 1 else np.mean(rows, axis=0)
+    longest = max(map(len, copies))
+    chances = np.array([[*row, *[0.0] * (longest - len(row))] for row in copies])
+    together = np.concatenate([expected * (1.0 - chances[:, :1]), chances.cumprod(axis=1)], axis=1)
+    return -np.sort(-together, axis=1)[:, : len(expected)].mean(axis=0)
 
 
 def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
