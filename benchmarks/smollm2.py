@@ -86,9 +86,9 @@ TRIALS: dict[str, tuple[int, list[str]]] = {
     "taps: early layers": (1, ["--target_layer_ids", "1", "4", "7", "10", "13"]),
     "head: RNN": (1, ["--markov_head_type", "rnn"]),
     "losses: by token": (1, ["--losses_of", "dflash"]),
-    "DSpark, three times as long": (3, []),
-    "DFlash, three times as long": (3, ["--kind", "dflash"]),
-    "Eagle3, three times as long": (3, ["--kind", "eagle3", "--num_hidden_layers", "1"]),
+    "DSpark, twice as long": (2, []),
+    "DFlash, twice as long": (2, ["--kind", "dflash"]),
+    "Eagle3, twice as long": (2, ["--kind", "eagle3", "--num_hidden_layers", "1"]),
 }
 
 

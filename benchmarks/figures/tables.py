@@ -414,6 +414,15 @@ def smollm2_ways() -> Table:
     return Table(("", *tasks, "mean", "mean, 4 rows"), rows, ["smollm2_speed_spec_bench"])
 
 
+def smollm2_kinds_speed() -> Table:
+    """Speed-ups of whole blocks of three kinds of drafts that were trained alike, greedily, task by task."""
+    cells = load("smollm2_speed_paper")["cells"]
+    kinds = ("DSpark", "DFlash", "Eagle3")
+    taken = best_in_bold([[cell["methods"][kind]["speedup"] for cell in cells] for kind in kinds])
+    rows = [[kind, *row] for kind, row in zip(kinds, taken, strict=True)]
+    return Table(("", *(TASKS.get(cell["task"], cell["task"]) for cell in cells)), rows, ["smollm2_speed_paper"])
+
+
 def smollm2_trials() -> Table:
     """What small changes of the draft do after a short training, on held-out answers at temperature 1."""
     rows = []
@@ -500,7 +509,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
-        smollm2_ways, smollm2_trials,
+        smollm2_ways, smollm2_trials, smollm2_kinds_speed,
     )
 }  # fmt: skip
 
