@@ -1,11 +1,11 @@
 """Drafts of three kinds and an assistant for SmolLM2, trained alike: what they commit, and how fast they decode.
 And whether the shipped draft knows when it is right.
 
-for kind in dspark dflash dflash_fill_in eagle3; do
+for kind in dspark dflash dflash_fill_in eagle3; do  # Eagle3 with one layer
     python examples/smollm2/train.py --kind $kind --train_file out/smollm2/answers.jsonl ... \\
-        --output_dir out/smollm2/alike/$kind --num_hidden_layers 3 --max_steps 400
+        --output_dir out/smollm2/alike/$kind --num_hidden_layers 3 --max_steps 300
 done
-python benchmarks/smollm2.py assistant --train_file out/smollm2/answers.jsonl --max_steps 400
+python benchmarks/smollm2.py assistant --train_file out/smollm2/answers.jsonl --max_steps 300
 python benchmarks/smollm2.py tau --suite paper prompts/
 python benchmarks/smollm2.py speed --suite spec_bench spec_bench/
 python benchmarks/smollm2.py trials --train_file ... --eval_file ...
@@ -19,7 +19,8 @@ transformers, and the drafts here. Both read the drafts in `--models`, and leave
 on held-out answers. With `--names` it trains some of them; it reports all that are there.
 `confidence` records whole blocks of one draft by domain, and measures its calibration and what thresholds would have
 cut: with the draft's own fits, and fitted on every second prompt of the domain and measured on the others. It also
-says what a head would seem to be off that is always true, as the rounds are few. It goes on where it stopped.
+says what a head would seem to be off that is always true, as the rounds are few, and how well the probability of
+acceptance itself would tell what is accepted, which no head can know. It goes on where it stopped.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ from hf_dspark.maths.calibration import (
     CalibrationRounds,
     LogitFits,
     calibrated_confidence,
+    conditional_auc,
     fit_confidence,
     measure_calibration,
 )
@@ -86,6 +89,12 @@ TRIALS: dict[str, tuple[int, list[str]]] = {
     "taps: early layers": (1, ["--target_layer_ids", "1", "4", "7", "10", "13"]),
     "head: RNN": (1, ["--markov_head_type", "rnn"]),
     "losses: by token": (1, ["--losses_of", "dflash"]),
+    "rank 256": (1, ["--markov_rank", "256"]),
+    "block of 5": (1, ["--block_size", "5"]),
+    "twice the anchors": (1, ["--num_anchors", "32"]),
+    "learning rate 0.002": (1, ["--learning_rate", "0.002"]),
+    "learning rate 0.008": (1, ["--learning_rate", "0.008"]),
+    "AdamW, 0.001": (1, ["--optimizer", "adamw", "--learning_rate", "0.001"]),
     "DSpark, twice as long": (2, []),
     "DFlash, twice as long": (2, ["--kind", "dflash"]),
     "Eagle3, twice as long": (2, ["--kind", "eagle3", "--num_hidden_layers", "1"]),
@@ -106,8 +115,8 @@ def assistant(options: argparse.Namespace, _: dict[str, Any]) -> None:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=options.max_steps, per_device_train_batch_size=10, learning_rate=4e-3,
         lr_scheduler_type="linear", warmup_steps=options.max_steps // 6, logging_steps=50, save_steps=100,
-        save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none", seed=0, bf16=True,
-        use_cpu=not torch.accelerator.is_available(),
+        save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none", seed=0,
+        bf16=options.dtype == "bfloat16", use_cpu=not torch.accelerator.is_available(),
     )  # fmt: skip
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     trainer = Trainer(
@@ -124,8 +133,10 @@ def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     target, tokenizer = load_target(options)
     tasks, rows = suite_files(*options.suite), []
     prompts = {task: read_prompt_file(file, options.num_prompts) for task, file in tasks.items()}
-    for kind in filter(lambda kind: (Path(options.models) / kind).exists(), KINDS):
+    for kind in KINDS:
         draft = drafts_of(options, target, kind)
+        if draft is None:
+            continue
         for regime, sampling in REGIMES.items():
             limits = {"max_new_tokens": options.max_new_tokens, "batch_size": options.num_prompts, **sampling}
             found = evaluate(target, draft, prompts, tokenizer, **limits)
@@ -146,10 +157,10 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     fill_in = drafts_of(options, target, "dflash_fill_in")
     if fill_in is not None:
         folder = Path(options.models) / "dflash_fill_in_transformers"
-        found["fill_in"] = transformers_dflash(fill_in, target, folder).to(torch.bfloat16)
-    if (Path(options.models) / "assistant").exists():
+        found["fill_in"] = transformers_dflash(fill_in, target, folder).to(target.dtype)
+    if is_trained(Path(options.models) / "assistant"):
         found["assistant"] = AutoModelForCausalLM.from_pretrained(
-            Path(options.models) / "assistant", dtype=torch.bfloat16
+            Path(options.models) / "assistant", dtype=options.dtype
         )
     tasks = {}
     for task, file in suite_files(*options.suite).items():
@@ -166,23 +177,28 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
 def trials(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Train variants of the draft; report what they are expected to commit at temperature 1, and their time."""
     script = Path(__file__).parents[1] / "examples" / "smollm2" / "train.py"
-    common = ["--target", options.target, "--train_file", options.train_file, "--eval_file", options.eval_file]
-    common += ["--batch_size", str(options.batch_size), "--num_hidden_layers", "3"]
+    common = ["--batch_size", str(options.batch_size), "--num_anchors", str(options.num_anchors)]
+    common += ["--num_hidden_layers", "3", "--dtype", options.dtype]
+    files = ["--target", options.target, "--train_file", options.train_file, "--eval_file", options.eval_file]
     states, rows = ["--feature_cache_dir", str(Path(options.models) / "trials" / "states")], []
     for name, (times, changed) in TRIALS.items():
-        own = [*common, "--max_steps", str(times * options.max_steps)]
-        own += [] if "eagle3" in changed else SMALL_VOCABULARY
-        own += [] if "--target_layer_ids" in changed else states  # all others read the same layers
+        words = [*common, "--max_steps", str(times * options.max_steps)]
+        words += [] if "eagle3" in changed else SMALL_VOCABULARY
+        words += changed
+        own = [*files, *words] + ([] if "--target_layer_ids" in changed else states)  # all others read the same layers
         folder = Path(options.models) / "trials" / "".join(c if c.isalnum() else "_" for c in name)
-        if name in options.names and not (folder / "model.safetensors").exists():
-            subprocess.run([sys.executable, script, *own, "--output_dir", str(folder), *changed], check=True)
-        if (folder / "model.safetensors").exists():
+        if name in options.names and not is_trained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "words.json").write_text(json.dumps(words))
+            subprocess.run([sys.executable, script, *own, "--output_dir", str(folder)], check=True)
+        if is_trained(folder):
             log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
             measured, timed = (
                 next(entry for entry in reversed(log) if key in entry) for key in ("eval_tau", "train_runtime")
             )
             parts = {key.removeprefix("eval_"): value for key, value in measured.items() if key.startswith("eval_")}
-            rows.append({"name": name, "steps": measured["step"], "seconds": timed["train_runtime"]} | parts)
+            facts = {"name": name, "steps": measured["step"], "seconds": timed["train_runtime"]}
+            rows.append(facts | {"words": json.loads((folder / "words.json").read_text())} | parts)
             print(name, number(parts["tau"]))
     write_result(RESULTS / "smollm2_trials.json", {"provenance": origin, "rows": rows})
 
@@ -190,7 +206,7 @@ def trials(options: argparse.Namespace, origin: dict[str, Any]) -> None:
 def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Calibration of c_k, and the rounds that thresholds would cut: DSpark Figures 5 and 6 on this target."""
     target, tokenizer = load_target(options)
-    draft = load_draft(options.draft, dtype=torch.bfloat16).bind(target)
+    draft = load_draft(options.draft, dtype=options.dtype).bind(target)
     tasks, rows = suite_files(*options.suite), []
     for domain, regime in itertools.product(DOMAINS, REGIMES):
         prompts = [
@@ -210,6 +226,7 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         thresholds = replay(THRESHOLDS, known, rounds.num_accepted[whole])
         found = measure(rounds, fits) | {
             "mean_ece_of_a_true_head": mean_ece(as_predicted(rounds, fits), fits),
+            "auc_of_the_law": conditional_auc(replace(rounds, logits=rounds.acceptance.logit(eps=1e-6))),
             "mean_ece_fitted_on_the_other_half": sum(
                 mean_ece(measured, fit_confidence(fitted)) for fitted, measured in (halves, halves[::-1])
             ) / 2,
@@ -250,13 +267,18 @@ def as_predicted(rounds: CalibrationRounds, fits: LogitFits) -> CalibrationRound
 
 
 def load_target(options: argparse.Namespace) -> tuple[PreTrainedModel, Any]:
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16).eval()
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).eval()
     return target, AutoTokenizer.from_pretrained(options.target)
 
 
 def drafts_of(options: argparse.Namespace, target: PreTrainedModel, kind: str) -> DraftModel | None:
     folder = Path(options.models) / kind
-    return load_draft(folder, dtype=torch.bfloat16).bind(target) if folder.exists() else None
+    return load_draft(folder, dtype=options.dtype).bind(target) if is_trained(folder) else None
+
+
+def is_trained(folder: Path) -> bool:
+    """Tell whether a model was trained to its end: its weights are written last."""
+    return (folder / "model.safetensors").exists()
 
 
 def main() -> None:
@@ -266,6 +288,7 @@ def main() -> None:
     for name in parts:
         command = commands.add_parser(name)
         command.add_argument("--target", default="out/smollm2/target")
+        command.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="the fast one here")
         command.add_argument("--models", default="out/smollm2/alike", help="a folder with a folder for each kind")
         if name == "assistant":
             command.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
@@ -276,7 +299,8 @@ def main() -> None:
             command.add_argument("--train_file", required=True, help="answers, as hf-dspark regenerate writes them")
             command.add_argument("--eval_file", required=True, help="answers to prompts that are not trained on")
             command.add_argument("--max_steps", type=int, default=300)
-            command.add_argument("--batch_size", type=int, default=10, help="answers of a step")
+            command.add_argument("--batch_size", type=int, default=8, help="answers of a step")
+            command.add_argument("--num_anchors", type=int, default=16, help="blocks of an answer and step")
             command.add_argument("--names", nargs="*", choices=TRIALS, default=list(TRIALS), help="to train")
             continue
         command.add_argument("--suite", nargs=2, required=True, metavar=("SUITE", "FOLDER"))
@@ -284,8 +308,8 @@ def main() -> None:
         command.add_argument("--max_new_tokens", type=int, default=128)
         if name == "confidence":
             command.add_argument("--draft", default="examples/smollm2/draft")
-            continue
-        command.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of a batch, of `speed`")
+        if name == "speed":
+            command.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of a batch")
     options = parser.parse_args()
     parts[options.part](options, provenance_of(parser, options))
 

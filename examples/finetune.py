@@ -16,7 +16,6 @@ import torch
 from domains import code_rows
 from muon import MuonWithAdamW
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import (
     DSparkDraftModel,
@@ -28,6 +27,7 @@ from hf_dspark import (
 )
 from hf_dspark.evaluation.metrics import comparison_table
 from hf_dspark.provenance import provenance
+from hf_dspark.training.resume import last_checkpoint
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
@@ -78,7 +78,7 @@ def main() -> None:
 
     arguments = DSparkTrainingArguments(
         output_dir=str(folder), max_steps=options.steps, per_device_train_batch_size=8, num_anchors=32,
-        learning_rate=options.learning_rate, warmup_steps=20, logging_steps=25, save_steps=100, save_total_limit=1,
+        learning_rate=options.learning_rate, warmup_steps=20, logging_steps=25, save_steps=100, save_total_limit=2,
         report_to="none",
     )  # fmt: skip
     optimizer = MuonWithAdamW(
@@ -87,7 +87,7 @@ def main() -> None:
     trainer = DSparkTrainer(
         draft, target, arguments, train_dataset=rows, processing_class=tokenizer, optimizers=(optimizer, None)
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
     calibration_error = {}
     for regime, sampling in REGIMES.items():
         report = calibrate(

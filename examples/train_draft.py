@@ -11,10 +11,10 @@ import torch
 from muon import MuonWithAdamW
 from regenerate import regenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
 from hf_dspark.data.conversations import prepare_rows
+from hf_dspark.training.resume import last_checkpoint
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     arguments = DSparkTrainingArguments(
         output_dir=options.output_dir, num_train_epochs=options.epochs, per_device_train_batch_size=16,
         per_device_eval_batch_size=16, num_anchors=48, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40,
-        logging_steps=20, eval_strategy="steps", eval_steps=300, save_steps=100, save_total_limit=1,
+        logging_steps=20, eval_strategy="steps", eval_steps=300, save_steps=100, save_total_limit=2,
         train_sampling_strategy="group_by_length", report_to="none", seed=0,
     )  # fmt: skip
     trainer = DSparkTrainer(
@@ -53,7 +53,7 @@ def main() -> None:
         optimizers=(MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias")),
         None),
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(options.output_dir))
     print(trainer.evaluate())
     trainer.state.save_to_json(str(Path(options.output_dir) / "trainer_state.json"))
     draft.to(torch.bfloat16).save_pretrained(options.output_dir)

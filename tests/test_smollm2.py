@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel
@@ -36,7 +37,7 @@ def test_prompts_that_an_evaluation_asks_are_not_trained_on(tmp_path, monkeypatc
     asked = jsonl(tmp_path / "asked.jsonl", {"turns": ["Please solve this. " + long.upper(), "Why?"]}, "Say hello!")
     others = [f"How much is {number} plus one?" for number in range(39)]
     own = jsonl(tmp_path / "own.jsonl", *others, {"prompt": f"{long} Explain."}, "say: Hello", "Say hello to Ann.")
-    words = ["select", "--kinds", f"own={own}", "--evaluations", asked, "--output_dir", str(tmp_path / "chosen")]
+    words = ["select", "--domains", f"own={own}", "--evaluations", asked, "--output_dir", str(tmp_path / "chosen")]
     monkeypatch.setattr(sys, "argv", words)
     select_prompts.main()
     parts = {}
@@ -46,6 +47,45 @@ def test_prompts_that_an_evaluation_asks_are_not_trained_on(tmp_path, monkeypatc
     assert parts["train"] | parts["held_out"] == {*others, "Say hello to Ann."}
     assert len(parts["held_out"]) == 2 and not parts["train"] & parts["held_out"]
     assert capsys.readouterr().out == "own: 40 prompts that no evaluation asks\n"
+
+
+def test_evaluations_that_are_not_there_are_named_before_work_starts(tmp_path, monkeypatch, capsys):
+    import select_prompts
+
+    words = ["select", "--evaluations", f"spec_bench={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="lacks mt_bench.jsonl, translation.jsonl"):
+        select_prompts.main()
+    for task in SUITES["spec_bench"]:
+        jsonl(tmp_path / f"{task}.jsonl", "How old is the moon?")
+    select_prompts.main()
+    own = jsonl(tmp_path / "own.jsonl", "How old is the moon?", "How old is the sun?")
+    monkeypatch.setattr(sys, "argv", [*words, "--domains", f"own={own}", "--output_dir", str(tmp_path / "chosen")])
+    select_prompts.main()
+    assert capsys.readouterr().out == "own: 1 prompts that no evaluation asks\n"
+
+
+def test_questions_go_on_after_a_line_that_was_cut_short(make_target, chat_tokenizer, tmp_path, monkeypatch):
+    import write_questions
+
+    make_target().save_pretrained(tmp_path / "target")
+    chat_tokenizer.chat_template = "<|im_start|> system <|im_start|> user {{ messages[0].content }}"
+    chat_tokenizer.save_pretrained(tmp_path / "target")
+    file = tmp_path / "questions.jsonl"
+    words = ["write", "--target", str(tmp_path / "target"), "--output_file", str(file), "--dtype", "float32"]
+    monkeypatch.setattr(write_questions, "BATCH", 4)
+    monkeypatch.setattr(write_questions, "as_question", lambda text, whole: text)
+
+    def written(number, seed=0):
+        monkeypatch.setattr(sys, "argv", [*words, "--num_questions", str(number), "--seed", str(seed)])
+        write_questions.main()
+        return [json.loads(line)["prompt"] for line in file.read_text().splitlines()]
+
+    first = written(3)
+    file.write_text(file.read_text() + '{"prompt": "cut sh')
+    assert written(6)[: len(first)] == first and len(set(written(6))) >= 6
+    with pytest.raises(ValueError, match="differs in seed"):
+        written(6, seed=1)
 
 
 def test_a_question_ends_with_a_sentence():
@@ -84,7 +124,7 @@ def test_tasks_are_made_of_code_questions_and_texts(tmp_path, monkeypatch):
     [
         ("dspark", ["--markov_rank", "4", "--draft_vocab_size", "8"]),
         ("dflash", ["--draft_vocab_size", "8", "--optimizer", "adamw"]),
-        ("dflash_fill_in", ["--copy_layers_from", "1"]),
+        ("dflash_fill_in", []),
         ("eagle3", []),
     ],
 )
@@ -112,6 +152,25 @@ def test_drafts_of_all_kinds_learn_from_the_same_answers(
         assert draft.config.sample_from_anchor == (kind != "dflash_fill_in")
     if "--draft_vocab_size" in words:
         assert {1, 3, 5, 6, 7, 8, 9} < set(draft.draft_token_ids().tolist())
+
+
+def test_the_weights_of_a_trained_draft_are_written_last(make_target, make_draft, tmp_path, monkeypatch):
+    import train
+
+    written, honest = [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, other: written.append(other.name) or honest(self, other))
+    train.save(make_draft(make_target()), tmp_path)
+    assert written[-1] == "model.safetensors" and sorted(written) == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_draft_that_is_trained_on_keeps_its_shape(monkeypatch, capsys):
+    import train
+
+    words = ["--train_file", "a", "--eval_file", "a", "--output_dir", "out", "--draft", "draft", "--block_size", "5"]
+    monkeypatch.setattr(sys, "argv", ["train", *words, "--num_hidden_layers", "3"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "leave --num_hidden_layers, --block_size out" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -160,9 +219,13 @@ def test_a_folder_that_holds_something_else_is_left_alone(prepared, tmp_path):
     assert (tmp_path / "target" / "notes.txt").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_nothing_and_the_next_run_goes_on(prepared, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
+def test_a_full_disk_leaves_nothing_and_the_next_run_goes_on(prepared, tmp_path, monkeypatch, error):
     def full(self, folder):
-        raise OSError(28, "No space left on device")
+        folder.mkdir()
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "save_pretrained", full)

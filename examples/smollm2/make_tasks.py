@@ -21,6 +21,8 @@ from pathlib import Path
 
 from select_prompts import texts_of
 
+from hf_dspark.files import replace_text
+
 LONGEST_HEAD = 700  # characters of a function's head with its text
 STEPS = "\nReason step by step. Put your final answer within \\boxed{}."
 PASSAGE = (300, 2400)  # characters
@@ -82,7 +84,7 @@ def main() -> None:
     random.Random(0).shuffle(prompts)
     path = Path(options.output_file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts[: options.num_prompts]))
+    replace_text(path, "".join(json.dumps({"prompt": text}) + "\n" for text in prompts[: options.num_prompts]))
     print(f"{min(len(prompts), options.num_prompts)} of {len(prompts)} prompts")
 
 

