@@ -200,7 +200,7 @@ def trials(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             facts = {"name": name, "steps": measured["step"], "seconds": timed["train_runtime"]}
             rows.append(facts | {"words": json.loads((folder / "words.json").read_text())} | parts)
             print(name, number(parts["tau"]))
-    write_result(RESULTS / "smollm2_trials.json", {"provenance": origin, "rows": rows})
+    write_result(RESULTS / f"{options.result}.json", {"provenance": origin, "rows": rows})
 
 
 def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     target, tokenizer = load_target(options)
     draft = load_draft(options.draft, dtype=options.dtype).bind(target)
     tasks, rows = suite_files(*options.suite), []
-    for domain, regime in itertools.product(DOMAINS, REGIMES):
+    for domain, regime in itertools.product(DOMAINS, options.regimes):
         prompts = [
             prompt for task in DOMAINS[domain] for prompt in read_prompt_file(tasks[task], options.num_prompts).prompts
         ]
@@ -238,7 +238,7 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             {key: value for key, value in found.items() if key not in ("raw", "calibrated")},
             flush=True,
         )
-    write_result(RESULTS / "smollm2_confidence.json", {"provenance": origin, "rows": rows})
+    write_result(RESULTS / f"{options.result}.json", {"provenance": origin, "rows": rows})
 
 
 def rounds_file(options: argparse.Namespace, domain: str, regime: str, half: int) -> Path:
@@ -301,6 +301,7 @@ def main() -> None:
             command.add_argument("--max_steps", type=int, default=300)
             command.add_argument("--batch_size", type=int, default=8, help="answers of a step")
             command.add_argument("--num_anchors", type=int, default=16, help="blocks of an answer and step")
+            command.add_argument("--result", default="smollm2_trials", help="the name of its file")
             command.add_argument("--names", nargs="*", choices=TRIALS, default=list(TRIALS), help="to train")
             continue
         command.add_argument("--suite", nargs=2, required=True, metavar=("SUITE", "FOLDER"))
@@ -308,6 +309,8 @@ def main() -> None:
         command.add_argument("--max_new_tokens", type=int, default=128)
         if name == "confidence":
             command.add_argument("--draft", default="examples/smollm2/draft")
+            command.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+            command.add_argument("--result", default="smollm2_confidence", help="the name of its file")
         if name == "speed":
             command.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of a batch")
     options = parser.parse_args()
