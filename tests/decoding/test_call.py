@@ -135,6 +135,35 @@ def test_criteria_get_the_scores_they_would_get_from_plain_generate(target, draf
     assert seen[0] == seen[1]
 
 
+class AnyAfter(StoppingCriteria):
+    """Looks for a token among what is new, after the columns of the prompt."""
+
+    def __init__(self, width, token):
+        self.width, self.token = width, token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, self.width :] == self.token).any(dim=1)
+
+
+def test_criteria_see_the_padding_as_in_plain_generate(target, draft, prompts):
+    batch = padded(prompts)
+    plain = target.generate(**batch, **GREEDY)
+    width = batch["input_ids"].shape[1]
+    for row in range(len(prompts)):
+        ends = [AnyAfter(width, int(plain[row, width + 2]))]
+        expected = target.generate(**batch, stopping_criteria=ends, **GREEDY)
+        assert torch.equal(target.generate(**batch, assistant_model=draft, stopping_criteria=ends, **GREEDY), expected)
+
+
+def test_criteria_that_answer_for_other_rows_are_refused(target, draft, prompts):
+    class Flags(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(2, dtype=torch.bool)
+
+    with pytest.raises(ValueError, match=r"answered for 2 rows and was given one \(Flags\)"):
+        target.generate(**padded(prompts[:2]), assistant_model=draft, stopping_criteria=[Flags()], **GREEDY)
+
+
 def test_criteria_that_cannot_be_copied_are_shared(target, draft, prompts):
     class Button(StoppingCriteria):
         pressed = None

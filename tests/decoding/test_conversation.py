@@ -150,6 +150,18 @@ def test_a_slot_cache_becomes_a_dynamic_one_for_plain_generate(first_turn, targe
     assert second[0, len(whole) :].tolist() == alone(target, whole)
 
 
+def test_a_refused_turn_leaves_the_cache_as_it_was(first_turn, target, draft):
+    cache, said = first_turn(2)
+    lengths = tuple(cache.lengths)
+    edited = padded([[50, *said[0][1:6]], [50, 51, 52, 53, 54, 55]])  # of the second row nothing is the same
+    with pytest.raises(ValueError, match="of sequence"):
+        target.generate(**edited, past_key_values=cache, assistant_model=draft, **GREEDY)
+    assert tuple(cache.lengths) == lengths
+    batch = padded(said)
+    output = target.generate(**batch, past_key_values=cache, assistant_model=draft, **GREEDY)
+    assert_rows(output, batch["input_ids"].shape[1], [alone(target, whole) for whole in said])
+
+
 def test_caches_that_contradict_the_prompts_are_refused(first_turn, target, draft, prompts):
     of_two, of_one = first_turn(2)[0], first_turn(1)[0]
     dynamic, dynamic_of_three = (DynamicCache(config=target.config) for _ in range(2))

@@ -1,5 +1,7 @@
 """More prompts than rows: each as if alone, results as they finish, failures alone."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -138,6 +140,29 @@ def test_a_failing_criterion_fails_alone(many, assert_alone, prompts, at_once):
     results = many(prompts[:4], batch_size=4, stopping_criteria=[breaks], **NO_END)
     assert isinstance(results[0].error, KeyError)
     assert_alone(results, prompts, (1, 2, 3), **NO_END)
+
+
+def test_neighbours_of_a_failing_criterion_end_at_their_first_token(many, prompts):
+    breaks = RaisesAt(prompts[0], len(prompts[0]) + 1)
+    alike = many(prompts[:4], batch_size=4, max_new_tokens=1, stopping_criteria=[breaks], **NO_END)
+    assert [len(alike[index].token_ids) for index in (1, 2, 3)] == [1, 1, 1]
+    first = int(alike[2].token_ids[0])
+    ends = many(prompts[:4], batch_size=4, stopping_criteria=[breaks], eos_token_id=first)
+    assert ends[2].token_ids.tolist() == [first] and ends[2].error is None
+
+
+def test_a_draft_that_served_another_target_goes_on_with_its_own(target, draft, prompts):
+    alone = [len(result.token_ids) for result in generate_many(target, draft, prompts[:4], batch_size=1, **GREEDY)]
+    rounds = draft.last_stats.rounds
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.neg_()
+    results = generate_many(target, draft, prompts[:4], batch_size=1, **GREEDY)
+    lengths = [len(next(results).token_ids)]
+    statistics = draft.last_stats
+    other.generate(torch.tensor([prompts[0]]), assistant_model=draft, max_new_tokens=4, do_sample=False)
+    lengths += [len(result.token_ids) for result in results]
+    assert lengths == alone and statistics.rounds == rounds
 
 
 def test_errors_that_belong_to_no_prompt_are_raised_at_once(target, draft, prompts):

@@ -10,6 +10,7 @@ from hf_dspark import (
     DecodingOptions,
     DSparkConfig,
     DSparkDraftModel,
+    PromptLookup,
     ThroughputTable,
     TreeBudget,
     TreeScheduler,
@@ -91,6 +92,31 @@ def test_sure_copies_save_the_drafts_pass_and_the_draft_reads_them_later(make_ta
     output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
     assert output[0, 8:].tolist() == ([30, 5, 9] * 134)[:400]
     assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("copies_alone", [False, True])
+def test_a_constraint_is_not_asked_about_copies_that_it_forbids(make_target, do_sample, copies_alone):
+    """A trie of allowed answers knows no prefix that plain decoding cannot come to."""
+    target, prompt = make_target(), [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+    answer, asked = [5, 6, 20, 21, 5, 6, 22, 23], []
+
+    def allowed(_, token_ids):
+        new = token_ids[len(prompt) :].tolist()
+        asked.append(new)
+        return [answer[len(new)]] if new == answer[: len(new)] else []
+
+    draft = PromptLookup(target)
+    if not copies_alone:
+        torch.manual_seed(1)
+        draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+        draft.decoding = DecodingOptions(policy=TreeBudget(15))
+    output = target.generate(
+        torch.tensor([prompt]), assistant_model=draft, do_sample=do_sample, max_new_tokens=len(answer), pad_token_id=0,
+        prefix_allowed_tokens_fn=allowed,
+    )  # fmt: skip
+    assert output[0, len(prompt) :].tolist() == answer
+    assert all(new == answer[: len(new)] for new in asked)
 
 
 def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target, monkeypatch):

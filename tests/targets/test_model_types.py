@@ -181,6 +181,49 @@ def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():
     assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
 
 
+def longrope_pair(model_type, switch):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    facts = {"rope_parameters": rope | {"factor": 8.0, "original_max_position_embeddings": switch}}
+    return make_pair(model_type, facts | {"original_max_position_embeddings": switch})
+
+
+@pytest.mark.parametrize("switch", [12, 13, 20, 31])
+def test_frequencies_that_switch_at_a_length_switch_there(monkeypatch, switch):
+    target, draft = longrope_pair("llama", switch)
+    ids, record = torch.tensor([PROMPTS[2]]), {"return_dict_in_generate": True, "output_logits": True}
+    plain = target.generate(ids, **PLAIN, **record)
+    know_the_answers(monkeypatch, plain.sequences.tolist())
+
+    def difference():
+        output = target.generate(ids, assistant_model=draft, **PLAIN, **record)
+        return max(
+            float((ours - theirs).abs().max()) for ours, theirs in zip(output.logits, plain.logits, strict=True)
+        )
+
+    assert difference() < 1e-4 and draft.last_stats.tau > 1.5
+    for policy in (TreeBudget(9), TreeBudget(3)):
+        draft.decoding = DecodingOptions(policy=policy)
+        assert difference() < 1e-4
+    draft.decoding = DecodingOptions()
+    if 13 < switch < 31:  # otherwise no pass would reach over it by chance
+        monkeypatch.setattr("hf_dspark.decoding.drafter.rope_switches", lambda target: [])
+        assert difference() > 1e-2
+
+
+def test_targets_that_read_again_where_frequencies_switch_do_not_cross_it():
+    target, draft = longrope_pair("phi3", 20)
+    ids = torch.tensor([PROMPTS[2]])  # 12 tokens
+    with pytest.raises(ValueError, match="beyond 20 tokens.*max_new_tokens=9 at most"):
+        target.generate(ids, assistant_model=draft, **PLAIN)
+    assert_same_tokens(target, draft, ids, **(PLAIN | {"max_new_tokens": 9}))
+    assert_same_tokens(target, draft, torch.tensor([PROMPTS[2] * 2]), **PLAIN)
+    llama, draft = longrope_pair("llama", 20)
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
+    with pytest.raises(ValueError, match="beyond 20 tokens.*max_new_tokens=9 at most"):
+        llama.generate(ids, assistant_model=draft, **PLAIN)
+    assert_same_tokens(llama, draft, ids, **(PLAIN | {"max_new_tokens": 9}))
+
+
 def test_drafts_end_with_a_learned_position_table(monkeypatch):
     target, draft = make_pair("gpt2", {"num_key_value_heads": 4, "max_position_embeddings": 30, "n_positions": 30})
     ids = torch.tensor([PROMPTS[2]])

@@ -26,6 +26,8 @@ def decode_call(
     cache = open_cache(given, len(call.input_ids), num_layers(target))
     prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
     requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(prompts)]
+    for row, prompt in enumerate(prompts):  # no row was refused
+        cache.truncate(row, prompt.cached)
     longest = max(request.hidden_prompt + request.max_length for request in requests)
     cache.limit = longest + call.policy.most_nodes
     conversation = Conversation.begin_turn(cache, draft, requests)
@@ -59,12 +61,14 @@ def decode_call(
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
     processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
+    columns = call.input_ids[row : row + 1] if prompt.padding else None
+    criteria = own_criteria(call.stopping_criteria) if row else call.stopping_criteria
     return Request(
         id=request_id,
         token_ids=prompt.token_ids,
         max_length=call.max_length - prompt.padding,
         processors=processors,
-        stop_rule=StopRule(own_criteria(call.stopping_criteria) if row else call.stopping_criteria),
+        stop_rule=StopRule(criteria, columns, len(prompt.token_ids)),
         hidden_prompt=prompt.hidden,
         earlier_ids=prompt.earlier_ids,
     )

@@ -14,7 +14,7 @@ from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
 from ..targets.layer_kinds import is_stateful, keeps_states, slot_cache_obstacle, tree_obstacle
-from ..targets.slot_attention import rope_parameters
+from ..targets.slot_attention import rope_parameters, rope_switches
 from .processing import is_built_in
 from .request import KNOWN_CRITERIA, Call, copy_of
 
@@ -26,6 +26,8 @@ KNOWN_ARGUMENTS = INPUT_ARGUMENTS | OUTPUT_ARGUMENTS | LOOP_ARGUMENTS
 # Which tokens of a prompt are images: all zero for text.
 MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Models that read their whole text again where the frequencies of longrope switch.
+READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
 # Options that ask for drafts of another kind.
 OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "speculation_type")
 # Built-in processors that keep state between calls: drafting would advance it.
@@ -181,6 +183,16 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
     context, longest = getattr(text, "max_position_embeddings", None), int(lengths.max())
     if context is not None and longest > context:
         raise ValueError(f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it")
+    cached = 0 if cache is None else cache.get_seq_length()
+    if obstacle is not None or text.model_type in READS_AGAIN:
+        longest_at_end = longest + call.max_length - input_ids.shape[1]
+        for switch in rope_switches(target):
+            if (cached or longest) <= switch < longest_at_end - 1:
+                raise ValueError(
+                    f"{type(target).__name__} rotates otherwise beyond {switch} tokens, and plain decoding then reads "
+                    f"tokens again or one by one: give max_new_tokens={max(1, switch + 1 - longest)} at most, a "
+                    f"prompt of more than {switch} tokens without past_key_values, or drop assistant_model"
+                )
     if cache is not None and "Static" in type(cache).__name__:
         raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
     if obstacle is not None:

@@ -93,16 +93,16 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
     if past == 0:
         return PromptRow(**place, fed=token_ids)
     if isinstance(given, SlotCache):
-        _keep_common_prefix(row, token_ids, cache)
+        cached = _common_prefix(row, token_ids, cache)
     elif past < width and bool(real[past:].any()):
         # Its features are not known: the draft starts after it.
         cache.take_row(given, row, real[:past].nonzero()[:, 0])
+        cached = cache.lengths[row]
     else:
         raise ValueError(
             f"past_key_values holds {past} columns, the prompts have {width}: pass the whole conversation with "
             "something new after it"
         )
-    cached = cache.lengths[row]
     return PromptRow(**place, fed=token_ids[cached:], cached=cached)
 
 
@@ -116,10 +116,10 @@ def _earlier_ids(row: int, claimed: int, cache: SlotCache) -> torch.Tensor | Non
     return None if cache.conversation is None else cache.conversation.token_ids[row]
 
 
-def _keep_common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> None:
-    """Keep what is still true of a cached row, given the whole conversation."""
+def _common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> int:
+    """Return how much is still true of a cached row, given the whole conversation."""
     if cache.lengths[row] == 0:
-        return
+        return 0
     known = cache.conversation.token_ids[row]
     if known is None:
         raise ValueError(
@@ -140,7 +140,7 @@ def _keep_common_prefix(row: int, token_ids: torch.Tensor, cache: SlotCache) -> 
     if same < len(known):
         same = max(0, same - 1)  # an autoregressive draft read the last one together with a token that is gone
     same = min(same, len(token_ids) - 1)  # at least one position has to give logits
-    cache.truncate(row, cache.reachable(row, same))
+    return cache.reachable(row, same)
 
 
 @dataclass

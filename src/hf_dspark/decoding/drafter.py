@@ -15,9 +15,10 @@ from ..maths.policies import RoundOutcome
 from ..maths.sampling import DraftBlock, Grower, Sampler, VerifiedBlock
 from ..maths.tree_plans import TreePlan, TreeProspects, no_acceptance
 from ..maths.trees import DraftTree
-from ..models.modeling_draft import DraftModel
+from ..models.modeling_draft import DraftModel, lm_head_of
 from ..models.slot_cache import SlotCache
 from ..targets.layer_kinds import tree_obstacle
+from ..targets.slot_attention import rope_switches
 from .growing import BestTrees, DrawnTrees
 from .ngrams import Copy, CopyFinder
 from .processing import BlockProcessor, Scores
@@ -58,6 +59,7 @@ class Drafter:
         grows_trees: bool = True,
     ) -> None:
         self.draft = draft.bind(target)
+        self._borrowed = target.get_input_embeddings(), lm_head_of(target), target.dtype
         self.cache = SlotCache() if cache is None else cache
         self.policy = call.policy.fresh()
         self.statistics = draft.last_stats = RoundStatistics(policy=self.policy)
@@ -69,6 +71,7 @@ class Drafter:
         eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
         self._ends = frozenset(() if eos_token_ids is None else eos_token_ids.flatten().tolist())
         self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._rope_switches = rope_switches(target)
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
         self._confidence_fits = None if fits is None else torch.tensor(fits, device=draft.device)
@@ -83,6 +86,11 @@ class Drafter:
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept of a request that ended: a queue may be long."""
+        self._finders.pop(request_id, None)
+        self._given_up.discard(request_id)
+
     def noise(self, requests: Sequence[Request]) -> BlockNoise | None:
         """Return the noise of the coming block of each request; `None` when decoding is greedy."""
         if not self._do_sample:
@@ -96,6 +104,7 @@ class Drafter:
         DSpark Eq. 3-7, Algorithm 1.
         """
         started = time.perf_counter()
+        self.draft.bind_parts(*self._borrowed)  # another call may have used the draft since
         load = Load(
             tuple(request.id for request in requests),
             context_tokens=sum(request.anchor_position + 1 for request in requests),
@@ -144,7 +153,10 @@ class Drafter:
         if request.id in self._given_up:
             return 0
         room = request.max_length - request.length - 1
-        return room if self._num_positions is None else min(room, self._num_positions - 1 - request.anchor_position)
+        # Plain decoding reads the tokens before a switch of frequencies in passes of their own.
+        lengths = [length for length in self._rope_switches if length > request.anchor_position]
+        lengths += [] if self._num_positions is None else [self._num_positions]
+        return min([room, *(length - 1 - request.anchor_position for length in lengths)])
 
     def _tokens_to_draft(self, max_lengths: torch.Tensor, load: Load) -> int:
         """Return how long the blocks have to be. It is decided before anything is drawn, so it biases nothing."""
@@ -284,7 +296,7 @@ class Drafter:
         stats.depths += proposal.depths
         stats.accepted += num_accepted.tolist()
         stats.committed += num_committed
-        of_chains = proposal.confidence if proposal.trees is None else None
+        of_chains = None if proposal.trees is not None or proposal.confidence is None else proposal.confidence.cpu()
         stats.confidence += [None] * len(requests) if of_chains is None else of_chains
         target_logits = None
         if observer is not None:
@@ -303,9 +315,6 @@ class Drafter:
             paths=verified.paths,
         )
         self.policy.observe(outcome)
-        for request in requests:
-            if request.ended:  # a queue may be long
-                self._finders.pop(request.id, None)
         if observer is not None:
             observer(outcome)
 

@@ -50,6 +50,7 @@ class TreeGrower:
         self._max_depths, self._ends, self._copies = max_depths, ends, copies
         # Nodes that end a copied path: how many of its tokens they make up.
         self._copied = {(row, 0): 0 for row, copy in enumerate(copies) if copy.token_ids}
+        self._unreachable: set[tuple[int, int]] = set()  # nodes whose tokens are forbidden, and those below
         self._depth = 0
         self._level = [(row, 0) for row in range(len(requests))]  # row and place of each node
 
@@ -61,8 +62,12 @@ class TreeGrower:
         """Process what follows the nodes of a level."""
         paths = []
         if self._laws.reads_prefixes:
-            paths = [self.trees[row].tokens(self.trees[row].path(place)) for row, place in self._level]
-        return self._laws(logits, candidate_ids, [self._requests[row] for row, _ in self._level], paths)
+            paths = [
+                None if node in self._unreachable else self.trees[node[0]].tokens(self.trees[node[0]].path(node[1]))
+                for node in self._level
+            ]
+        self._scored = self._laws(logits, candidate_ids, [self._requests[row] for row, _ in self._level], paths)
+        return self._scored
 
     def _shares(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return what to expect of the draft's children, `[F, ranks]`, and of which nodes it gave a law, `[F]`."""
@@ -98,14 +103,22 @@ class TreeGrower:
         copied = self._copied[row, place]
         return self._copies[row].token_ids[copied], self._copies[row].chances[copied]
 
-    def _add(self, row: int, place: int, token: int, survival: float, known: float, mass: float = 0.0) -> int:
-        tree = self.trees[row]
-        added = tree.add(place, token, survival, known, mass=mass)
+    def _add(self, number: int, token: int, survival: float, known: float, mass: float = 0.0) -> int:
+        """Add a child to a node of the level, given by its number; return its place."""
+        row, place = self._level[number]
+        added = self.trees[row].add(place, token, survival, known, mass=mass)
+        if self._laws.reads_prefixes and ((row, place) in self._unreachable or self._is_forbidden(number, token)):
+            self._unreachable.add((row, added))
         if self._copied:
             copied, tokens = self._copied.get((row, place)), self._copies[row].token_ids
             if copied is not None and copied < len(tokens) and tokens[copied] == token:
                 self._copied[row, added] = copied + 1
         return added
+
+    def _is_forbidden(self, number: int, token: int) -> bool:
+        """Tell whether processors forbid a token after a node: a copy may ask for any."""
+        values, ids = self._scored.values[number], self._scored.candidate_ids
+        return not bool((values[token if ids is None else ids[number] == token] > -torch.inf).any())
 
     def _may_grow(self, row: int, place: int) -> bool:
         tree = self.trees[row]
@@ -170,7 +183,7 @@ class DrawnTrees(TreeGrower):
             tokens = wanted[number][:count] if number in wanted else [None] * count
             drawn = self._drawn(row, tokens, SiblingLaw(probs[number]), None if ids is None else ids[number])
             for order, token, mass in drawn:
-                added = self._add(row, place, token, float(survivals[number, order]), float(known[number, 0]), mass)
+                added = self._add(number, token, float(survivals[number, order]), float(known[number, 0]), mass)
                 if self._may_grow(row, added):
                     parents.append(number)
                     level.append((row, added))
@@ -242,8 +255,8 @@ class BestTrees(TreeGrower):
         of_children = (each[numbers, ranks].tolist() for each in (ids, survivals, known))
         parents, level = [], []
         for number, token, survival, basis in zip(numbers.tolist(), *of_children, strict=True):
-            row, place = self._level[number]
-            added = self._add(row, place, token, survival, basis)
+            row, _ = self._level[number]
+            added = self._add(number, token, survival, basis)
             if self._may_grow(row, added):
                 parents.append(number)
                 level.append((row, added))

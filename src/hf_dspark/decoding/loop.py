@@ -139,9 +139,11 @@ class DecodingLoop:
         if self._processor.reads_prefixes:
             for row, (request, length) in enumerate(zip(requests, proposal.lengths.tolist(), strict=True)):
                 if proposal.trees is not None:
-                    tree = proposal.trees[row]
-                    before = [tree.tokens(tree.path(place)) for place in range(1 + length)]
-                    prefixes += [request.prefix(torch.tensor(tokens, device="cpu")) for tokens in before]
+                    tree, anchor = proposal.trees[row], len(prefixes)
+                    prefixes.append(request.prefix())
+                    for place, parent in enumerate(tree.parents, start=1):
+                        tokens = torch.tensor(tree.tokens(tree.path(place)), device="cpu")
+                        prefixes.append(request.prefix(tokens, anchor + parent))
                     continue
                 drafts = proposal.block.token_ids[row] if length else request.token_ids[:0]
                 prefixes += [request.prefix(drafts[:count]) for count in range(1 + length)]
@@ -223,6 +225,7 @@ class DecodingLoop:
                     cache.move_row(last, row)
             if self.recording.wants_rows:
                 self.ended_rows[self.requests[row].id] = last
+            self.drafter.forget(self.requests[row].id)
             self.requests[row] = self.requests[last]
             self.requests.pop()
 
@@ -244,11 +247,18 @@ class DecodingLoop:
             self.cache.commit(len(self.requests), len(prompt))
             self.requests.append(request)
             request.append([token])
+        failed = None
         for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             self.recording.add(request.id, logits[row : row + 1], scores[row : row + 1])
             kept = self.recording.scores.get(request.id, ())
-            request.ended = request.stop_rule.cut(request.token_ids, [token], request.max_length, kept)[1]
-            self._stream([token])
+            try:
+                request.ended = request.stop_rule.cut(request.token_ids, [token], request.max_length, kept)[1]
+            except Exception as error:  # whatever a user's criterion does
+                failed = failed or error
+            else:
+                self._stream([token])
+        if failed is not None:
+            raise failed
         self.release_ended()
 
     def _read_prompts(

@@ -86,6 +86,7 @@ def require_token(request_id: int, token_id: int) -> None:
 class Prefix:
     token_ids: torch.Tensor  # `[1, S]`, without padding
     processors: LogitsProcessorList  # of its request
+    parent: int | None = None  # of a node of a tree: the position, earlier in the same call, whose child it is
 
 
 class BlockProcessor:
@@ -111,7 +112,7 @@ class BlockProcessor:
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
     ) -> Scores:
         """Process raw logits `[n, V]` or `[n, candidates]`, without changing them. Each position has a prefix if
-        `reads_prefixes`; it is `None` after an end, where plain decoding never comes to: nothing is processed."""
+        `reads_prefixes`; it is `None` where plain decoding never comes to: nothing is processed."""
         if not self._processors:
             return Scores(logits, candidate_ids)
         if self._fused_from > 0:  # processors may write into their argument, and expect float32
@@ -144,7 +145,13 @@ def _at_once(scores: torch.Tensor, processors: Sequence[LogitsProcessor]) -> tor
 
 
 def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
+    unreachable = set()  # nodes whose token their parent's processors forbid, and those below
     for index, prefix in enumerate(prefixes):
+        if prefix is not None and prefix.parent is not None:
+            is_forbidden = scores[prefix.parent, prefix.token_ids[0, -1]] == -torch.inf
+            if prefix.parent in unreachable or bool(is_forbidden):
+                unreachable.add(index)
+                continue
         if prefix is None:
             continue
         row = scores[index : index + 1]

@@ -71,9 +71,13 @@ class Call:
 
 class StopRule:
     """Tells at which token a request ends. Lengths and end-of-sequence ids are looked up, the time is asked for once a
-    round. Any other criterion is called after every committed token, as plain decoding would, never after the end."""
+    round. Any other criterion is called after every committed token, as plain decoding would, never after the end. It
+    is shown the columns of a padded prompt, `[1, S]`, in place of the prompt's tokens."""
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(
+        self, criteria: StoppingCriteriaList, columns: torch.Tensor | None = None, prompt_length: int = 0
+    ) -> None:
+        self._columns, self._prompt_length = columns, prompt_length
         eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
         self._eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
         self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
@@ -101,9 +105,19 @@ class StopRule:
 
     def _any_other(self, prefix: torch.Tensor, scores: Sequence[torch.Tensor]) -> bool:
         kept = tuple(score[None] for score in scores) if scores else None
+        if self._columns is not None:
+            prefix = torch.cat([self._columns, prefix[:, self._prompt_length :]], dim=1)
         # Each is called, as transformers does: a criterion may count its calls.
-        answers = [bool(torch.as_tensor(criterion(prefix, kept)).all()) for criterion in self._others]
-        return any(answers)
+        answers = [torch.as_tensor(criterion(prefix, kept)) for criterion in self._others]
+        for criterion, answer in zip(self._others, answers, strict=True):
+            if answer.numel() != 1:
+                name, count = type(criterion).__name__, answer.numel()
+                raise ValueError(
+                    f"a stopping criterion answered for {count} rows and was given one ({name}): with a draft each "
+                    "row is asked for by itself. Let it answer for the rows of its input_ids, call generate() per "
+                    "prompt, or drop assistant_model"
+                )
+        return any(map(bool, answers))
 
 
 @dataclass
@@ -147,13 +161,14 @@ class Request:
         self.blocks += 1
         return kept
 
-    def prefix(self, drafts: torch.Tensor | None = None) -> Prefix | None:
-        """Return what stands before the position after some drafts, `[k]`; `None` if the sequence ends among them."""
+    def prefix(self, drafts: torch.Tensor | None = None, parent: int | None = None) -> Prefix | None:
+        """Return what stands before the position after some drafts, `[k]`; `None` if the sequence ends among them.
+        `parent` is the position after all drafts but the last, where they are a path of a tree."""
         if drafts is None or len(drafts) == 0:
             return Prefix(self.token_ids[None], self.processors)
         if self.length + len(drafts) >= self.max_length or self.stop_rule.ends_within(drafts):
             return None
-        return Prefix(self._with(drafts)[None], self.processors)
+        return Prefix(self._with(drafts)[None], self.processors, parent)
 
     def last_ids(self, count: int) -> torch.Tensor:
         """Return the last committed tokens, the anchor included, `[count]`; 0 where the id is not known."""

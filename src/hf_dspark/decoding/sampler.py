@@ -26,13 +26,14 @@ class ProcessedLaws:
         logits: torch.Tensor,
         candidate_ids: torch.Tensor | None,
         requests: Sequence[Request],
-        drafts: Sequence[torch.Tensor] | Sequence[list[int]],
+        drafts: Sequence[torch.Tensor] | Sequence[list[int] | None],
     ) -> Scores:
-        """Process logits `[n, V]` or `[n, candidates]`, each after its request and some drafts, `[k]`."""
+        """Process logits `[n, V]` or `[n, candidates]`, each after its request and some drafts, `[k]`. `None` stands
+        for drafts that plain decoding cannot come to."""
         prefixes = []
         if self._processor.reads_prefixes:
             prefixes = [
-                request.prefix(torch.as_tensor(before, device="cpu"))
+                None if before is None else request.prefix(torch.as_tensor(before, device="cpu"))
                 for request, before in zip(requests, drafts, strict=True)
             ]
         scores = self._processor(logits, candidate_ids, prefixes)

@@ -205,3 +205,9 @@ def rope_parameters(target: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the rotary parameters of a target: one set, or one per layer type."""
     found = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [found, *(value for value in found.values() if isinstance(value, dict))]
+
+
+def rope_switches(target: PreTrainedModel) -> list[int]:
+    """Return the lengths beyond which a pass rotates all its tokens by other frequencies (longrope)."""
+    sets = [part for part in rope_parameters(target) if part.get("rope_type") == "longrope"]
+    return [part["original_max_position_embeddings"] for part in sets]
