@@ -9,13 +9,14 @@ from hf_dspark.data.prompts import as_chat, read_prompt_file
 from hf_dspark.data.suites import suite_files
 from hf_dspark.decoding.step_costs import cache_folder, find_cost
 from hf_dspark.evaluation import results
-from hf_dspark.evaluation.calibrate import calibrate
+from hf_dspark.evaluation.calibrate import CALIBRATED, calibrate
 from hf_dspark.evaluation.evaluate import evaluate
 from hf_dspark.evaluation.profile import profile_throughput
 from hf_dspark.evaluation.tables import markdown_table
 from hf_dspark.formats.files import CONFIG_FILE, read_config
 from hf_dspark.formats.tables import OURS
 from hf_dspark.maths.costs import ThroughputTable
+from hf_dspark.models.auto import load_draft
 from hf_dspark.sharing.convert import detect_format
 from hf_dspark.sharing.hub import RESULTS_FOLDER
 
@@ -67,19 +68,26 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     prompts = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
     if options.enable_thinking is not None:
         thinking = {"enable_thinking": options.enable_thinking}
-        prompts = [replace(prompt, chat_template_kwargs=thinking) for prompt in prompts]
+        prompts = [
+            replace(prompt, chat_template_kwargs=thinking | dict(prompt.chat_template_kwargs or {}))
+            for prompt in prompts
+        ]
     output, seed = options.rounds_file, options.seed
     report = calibrate(
         models.target, models.draft, prompts, models.tokenizer, options.domain, output_file=output, seed=seed, **kwargs
     )
-    # The config first: where the result is, the calibration is done.
+    # The config first: where the result is, the calibration is done. It is read again, and so are weights that are
+    # saved: the loaded ones have the dtype of this run.
+    found = {name: getattr(models.draft.config, name) for name in CALIBRATED}
     if options.output_dir is None:
-        config = type(models.draft.config).from_pretrained(folder)  # the loaded one has the dtype of this run
-        for name in ("sts_temperatures", "confidence_fits", "sibling_acceptance"):
-            setattr(config, name, getattr(models.draft.config, name))
+        config = type(models.draft.config).from_pretrained(folder)
+        config.update(found)
         config.save_pretrained(folder)
     else:
-        models.draft.save_pretrained(folder)
+        revision = models.draft.config._commit_hash or options.draft_revision
+        draft = load_draft(options.draft, dtype="auto", revision=revision)
+        draft.config.update(found)
+        draft.save_pretrained(folder)
     result_file = folder / RESULTS_FOLDER / f"calibration-{report.domain.replace('/', '-')}.json"
     result = results.write_result(
         result_file,

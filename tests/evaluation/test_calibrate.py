@@ -110,6 +110,15 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
             records(target, changed, prompts, output_file=path, **options)
 
 
+def test_records_of_trees_have_a_file_for_each_file_of_rounds(target, draft, tmp_path):
+    for name in ("rounds_t0.7", "rounds_t0.9"):
+        temperature = float(name.removeprefix("rounds_t"))
+        collect_siblings(target, draft, PROMPTS[:1], output_file=tmp_path / name, temperature=temperature, **SAMPLED)
+    assert {path.name for path in tmp_path.glob("*.trees.jsonl")} == {
+        "rounds_t0.7.trees.jsonl", "rounds_t0.9.trees.jsonl",
+    }  # fmt: skip
+
+
 def test_every_turn_of_a_conversation_is_answered_and_recorded(target, draft, chat_tokenizer, monkeypatch):
     seen, generate = [], type(target).generate
     spy = lambda self, ids, **kwargs: seen.append(ids[0].tolist()) or generate(self, ids, **kwargs)  # noqa: E731
@@ -139,6 +148,13 @@ def test_what_cannot_be_calibrated_on_is_refused(target, draft, make_draft):
     for option in ("assistant_confidence_threshold", "num_assistant_tokens"):
         with pytest.raises(ValueError, match=f"recorded with the full block: drop {option}"):
             records(target, draft, **{option: 1})
+
+
+def test_answers_without_room_for_a_whole_block_are_refused_before_any_is_decoded(target, draft, monkeypatch):
+    assert records(target, draft, PROMPTS[:1], max_new_tokens=6).proposed.max() == draft.config.block_size == 4
+    monkeypatch.setattr(type(target), "generate", lambda *args, **kwargs: pytest.fail("it decodes"))
+    with pytest.raises(ValueError, match="max_new_tokens=5 have no room for a whole block of 4 draft tokens: give 6"):
+        records(target, draft, max_new_tokens=5)
 
 
 def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):
@@ -183,6 +199,27 @@ def test_calibrate_keeps_its_fits_in_the_config_and_generate_uses_them(target, d
     target.generate(ids, **options)
     shifted = draft.last_stats.confidence[0].logit()
     torch.testing.assert_close(shifted, raw * 2.0 - 1.0, atol=1e-4, rtol=1e-3)
+
+
+def test_a_calibration_that_is_repeated_replaces_the_default_that_came_from_it(target, draft):
+    calibrate(target, draft, PROMPTS[:1], max_new_tokens=24)
+    first = draft.config.confidence_fits["default"]
+    calibrate(target, draft, PROMPTS[:1], **SAMPLED)
+    assert draft.config.confidence_fits["default"] == first
+    calibrate(target, draft, PROMPTS, max_new_tokens=24)
+    for known in (draft.config.confidence_fits, draft.config.sts_temperatures):
+        assert known["default"] == known["greedy"] != known["sampled"]
+    assert draft.config.confidence_fits["default"] != first
+
+
+def test_a_calibration_that_is_interrupted_leaves_the_config_as_it_was(target, draft, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collection, "collect_siblings", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(target, draft, PROMPTS[:1], max_new_tokens=24)
+    assert draft.config.sts_temperatures is None and draft.config.confidence_fits is None
 
 
 def test_regimes_and_domains_are_kept_apart(target, draft):

@@ -17,6 +17,7 @@ from hf_dspark.evaluation.results import (
     write_result,
 )
 from hf_dspark.evaluation.timed_decoding import effective_config
+from hf_dspark.files import Journal
 
 FOUND = {"sampling": {"do_sample": False}, "policy": "FullBlock()", "domains": {"math": {"tau": 3.0}}}
 
@@ -33,6 +34,12 @@ def test_what_was_written_is_read(make_target, make_draft, tmp_path):
     assert who[0]["device"] == "cpu"
     meta = write_result(tmp_path / "a.json", "acceptance", who[0] | {"device": "meta"}, {}, **FOUND)
     assert meta["provenance"]["device"] == "meta"
+
+
+def test_settings_of_an_interrupted_evaluation_are_no_result(tmp_path):
+    written = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND)
+    Journal(tmp_path / "b.json.partial.jsonl", {"seed": 0}).append({"index": 0})
+    assert len(list(tmp_path.iterdir())) == 3 and read_results(tmp_path) == [written]
 
 
 def test_records_have_a_line_each_and_are_read_as_they_were(tmp_path):

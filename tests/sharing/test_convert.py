@@ -511,6 +511,23 @@ def test_formats_that_hold_facts_of_the_target_ask_for_it(make_draft, make_targe
         convert_checkpoint(make_draft(target), tmp_path / "there", format, target=other)
 
 
+@pytest.mark.parametrize("format", ["deepspec", "sglang"])
+def test_the_target_says_how_deep_it_is_where_the_draft_does_not(make_draft, target, tmp_path, format):
+    convert_checkpoint(make_draft(target), tmp_path / "shallow", "speculators", target=target)
+    draft = DSparkDraftModel.from_pretrained(tmp_path / "shallow")
+    assert draft.config.num_target_layers is None
+    convert_checkpoint(draft, tmp_path / "there", format, target=target)
+    assert config_file(tmp_path / "there")["num_target_layers"] == 4
+
+
+def test_the_working_folder_is_refused_as_a_place(make_draft, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for output in (".", tmp_path):
+        with pytest.raises(ValueError, match="is the working folder, which cannot be replaced: name another"):
+            convert_checkpoint(make_draft(target), output, "hf_dspark")
+    assert not list(tmp_path.iterdir())
+
+
 def test_deepspec_copies_come_from_the_files_of_a_tied_target(make_draft, make_target, tmp_path):
     target = make_target(tie_word_embeddings=True)
     target.save_pretrained(tmp_path / "target")

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load
 
 import hf_dspark
@@ -17,6 +19,7 @@ from hf_dspark.sharing.hub import (
     DECODER,
     load_draft,
     save_repository,
+    upload_repository,
     write_card,
     write_remote_code,
 )
@@ -194,6 +197,16 @@ def test_a_wrong_result_stops_before_anything_is_written(draft, tmp_path):
         with pytest.raises(ValueError, match=r"bad\.json"):
             publish()
     assert not (tmp_path / "new").exists()
+
+
+def test_settings_of_an_interrupted_evaluation_are_not_uploaded(tmp_path, monkeypatch):
+    api = MagicMock()
+    monkeypatch.setattr("hf_dspark.sharing.hub.HfApi", lambda token: api)
+    upload_repository(tmp_path, "someone/new")
+    patterns = {name: api.upload_folder.call_args.kwargs.get(f"{name}_patterns") for name in ("allow", "ignore")}
+    files = ["results/a.json", "results/a.json.partial.jsonl", "results/a.json.partial.jsonl.settings.json"]
+    kept = filter_repo_objects(files, allow_patterns=patterns["allow"], ignore_patterns=patterns["ignore"])
+    assert list(kept) == ["results/a.json"]
 
 
 def test_folders_of_every_kind_of_draft_are_loaded_and_other_models_refused(draft, target, fixtures, tmp_path):

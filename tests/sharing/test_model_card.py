@@ -154,8 +154,10 @@ def test_a_local_target_is_no_base_model(draft, write):
         "a license (--license mit, or another id of the Hub; in Python license=...)",
         "its target on the Hub (--target user/name; in Python target=...)",
     ]
+    card = model_card(draft, [write("acceptance", ACCEPTANCE, {"name": "target"})], target="someone/other")
+    assert card.data.base_model == "someone/other"  # a folder may have any name
     with pytest.raises(ValueError, match="different targets"):
-        model_card(draft, [write("acceptance", ACCEPTANCE, {"name": "target"})], target="someone/other")
+        model_card(draft, [write("acceptance", ACCEPTANCE, {"name": "someone/target"})], target="someone/other")
     first = {"name": "someone/a", "revision": "1"}
     for other in ({"name": "someone/b"}, {"revision": "2"}):
         with pytest.raises(ValueError, match="different targets"):
@@ -193,6 +195,23 @@ def test_a_card_of_a_trained_draft_says_what_the_training_brought(draft, write):
     metrics = {"loss": 0.75, "tau": 3.5, "acceptance_1": 0.8, "learning_rate": 0.0}
     text = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))["Training"]
     assert "| loss on the last batches | 0.75 |" in text and "| tau on the last batches, estimated | 3.50 |" in text
+
+
+def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write, tmp_path):
+    metrics = {"eval_code_tau": 2.5, "eval_code_acceptance_1": 0.5, "eval_math_tau": 3.5, "eval_math_loss": 0.75}
+    parts = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))
+    assert "**2.50 to 3.50 tokens** per pass" in parts[""]
+    for line in (
+        "| tau on held-out rows of code, estimated | 2.50 |", "| tau on held-out rows of math, estimated | 3.50 |",
+        "| loss on held-out rows of math | 0.75 |",
+        "| acceptance by position on held-out rows of code, estimated | 0.50 |",
+    ):  # fmt: skip
+        assert line in parts["Training"]
+    pytest.importorskip("matplotlib")
+    assert (
+        "![Acceptance by position]("
+        in write_card(draft, tmp_path, [write("training", TRAINING | {"metrics": metrics})]).read_text()
+    )
 
 
 def test_a_saved_card_has_a_picture_of_what_was_measured_if_it_can_be_drawn(draft, write, tmp_path, monkeypatch):

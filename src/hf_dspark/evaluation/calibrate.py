@@ -40,6 +40,7 @@ DEFAULT_DOMAIN = "default"
 DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
 RECORDED_NODES = 31  # of the trees that acceptances are fitted on
+CALIBRATED = ("sts_temperatures", "confidence_fits", "sibling_acceptance")  # what a calibration sets in the config
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def calibrate(
         domain (`str`, *optional*): The name under which the calibration is kept. Unless given, `sampled` or
             `greedy`, as these rounds are decoded; calls that decode so use them by themselves. Another name is used
             where the draft's `domain` says so; `math/greedy` comes before `math`. The first calibration also becomes
-            the default.
+            the default, and so does each later one of its domain.
         realised (`bool`): Fit on realised acceptance instead of the one with the last coin integrated out.
         output_file (`str`, *optional*): Where rounds are recorded, to resume.
         seed (`int`): Of all draws.
@@ -99,7 +100,7 @@ def calibrate(
 
     Raises:
         TypeError: If `prompts` is a single one.
-        ValueError: If there is nothing to calibrate on.
+        ValueError: If there is nothing to calibrate on, or `max_new_tokens` leaves no room for a whole block.
 
     Example:
 
@@ -122,19 +123,28 @@ def calibrate(
     if domain is None:
         domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
     scaling = fit_temperatures(rounds, realised)
-    known = dict(draft.config.sts_temperatures or {})
-    known[domain] = list(scaling.temperatures)
-    known.setdefault(DEFAULT_DOMAIN, known[domain])
-    draft.config.sts_temperatures = known
     fits = fit_confidence(rounds, realised)
-    known_fits = dict(draft.config.confidence_fits or {})
-    known_fits[domain] = [list(pair) for pair in fits]
-    known_fits.setdefault(DEFAULT_DOMAIN, known_fits[domain])
-    draft.config.confidence_fits = known_fits
-    if draft.grows_trees and tree_obstacle(target) is None:
-        _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs, rounds.survivals())
+    config = draft.config
+    earlier = {name: getattr(config, name) for name in CALIBRATED}
+    config.sts_temperatures = _with_domain(config.sts_temperatures, domain, list(scaling.temperatures))
+    config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
+    try:  # trees grow by the new fits
+        if draft.grows_trees and tree_obstacle(target) is None:
+            chain = rounds.survivals()
+            _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs, chain)
+    except BaseException:  # interruptions, too: a config holds a whole calibration or none of it
+        config.update(earlier)
+        raise
     before, after = measure_calibration(rounds), measure_calibration(rounds, fits)
     return CalibrationReport(domain, scaling, fits, before, after, conditional_auc(rounds))
+
+
+def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> dict[str, list]:
+    """Return what is known by domain with what was found for one; a default that came from it goes along."""
+    known = dict(known or {})
+    if known.get(DEFAULT_DOMAIN) in (None, known.get(domain)):
+        known[DEFAULT_DOMAIN] = found
+    return known | {domain: found}
 
 
 def _fit_siblings(
@@ -173,6 +183,13 @@ def collect_rounds(
     require_pair(target, draft)
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
+    # A prompt's first token is the target's own, and so is the last one of a round.
+    limit, needed = generate_kwargs.get("max_new_tokens"), draft.config.block_size + 2
+    if limit is not None and limit < needed:
+        raise ValueError(
+            f"answers of max_new_tokens={limit} have no room for a whole block of {draft.config.block_size} draft "
+            f"tokens: give {needed} or more"
+        )
     # Set on the call, so that a threshold in the target's generation config does not count.
     whole = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
     record = partial(_record, draft.config.block_size)
@@ -196,7 +213,7 @@ def collect_siblings(
     """Decode prompts with large trees and record every test of a node; resumed as [`collect_rounds`] is."""
     policy, name = TreeBudget(RECORDED_NODES), None
     if output_file is not None:
-        name = Path(output_file).with_suffix(".trees.jsonl")
+        name = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
     parts = _decode_and_record(
         target, draft, prompts, processing_class, name, seed, policy, _record_siblings, generate_kwargs, {}
     )

@@ -33,6 +33,7 @@ REQUIRED = {
 WHOLE_BLOCK = "FullBlock()"
 COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
 MAX_BYTES = 2**29  # an evaluation keeps every round
+UNFINISHED = "*.settings.json"  # beside what an interrupted run has finished: no result
 # How `generate()` samples unless its arguments or the target's generation config say something else.
 SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50}
 
@@ -115,7 +116,7 @@ def result_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.exists():
             raise ValueError(f"there is no result file and no folder {path}: hf-dspark eval and calibrate write some")
-        files += sorted(path.glob("*.json")) if path.is_dir() else [path]
+        files += sorted({*path.glob("*.json")} - {*path.glob(UNFINISHED)}) if path.is_dir() else [path]
     return files
 
 

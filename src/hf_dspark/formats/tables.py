@@ -63,6 +63,12 @@ def _target_model_type(config: PreTrainedConfig, facts: TargetFacts | None) -> A
     return OMIT if config.target_model_type in (None, "qwen3") else config.target_model_type
 
 
+def _target_depth(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
+    unknown = config.num_target_layers is None and facts is not None
+    return facts.text.num_hidden_layers if unknown else config.num_target_layers
+
+
+_TARGET_DEPTH = Field("num_target_layers", write=_target_depth)
 _DEEPSPEC_BLOCK = (
     # DeepSpec leaves out what says nothing about a draft without the head.
     Field("markov_rank", default=0),
@@ -73,7 +79,8 @@ _DEEPSPEC_BLOCK = (
         default=False,
         write=lambda c, facts: c.confidence_head_with_markov if c.markov_rank or c.enable_confidence_head else OMIT,
     ),
-    *map(Field, ("num_target_layers", "target_layer_ids", "block_size", "mask_token_id")),
+    _TARGET_DEPTH,
+    *map(Field, ("target_layer_ids", "block_size", "mask_token_id")),
     Field("sample_from_anchor", default=True),
 )
 _ONLY_ANCHORED = {
@@ -171,7 +178,8 @@ DEEPSPEC_EAGLE3 = Format(
     recognise=lambda c: any(name.endswith("Eagle3Model") for name in architectures(c)),
     fields=(
         *geometry(),
-        *map(Field, ("num_target_layers", "target_layer_ids")),
+        _TARGET_DEPTH,
+        Field("target_layer_ids"),
         Field("block_size", "ttt_length"),
         Field("rope_parameters", read=_deepspec_rope),
         Field("target_model_type", "model_type", write=OMIT),
@@ -368,7 +376,7 @@ SGLANG = Format(
     ),
     fields=(
         *geometry(),
-        Field("num_target_layers"),
+        _TARGET_DEPTH,
         Field("markov_rank", default=0, also=_nested("markov_rank")),
         _flat_head("markov_head_type", "vanilla", without="vanilla"),
         _flat_head("enable_confidence_head", False, without=False),

@@ -191,7 +191,10 @@ def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> Tempe
     for position in range(1, rounds.block_size + 1):
         seen = rounds.observed(position)
         if not bool(seen.any()):
-            raise ValueError(f"no round verified draft position {position}: collect with the full block")
+            raise ValueError(
+                f"no round verified draft position {position}, because the answers ended before it: give a larger "
+                "max_new_tokens, or prompts with longer answers"
+            )
         logits, label = rounds.logits[:, position - 1].double(), labels[:, position - 1]
         errors = [
             expected_calibration_error((before * (logits / temperature).sigmoid())[seen], label[seen])

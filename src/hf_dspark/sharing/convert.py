@@ -69,7 +69,7 @@ def convert_checkpoint(
     Args:
         draft ([`DraftModel`], `str` or `PathLike`): A draft in memory, or the folder or the repository on the Hub of
             one in any of [`FORMAT_NAMES`].
-        output (`str` or `PathLike`): A folder that does not exist or is empty.
+        output (`str` or `PathLike`): A folder that does not exist or is empty; not the working folder.
         format (`str`): One of [`FORMAT_NAMES`].
         target (`str`, `PathLike`, `PreTrainedConfig` or `PreTrainedModel`, *optional*): The draft's target. DeepSpec's
             format holds copies of its embedding and LM head. speculators' names it, and does not say how deep it is.
@@ -83,7 +83,7 @@ def convert_checkpoint(
 
     Raises:
         ValueError: If the draft cannot be read, the format or the engine cannot hold it (with all reasons), or the
-            output folder is not empty. Nothing is left behind.
+            output folder is not empty, or is the working folder. Nothing is left behind.
 
     Example:
         >>> convert_checkpoint("path/to/draft", "for-vllm", "speculators", target="Qwen/Qwen3-4B", engine="vllm")
@@ -98,6 +98,8 @@ def convert_checkpoint(
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} holds something already and is not overwritten: name another folder")
+    if output.resolve() == Path.cwd():  # a new folder takes the place of an empty one
+        raise ValueError(f"{output} is the working folder, which cannot be replaced: name another folder")
     if is_draft(draft):
         if hub_kwargs or sample_from_anchor is not None:
             raise ValueError("the draft is loaded already: leave out the arguments that say how to read one")

@@ -16,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard
 
-from ..evaluation.results import read_results, result_files
+from ..evaluation.results import UNFINISHED, read_results, result_files
 from ..files import replace_text
 from ..formats.files import CONFIG_FILE, read_json
 from ..models.auto import DRAFTS, load_draft
@@ -158,7 +158,8 @@ def upload_repository(
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         done = api.upload_folder(
             repo_id=repo_id, folder_path=folder, allow_patterns=list(REPOSITORY_FILES),
-            delete_patterns=list(STALE_FILES), **{"commit_message": "Upload draft"} | commit,
+            ignore_patterns=f"{RESULTS_FOLDER}/{UNFINISHED}", delete_patterns=list(STALE_FILES),
+            **{"commit_message": "Upload draft"} | commit,
         )  # fmt: skip
     except Exception as error:  # of the server, the network or the disk; their classes have no common base
         raise OSError(

@@ -5,6 +5,7 @@ The text is in `model_card.md`; here are the numbers, tables and metadata that f
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ def model_card(
     """Return the model card of a draft; `results` are result files, or folders of them, of this draft and its target.
 
     `repo_id` is where the draft is or will be, by default where it was loaded from. `target` is the target's name on
-    the Hub, by default the one that the results agree on. `picture` is what a picture in the repository shows, and its
-    path there. `metadata` are fields of `huggingface_hub.ModelCardData`, such as `license="mit"`. Results of another
-    draft or target are refused with the differences.
+    the Hub, by default the one that the results agree on; results that name a folder may have measured it. `picture`
+    is what a picture in the repository shows, and its path there. `metadata` are fields of
+    `huggingface_hub.ModelCardData`, such as `license="mit"`. Results of another draft or target are refused with the
+    differences.
     """
     found, facts, config = read_results(results), describe_draft(draft), draft.config
     _require_this_draft(found, facts)
@@ -105,7 +107,9 @@ def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
 
 def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, str | None]:
     described = [result["target"] for result in results]
-    names = ([name] if name else []) + [facts["name"] for facts in described if facts.get("name")]
+    names = [facts["name"] for facts in described if facts.get("name")]
+    if name:  # a folder may have any name
+        names = [name, *filter(_is_on_hub, names)]
     revisions = sorted({facts["revision"] for facts in described if facts.get("revision")})
     if len({_last(each) for each in names}) > 1 or len(revisions) > 1:
         raise ValueError(
@@ -131,9 +135,15 @@ def task_label(result: dict, task: str, part: dict) -> str:
     return f"{task}, {regime_of(result['sampling'])}" + (f", batch {batch}" if batch > 1 else "")
 
 
-def held_out_rates(metrics: Mapping[str, float]) -> list[float]:
+def held_out_sets(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return what the rows are called that a training was evaluated on, by the prefix of what was found."""
+    prefixes = [name.removesuffix("tau") for name in metrics if name.startswith("eval_") and name.endswith("_tau")]
+    return {prefix: " of ".join(filter(None, ("held-out rows", prefix[5:-1]))) for prefix in prefixes}
+
+
+def held_out_rates(metrics: Mapping[str, float], prefix: str) -> list[float]:
     """Return the acceptance by position that an evaluation during training has estimated."""
-    return [value for name, value in metrics.items() if name.startswith("eval_acceptance_")]
+    return [value for name, value in metrics.items() if name.startswith(f"{prefix}acceptance_")]
 
 
 # ---- what the card says
@@ -144,13 +154,18 @@ def _headline(decoded: list[Decoded], training: list[dict]) -> str:
     if ratios:
         return f"it makes `generate()` **{_span(ratios)} times as fast**."
     taus = [part["tau"] for _, _, part in decoded if part.get("tau") is not None]
-    estimates = [tau for result in training if (tau := result["metrics"].get("eval_tau")) is not None]
+    estimates = _held_out_taus([result["metrics"] for result in training])
     if not taus and not estimates:
         return "its speed was not measured for this card."
-    before = [tau for result in training if (tau := result.get("before", {}).get("eval_tau")) is not None]
+    before = _held_out_taus([result.get("before", {}) for result in training])
     how = f", as estimated on held-out rows of its training{f' ({_span(before)} before it)' if before else ''}"
     tokens = f"**{_span(taus or estimates)} tokens** per pass of the target{'' if taus else how}"
     return f"{tokens}. Its speed was not measured for this card."
+
+
+def _held_out_taus(metrics: Iterable[Mapping[str, float | None]]) -> list[float]:
+    found = [values[f"{prefix}tau"] for values in metrics for prefix in held_out_sets(values)]
+    return [tau for tau in found if tau is not None]
 
 
 def _span(values: Sequence[float]) -> str:
@@ -209,16 +224,21 @@ def _training_table(result: dict) -> str:
         if now is not None:
             facts[name] = now if then is None else f"{then} before, {now} after"
 
-    where, prefix = ("held-out rows", "eval_") if "eval_tau" in metrics else ("the last batches", "")
-    add(f"loss on {where}", lambda values: _number_in(values, f"{prefix}loss"))
-    add(f"tau on {where}, estimated", lambda values: _number_in(values, f"{prefix}tau"))
-    rates = "acceptance by position on held-out rows, estimated"
-    add(rates, lambda values: " ".join(map(number, held_out_rates(values))) or None)
+    sets = held_out_sets(metrics)
+    for prefix, where in (sets or {"": "the last batches"}).items():
+        add(f"loss on {where}", partial(_number_in, name=f"{prefix}loss"))
+        add(f"tau on {where}, estimated", partial(_number_in, name=f"{prefix}tau"))
+        if sets:
+            add(f"acceptance by position on {where}, estimated", partial(_rates_in, prefix=prefix))
     return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
 
 
 def _number_in(values: Mapping[str, Any], name: str) -> str | None:
     return number(values[name]) if name in values else None
+
+
+def _rates_in(values: Mapping[str, Any], prefix: str) -> str | None:
+    return " ".join(map(number, held_out_rates(values, prefix))) or None
 
 
 def _origins(results: list[dict]) -> str:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .model_card import decoded_tasks, held_out_rates, of_kind, task_label
+from .model_card import decoded_tasks, held_out_rates, held_out_sets, of_kind, task_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,9 +45,11 @@ def draw_picture(results: Sequence[dict[str, Any]]) -> tuple[str, bytes] | None:
 
 
 def _of_training(result: dict[str, Any]) -> list[Line]:
+    times = {"before": result.get("before", {}), "after": result["metrics"]}
     found = [
-        ("held-out rows, before training", held_out_rates(result.get("before", {}))),
-        ("held-out rows, after training", held_out_rates(result["metrics"])),
+        (f"{where}, {time} training", held_out_rates(metrics, prefix))
+        for prefix, where in held_out_sets(result["metrics"]).items()
+        for time, metrics in times.items()
     ]
     return [line for line in found if line[1]]
 

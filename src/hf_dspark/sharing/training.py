@@ -12,7 +12,7 @@ from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
 
-from ..evaluation.results import describe_draft, describe_target, read_results, write_result
+from ..evaluation.results import describe_draft, describe_target, read_results, result_files, write_result
 from ..training.trainer import DraftTrainer
 from .hub import RESULTS_FOLDER, upload_repository, write_card, write_remote_code
 
@@ -55,13 +55,16 @@ class DSparkTrainer(DraftTrainer):
         write_card(draft, folder, [results], repo_id=self.hub_model_id or model_name, **named, **card)
 
     def _run_report(self) -> dict[str, Any]:
-        """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last; with
-        `eval_on_start`, also what it reported before its first step."""
-        arguments, history, metrics = self.args.to_dict(), self.state.log_history, {}
-        evaluated = f"{self._metrics_prefix}loss"
-        for name in ("loss", evaluated):
+        """Return what a result file of this run holds: its arguments, rows, steps, and what it reported last of the
+        weights that it keeps, for all sets; with `eval_on_start`, also what it reported before its first step."""
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        kept = self.state.global_step if best is None else int(best.rpartition("-")[2])
+        history = [entry for entry in self.state.log_history if entry["step"] <= kept]
+        sets = [f"{name}_" for name in self.eval_dataset] if isinstance(self.eval_dataset, dict) else [""]
+        arguments, metrics, before = self.args.to_dict(), {}, {}
+        for name in ("loss", *(f"eval_{part}loss" for part in sets)):
             metrics |= next((entry for entry in reversed(history) if name in entry), {})
-        before = next((entry for entry in history if evaluated in entry and entry["step"] == 0), {})
+            before |= next((entry for entry in history if name in entry and entry["step"] == 0), {})
         return {
             "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": self.args.world_size},
             "num_rows": len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None,
@@ -135,7 +138,7 @@ def _finite(metrics: dict[str, float]) -> dict[str, float | None]:
 
 def _set_aside_outdated(results: Path, weights: str) -> None:
     """Rename result files that were measured with other weights, so that no card shows and no push publishes them."""
-    for path in sorted(results.glob("*.json")):
+    for path in result_files(results):
         (result,) = read_results([path])
         if result["draft"].get("weights") != weights:
             endings = itertools.chain([""], itertools.count(2))
