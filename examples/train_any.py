@@ -9,17 +9,14 @@ Rows as `hf_dspark.regenerate` writes them, or `messages`, `prompt` and `complet
 """
 
 import argparse
-import os
 import sys
 
-from transformers.trainer_utils import get_last_checkpoint
-
+from hf_dspark.training.resume import last_checkpoint
 from hf_dspark_cli import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output_dir", default="")
     folder = parser.parse_known_args()[0].output_dir
-    has_checkpoint = os.path.isdir(folder) and get_last_checkpoint(folder) is not None
-    resume = ["--resume_from_checkpoint", "last"] if has_checkpoint else []
+    resume = ["--resume_from_checkpoint", "last"] if last_checkpoint(folder) else []
     sys.exit(main(["train", *sys.argv[1:], *resume]))

@@ -4,7 +4,6 @@ import io
 import random
 from argparse import SUPPRESS, Namespace
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import fields
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -69,7 +68,7 @@ def run_train(options: Namespace, console: Console) -> bool:
     if trainer.is_world_process_zero():
         result_file = Path(arguments.output_dir) / RESULTS_FOLDER / "training.json"
         (result,) = read_results([result_file])
-        if gain := _gain(result, options.eval_rows):
+        if gain := _gain(result, 0 if held_out is None else len(held_out)):
             console.show(gain)
         console.show(f"the draft is in {arguments.output_dir}, the result in {result_file}")
         console.note(_next_commands(options, draft.config.enable_confidence_head))
@@ -109,9 +108,8 @@ def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingA
     words = ["--output_dir", options.output_dir, *options.trainer_words]
     (arguments,) = TrainerParser().parse_args_into_dataclasses(words)
     arguments.disable_tqdm = arguments.disable_tqdm or not console.progress
-    defaults = {part.name: part.default for part in fields(DSparkTrainingArguments)}
-    given = any(getattr(arguments, name) != defaults[name] for name in LOSS_WEIGHTS)
-    if options.draft is None and options.draft_kind in OBJECTIVES and not given:
+    given = {word.partition("=")[0] for word in options.trainer_words} & {f"--{name}" for name in LOSS_WEIGHTS}
+    if options.draft_kind in OBJECTIVES and not given:
         for name, weight in zip(LOSS_WEIGHTS, OBJECTIVES[options.draft_kind], strict=True):
             setattr(arguments, name, weight)
     return arguments
@@ -127,7 +125,7 @@ def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
         return newest
     if wanted is not None and Path(wanted).resolve().parent == folder.resolve():
         return wanted
-    if any(folder.glob("checkpoint-*")) or any(folder.glob("*.safetensors")) or (folder / "config.json").exists():
+    if last_checkpoint(folder) or any(folder.glob("*.safetensors")) or (folder / "config.json").exists():
         raise ValueError(
             f"{folder} holds a draft or checkpoints already: go on from there with --resume_from_checkpoint {LAST}, "
             "or name another --output_dir"
@@ -136,19 +134,36 @@ def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
 
 
 def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
-    """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines."""
+    """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines.
+
+    All answers to a prompt stand on one side.
+    """
     rows, faults = _read_file(options.train_file)
     number = options.eval_rows
     if number == 0:
         return rows, None, faults
-    if number >= len(rows):
-        raise ValueError(f"--eval_rows {number} would leave nothing to train on: the file has {len(rows)} rows")
-    order = random.Random(seed).sample(range(len(rows)), len(rows))
+    prompts = list(map(_prompt_of, rows))
+    answers: dict[int, list[int]] = {}  # the places of each prompt's rows
+    for place in random.Random(seed).sample(range(len(rows)), len(rows)):
+        answers.setdefault(prompts[place], []).append(place)
+    parts: tuple[list[int], list[int]] = ([], [])
+    for places in answers.values():
+        parts[len(parts[0]) >= number].extend(places)
+    if not parts[1]:
+        raise ValueError(
+            f"--eval_rows {number} would leave nothing to train on: the file has {len(rows)} rows, of "
+            f"{len(answers)} prompts"
+        )
     held_out, rows = (
-        [rows[place] for place in places] if isinstance(rows, list) else rows.select(places)
-        for places in (order[:number], order[number:])
+        [rows[place] for place in part] if isinstance(rows, list) else rows.select(part) for part in parts
     )
     return rows, held_out, faults
+
+
+def _prompt_of(row: dict[str, Any]) -> int:
+    """Return a hash of a row's prompt, or of the row where it names none; a hash, as data may be large."""
+    known = (row[name] for name in ("prompt_ids", "index", "prompt") if row.get(name) not in (None, ""))
+    return hash(repr(next(known, row)))
 
 
 def _read_file(path: str) -> tuple[Any, list[str]]:

@@ -17,6 +17,7 @@ PROGRAM = "hf-dspark"
 WRONG_WORDS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")
+SHAPE = ("draft_kind", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "target_layer_ids")
 THRESHOLD = "threshold="
 TREE = "tree="
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
@@ -58,6 +59,9 @@ def parse(words: Sequence[str]) -> Namespace:
     for name in ("top_k", "top_p", "min_p"):
         if getattr(options, name, None) is not None and options.temperature == 0:
             parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
+    shaped = [f"--{name}" for name in SHAPE if getattr(options, name, None) is not None]
+    if shaped and options.draft is not None:
+        parsers[options.command].error(f"--draft has its shape already: leave {', '.join(shaped)} out")
     return options
 
 
@@ -150,15 +154,16 @@ def train(parser: ArgumentParser) -> None:
     parser.epilog = TRAINING
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")
     add = parser.add_argument_group("data and draft").add_argument
+    held_out = "rows to hold out of the file, and with each all answers to its prompt (%(default)s)"
     add("--train_file", required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
-    add("--eval_rows", type=within(int, 0), default=0, metavar="N", help="rows to hold out of the file (%(default)s)")
+    add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
     add("--output_dir", required=True, metavar="FOLDER", help="where draft, card, checkpoints and results go")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
-    add("--draft_kind", choices=("dspark", "dflash", "eagle3"), default="dspark", help="of a new draft (%(default)s)")
+    add("--draft_kind", choices=("dspark", "dflash", "eagle3"), help="of a new draft (dspark)")
     add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
-    add("--block_size", type=count, default=7, metavar="N", help="tokens per block of a new draft (%(default)s)")
-    add("--markov_rank", type=count, default=256, metavar="N", help="of a dspark draft's Markov head; dflash has none")
-    add("--markov_head_type", choices=("vanilla", "gated", "rnn"), default="vanilla", help="of a new dspark draft")
+    add("--block_size", type=count, metavar="N", help="tokens per block of a new draft (7)")
+    add("--markov_rank", type=count, metavar="N", help="of a new dspark draft's Markov head (256); dflash has none")
+    add("--markov_head_type", choices=("vanilla", "gated", "rnn"), help="of a new dspark draft (vanilla)")
     add("--target_layer_ids", type=int, nargs="+", metavar="LAYER", help="of the target, that a new draft reads")
     _add_target(parser)
     parser.set_defaults(kept="checkpoints are kept: --resume_from_checkpoint last goes on from the newest")

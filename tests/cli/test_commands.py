@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel
@@ -18,7 +20,8 @@ from hf_dspark.decoding import regenerate as regeneration
 from hf_dspark.decoding import step_costs
 from hf_dspark.evaluation import run as evaluation_run
 from hf_dspark.evaluation.results import read_results
-from hf_dspark_cli import main
+from hf_dspark_cli import Console, main, train
+from hf_dspark_cli.words import parse
 from tests.evaluation.interruption import interrupt_third_call
 
 PAIR = "--target target --draft draft --dtype float32"
@@ -26,6 +29,7 @@ TRAIN = (
     "train --target target --max_steps 2 --save_steps 1 --num_anchors 4 --per_device_train_batch_size 2 --use_cpu "
     "--num_hidden_layers 1 --target_layer_ids 0 2 --block_size 3 --markov_rank 4 --json"
 )
+TUNE = "train --target target --draft draft --max_steps 2 --num_anchors 4 --use_cpu --json"
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +130,7 @@ def test_answers_are_written_trained_on_and_kept_when_run_again(answer, refusal)
 
     train = f"{TRAIN} --train_file answers.jsonl --eval_rows 1"
     found = answer(f"{train} --output_dir trained")
-    assert found["kind"] == "training" and found["steps"] == 2 and found["num_rows"] == 2
+    assert found["kind"] == "training" and found["steps"] == 2 and found["num_rows"] == 1  # two have one prompt
     draft = DSparkDraftModel.from_pretrained("trained")
     assert (draft.config.block_size, draft.config.markov_rank, draft.config.num_hidden_layers) == (3, 4, 1)
     assert "--resume_from_checkpoint last" in refusal(f"{train} --output_dir trained")
@@ -140,7 +144,8 @@ def test_answers_are_written_trained_on_and_kept_when_run_again(answer, refusal)
 
 def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer, capsys):
     row = '{"input_ids": [5, 6, 7, 8, 7, 8, 7], "labels": [-100, 6, 7, 8, 7, 8, 7]}\n'
-    Path("rows.jsonl").write_text(row + 3 * '{"input_ids": [6, 7, 8, 7, 8, 7]}\n')
+    others = (f'{{"input_ids": [{first}, 7, 8, 7, 8, 7]}}\n' for first in (6, 7, 8))
+    Path("rows.jsonl").write_text(row + "".join(others))
     words = f"{TRAIN.removesuffix(' --json')} --train_file rows.jsonl --learning_rate 0.1"
     assert main(shlex.split(f"{words} --eval_rows 2 --output_dir out")) == 0
     printed = capsys.readouterr()
@@ -171,7 +176,7 @@ def test_other_kinds_of_drafts_are_trained_with_their_own_objective(answer, kind
 def test_fine_tuning_starts_from_the_draft_that_is_given(capsys):
     row = '{"prompt": "what is", "completion": " up not much up not much"}\n'
     Path("rows.jsonl").write_text(2 * row + "{oops\n[1]\n")
-    words = f"{TRAIN} --draft draft --train_file rows.jsonl --learning_rate 1e-9 --output_dir out"
+    words = f"{TUNE} --train_file rows.jsonl --learning_rate 1e-9 --output_dir out"
     assert main(shlex.split(words)) == 0
     printed = capsys.readouterr()
     assert len(json.loads(printed.out)["skipped_lines"]) == 2
@@ -272,6 +277,30 @@ def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refu
     results = read_results(["draft/results"])
     assert [result["domain"] for result in results] == ["greedy", "sampled"]
     assert all(result["num_prompts"] == 3 and len(result["temperatures"]) == 4 for result in results)
+
+
+def test_a_calibrated_draft_has_the_weights_of_its_source_in_whatever_dtype_it_decoded():
+    words = f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 12 --output_dir calibrated"
+    assert main(shlex.split(f"{words} --dtype bfloat16")) == 0
+    source, saved = (load_file(f"{folder}/model.safetensors") for folder in ("draft", "calibrated"))
+    assert source.keys() == saved.keys() and all(torch.equal(source[name], saved[name]) for name in source)
+    config = json.loads(Path("calibrated/config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert config["sts_temperatures"] and config["confidence_fits"] and config["sibling_acceptance"]
+
+
+def test_calibrate_adds_thinking_to_what_a_row_says_of_the_chat_template(refusal, monkeypatch):
+    seen = []
+
+    def calibrated(target, draft, prompts, *args, **kwargs):
+        seen.append(prompts[0].chat_template_kwargs)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("hf_dspark_cli.measure.calibrate", calibrated)
+    row = {"messages": [{"role": "user", "content": "up"}], "chat_template_kwargs": {"style": "short"}}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    refusal(f"calibrate {PAIR} --prompts_file rows.jsonl --no_thinking")
+    assert seen == [{"enable_thinking": False, "style": "short"}]
 
 
 def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal, steady_clock):
@@ -378,11 +407,12 @@ WRONG = {
     "swapped": ("generate --target draft --draft target up", "--target draft and --draft target: the wrong way round"),
     "swapped to calibrate": ("calibrate --target draft --draft target --prompts_file prompts.jsonl", "way round"),
     "swapped to train": (
-        f"{TRAIN.replace('target target', 'target draft --draft target')} --train_file prompts.jsonl --output_dir o",
+        "train --target draft --draft target --train_file prompts.jsonl --output_dir o",
         "wrong way round",
     ),
     "a target as a draft to train": (
-        f"{TRAIN} --draft target --train_file prompts.jsonl --output_dir o", "target holds a 'qwen3' model",
+        f"{TUNE.replace('draft draft', 'draft target')} --train_file prompts.jsonl --output_dir o",
+        "target holds a 'qwen3' model",
     ),
     "a target to convert": ("convert --to deepspec target out", "target/config.json (model_type 'qwen3'"),
     "a table that is not there": (
@@ -443,3 +473,51 @@ def test_a_full_disk_is_named_with_what_is_kept(refusal, monkeypatch):
     line = refusal(f"{TRAIN} --train_file rows.jsonl --output_dir out", code=1)
     assert "error: the disk of out is full" in line and "free" in line and "Make room" in line
     assert line.endswith("checkpoints are kept: --resume_from_checkpoint last goes on from the newest")
+
+
+@pytest.mark.parametrize("named", [("index", "prompt", "prompt_ids"), ("index",), ("prompt",)])
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_prompt_that_is_held_out_is_not_trained_on(named, form):
+    told = {"index": range(10), "prompt": [f"what {n}" for n in range(10)], "prompt_ids": [[n, 1] for n in range(10)]}
+    rows = [{name: told[name][n] for name in named} | {"text": f"{n} {k}"} for k in range(4) for n in range(10)]
+    if form == "parquet":
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet("rows.parquet")
+    else:
+        Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = f"train --target target --train_file rows.{form} --output_dir out --eval_rows"
+    trained, held_out, _ = train._read_rows(parse(shlex.split(f"{words} 6")), 0)
+    texts = [sorted(row["text"] for row in part) for part in (held_out, trained)]
+    assert len(texts[0]) == 8 and sorted(sum(texts, [])) == sorted(row["text"] for row in rows)
+    assert not {text[0] for text in texts[0]} & {text[0] for text in texts[1]}
+    with pytest.raises(ValueError, match="nothing to train on: the file has 40 rows, of 10 prompts"):
+        train._read_rows(parse(shlex.split(f"{words} 37")), 0)
+
+
+def test_a_loss_weight_that_is_given_counts_even_if_it_is_the_usual_one():
+    words = f"{TRAIN} --train_file rows.jsonl --output_dir out --draft_kind dflash"
+    for given, weights in (
+        ("", (1.0, 0.0, 0.0)),
+        ("--cross_entropy_weight 0.1", (0.1, 0.9, 1.0)),
+        ("--l1-weight=0.9 --confidence_weight 0", (0.1, 0.9, 0.0)),
+    ):
+        options = parse(shlex.split(f"{words} {given}"))
+        arguments = train._training_arguments(options, Console(sys.stdout, json=True, quiet=True))
+        assert tuple(getattr(arguments, name) for name in train.LOSS_WEIGHTS[:3]) == weights
+
+
+def test_the_script_that_resumes_by_itself_begins_anew_when_no_checkpoint_is_whole(capsys, monkeypatch):
+    script = Path(__file__).parents[2] / "examples" / "train_any.py"
+    Path("rows.jsonl").write_text(3 * '{"prompt": "what is", "completion": " up not much up not much"}\n')
+    words = f"{TRAIN.removeprefix('train ')} --train_file rows.jsonl --output_dir out"
+    monkeypatch.setattr(sys, "argv", ["train_any.py", *shlex.split(words)])
+
+    begun, begin = [], train.DSparkTrainer.train
+    monkeypatch.setattr(train.DSparkTrainer, "train", lambda self, where: begun.append(where) or begin(self, where))
+    Path("out/checkpoint-1").mkdir(parents=True)
+    Path("out/checkpoint-1/config.json").write_text("{")
+    for warned in (True, False):
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(script), run_name="__main__")
+        assert stop.value.code == 0
+        assert ("checkpoint-1 is passed over" in capsys.readouterr().err) == warned
+    assert begun == [None, "out/checkpoint-2"]

@@ -134,3 +134,15 @@ def test_exit_codes_tell_wrong_input_from_what_failed(files, capsys, monkeypatch
     monkeypatch.setenv("HF_DSPARK_DEBUG", "1")
     assert run("convert --to deepspec draft out") == code
     assert ("Traceback" in capsys.readouterr().err) == (code != 130)
+
+
+def test_the_shape_of_a_draft_that_is_there_already_is_refused(files, capsys):
+    shape = "--draft_kind dspark --block-size 7 --markov_rank=256 --markov_head_type vanilla --target_layer_ids 0 2"
+    words = "train --target target --draft draft --train_file prompts.jsonl --output_dir o"
+    assert run(f"{words} {shape} --num_hidden_layers 1") == 2
+    said = capsys.readouterr().err
+    assert (
+        "--draft has its shape already: leave --draft_kind, --num_hidden_layers, --block_size, --markov_rank, " in said
+    )
+    assert parse(shlex.split(words)).draft == "draft"
+    assert parse(shlex.split(f"{words.replace('--draft draft', '')} {shape}")).block_size == 7

@@ -330,3 +330,11 @@ def test_things_that_are_no_dataset_are_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             prepare_rows(wrong, make_tokenizer(), 2, 64)
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+def test_rows_that_are_left_out_are_counted_in_a_data_set_of_every_format(form):
+    rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": mask} for mask in ([1, 1, 1, 1], [0, 0, 0, 0])]
+    data = pytest.importorskip("datasets").Dataset.from_list(rows).with_format(form)
+    with pytest.warns(UserWarning, match="1 of 2 rows are left out, .*: 1 without a supervised token"):
+        assert len(prepare_rows(data, None, block_size=2, vocab_size=9)) == 1

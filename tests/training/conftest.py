@@ -23,11 +23,13 @@ def rows(target) -> list[dict]:
 def make_trainer(target, make_draft, rows, tmp_path):
     """Build a trainer of four steps."""
 
-    def build(model=None, target=target, data=rows, eval_data=rows, processing_class=None, **options) -> DSparkTrainer:
+    def build(
+        model=None, target=target, data=rows, eval_data=rows, processing_class=None, callbacks=None, **options
+    ) -> DSparkTrainer:
         facts = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 4, "num_anchors": 6}
         arguments = tiny_arguments(str(tmp_path / "run"), **facts | options)
         model = make_draft(target) if model is None else model
-        return DSparkTrainer(model, target, arguments, data, eval_data, processing_class)
+        return DSparkTrainer(model, target, arguments, data, eval_data, processing_class, callbacks=callbacks)
 
     return build
 

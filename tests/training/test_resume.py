@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_dspark import DSparkTrainer
+from hf_dspark.training import resume
 from hf_dspark.training.resume import last_checkpoint, require_whole
 from tests.training.tiny import KINDS, tiny_arguments, tiny_pair, tiny_rows
 from tests.training.train_tiny import Stream
@@ -166,6 +167,41 @@ def test_resuming_from_a_damaged_checkpoint_is_refused_or_goes_on_from_the_last_
         torch.equal(resumed.model.state_dict()[name], value) for name, value in whole.model.state_dict().items()
     )
     assert last_checkpoint(folder) == str(folder / "checkpoint-4")  # written anew
+
+
+def test_resuming_from_a_checkpoint_without_the_optimisers_state_is_refused(make_trainer, tmp_path):
+    make_trainer(save_strategy="steps", save_steps=2, save_only_model=True).train()
+    for where in (str(tmp_path / "run" / "checkpoint-2"), True):
+        with pytest.raises(ValueError, match="saved with save_only_model: .*Start anew from its weights"):
+            make_trainer().train(resume_from_checkpoint=where)
+
+
+class InterruptedSave(TrainerCallback):
+    """Interrupts a run after `Trainer` has saved the checkpoint of a step."""
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            interrupt()
+
+
+def test_older_checkpoints_are_deleted_once_the_new_one_is_whole(make_trainer, tmp_path, monkeypatch):
+    """An interruption anywhere leaves one to go on from."""
+    options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "callbacks": [InterruptedSave()]}
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(**options).train()
+    folder = tmp_path / "run"
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert last_checkpoint(folder) == str(folder / "checkpoint-4")
+
+    shutil.rmtree(folder)
+    write = resume.replace_text
+    monkeypatch.setattr(
+        resume, "replace_text", lambda path, text: interrupt() if "-4" in str(path) else write(path, text)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(**options).train()
+    with pytest.warns(UserWarning, match="checkpoint-4 is passed over"):
+        assert last_checkpoint(folder) == str(folder / "checkpoint-2")
 
 
 def test_checkpoint_that_is_being_written_over_is_not_whole(make_trainer, tmp_path, monkeypatch):

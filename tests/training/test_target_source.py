@@ -54,3 +54,24 @@ def test_states_that_are_nowhere_are_an_error_before_training(make_trainer, make
     cache_features(target, make_draft(target).config, rows[:5], tmp_path / "cache", progress=False)
     with pytest.raises(ValueError, match="3 of 16 rows are not in the feature cache .* there is no target to compute"):
         make_trainer(make_draft(target), target=None, feature_cache_dir=str(tmp_path / "cache"))
+
+
+def test_training_leaves_the_target_as_trainable_as_it_was(make_trainer, make_draft, target, monkeypatch):
+    """While it trains no gradient reaches the target, whether it ends or fails."""
+    target.requires_grad_(True).get_input_embeddings().requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in target.named_parameters()}
+    trainer = make_trainer()
+    loss, seen = trainer.compute_loss, set()
+
+    def watched(*args, **kwargs):
+        seen.update(parameter.requires_grad for parameter in target.parameters())
+        if trainer.state.global_step == 3:
+            raise RuntimeError("enough")
+        return loss(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "compute_loss", watched)
+    with pytest.raises(RuntimeError, match="enough"):
+        trainer.train()
+    assert seen == {False} and all(parameter.grad is None for parameter in target.parameters())
+    make_trainer(max_steps=1).train()
+    assert {name: parameter.requires_grad for name, parameter in target.named_parameters()} == before

@@ -120,7 +120,7 @@ def prepare_rows(
         types = {"input_ids": [value("int32")], "loss_mask": [value("int8")], "longest_run": value("int32")}
         options = {"with_indices": True, "num_proc": num_proc, "desc": "tokenising"}
         prepared = dataset.map(reader, remove_columns=columns, features=datasets.Features(types), **options)
-        _check_runs(list(prepared["longest_run"]), block_size, max_length)
+        _check_runs(list(map(int, prepared["longest_run"])), block_size, max_length)
         return prepared.filter(_has_anchor, num_proc=num_proc, desc="choosing").remove_columns("longest_run")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         columns = _check_stream(dataset, reader, block_size)

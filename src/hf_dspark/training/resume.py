@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerState
 
 from ..files import differences, replace_text
 from ..formats.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_json, read_tensor_infos
@@ -61,7 +61,13 @@ def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
             stacklevel=4,
         )
     draft = trainer.accelerator.unwrap_model(trainer.model)
-    if _has_weights(checkpoint):  # `Trainer` would go on without the tensors that are not there
+    if _has_weights(checkpoint):  # `Trainer` would go on without what is not there
+        # Every launcher saves random states beside the optimiser's; those have many names.
+        if not any(checkpoint.glob("rng_state*.pth")):
+            raise ValueError(
+                f"{checkpoint} was saved with save_only_model: the states of optimiser and schedule are missing, so "
+                "its curve cannot be continued. Start anew from its weights with DSparkDraftModel.from_pretrained."
+            )
         compare_tensors(read_tensor_infos(checkpoint), draft.expected_tensors(draft.config), str(checkpoint), NOT_OURS)
 
 
@@ -125,19 +131,11 @@ def _has_weights(checkpoint: Path) -> bool:
     return any((checkpoint / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
 
 
-class RunFacts(TrainerCallback):
-    """Writes a checkpoint's facts once everything else of it is there."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._trainer.accelerator.wait_for_everyone()
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-            # A card and the decoder's name in the config may be added later.
-            sizes = {name: None if name == CONFIG_FILE else path.stat().st_size for name, path in files.items()}
-            sizes.pop("README.md", None)
-            text = json.dumps({"files": sizes} | run_facts(self._trainer), indent=1)
-            replace_text(folder / RUN_FACTS_FILE, f"{text}\n")
+def write_run_facts(checkpoint: Path, trainer: Trainer) -> None:
+    """Write a checkpoint's facts, once everything else of it is there."""
+    files = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    # A card and the decoder's name in the config may be added later.
+    sizes = {name: None if name == CONFIG_FILE else path.stat().st_size for name, path in files.items()}
+    sizes.pop("README.md", None)
+    text = json.dumps({"files": sizes} | run_facts(trainer), indent=1)
+    replace_text(checkpoint / RUN_FACTS_FILE, f"{text}\n")

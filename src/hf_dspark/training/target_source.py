@@ -2,7 +2,8 @@
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class TargetSource:
         self._packing = args.packing
         self._has_room = True
         self.cache = None if folder is None else FeatureCache(folder, draft.config, target)
-        self._target = None if target is None else _placed(target.eval().requires_grad_(False), device)
+        self._target = None if target is None else _placed(target.eval(), device)
         if target is None:
             lent = self.cache.borrowed(device)
             draft.bind_parts(lent.embedding, lent.lm_head, lent.dtype)
@@ -58,6 +59,19 @@ class TargetSource:
         if missing and announce:
             self.cache.require_space(sum(map(len, missing)))
             self.cache.prepare()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Keep gradients out of the target's parameters; which of them can be trained is afterwards as it was."""
+        parameters = [] if self._target is None else list(self._target.parameters())
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trainable:
+                parameter.requires_grad_(True)
 
     def states(self, batch: dict[str, torch.Tensor], draft: DraftModel) -> TargetStates:
         """Return the target's states of a batch, on the draft's device, in its dtype."""

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..data.conversations import prepare_rows
 from ..maths.losses import BlockLosses, LossWeights
@@ -22,7 +23,7 @@ from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
 from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
-from .resume import RUN_FACTS_FILE, RunFacts, last_checkpoint, require_continuable
+from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_run_facts
 from .rows import BlockCollator, PackedRows, PackedStream
 from .target_source import TargetSource
 
@@ -84,7 +85,6 @@ class DraftTrainer(Trainer):
             model=draft, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=self.processing_class, **kwargs,
         )  # fmt: skip
-        self.add_callback(RunFacts(self))
         # compute_loss divides by the weights of the whole step, over accumulation steps and processes.
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
@@ -282,7 +282,8 @@ class DraftTrainer(Trainer):
         if was_calibrated:
             config = self.draft.config
             config.sts_temperatures = config.confidence_fits = config.sibling_acceptance = None
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.source.frozen():
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         if was_calibrated and self.is_world_process_zero():
             warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
         return output
@@ -292,6 +293,20 @@ class DraftTrainer(Trainer):
         if self.is_world_process_zero():
             Path(output_dir or self.args.output_dir, RUN_FACTS_FILE).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save a checkpoint; older ones are deleted once it is whole, so that there always is one to go on from."""
+        folder, limit = self._get_output_dir(trial), self.args.save_total_limit
+        self.args.save_total_limit = None  # `Trainer` would delete before the facts are written
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            write_run_facts(Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"), self)
+        if self.args.should_save:
+            rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
 
 
 def _checked(args: DSparkTrainingArguments | None) -> DSparkTrainingArguments:
