@@ -147,7 +147,7 @@ def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                 facts |= {"tau": part.tau, "rounds": part.rounds, "tokens": part.tokens, "reached": part.reached}
                 rows.append(facts | {"acceptance": part.acceptance})
             print(markdown_table(["task", "tau"], [[row["task"], number(row["tau"])] for row in rows[-len(tasks) :]]))
-    write_result(RESULTS / f"smollm2_tau_{options.suite[0]}.json", {"provenance": origin, "rows": rows})
+    write_result(RESULTS / f"{options.result}_{options.suite[0]}.json", {"provenance": origin, "rows": rows})
 
 
 def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
@@ -311,6 +311,8 @@ def main() -> None:
             command.add_argument("--draft", default="examples/smollm2/draft")
             command.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
             command.add_argument("--result", default="smollm2_confidence", help="the name of its file")
+        if name == "tau":
+            command.add_argument("--result", default="smollm2_tau", help="how the name of its file begins")
         if name == "speed":
             command.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of a batch")
     options = parser.parse_args()

@@ -388,16 +388,27 @@ def readme_chat_model() -> Table:
 
 
 def smollm2_kinds() -> Table:
-    """Tokens per round of three kinds of drafts that were trained alike, over the tasks of each domain."""
+    return of_kinds("smollm2_tau_paper")
+
+
+def smollm2_kinds_second() -> Table:
+    return of_kinds("smollm2_tau_second_paper")
+
+
+def of_kinds(result: str) -> Table:
+    """Tokens per round of drafts of several kinds that were trained alike, over the tasks of each domain."""
     found: dict[tuple[str, str, str], list[Result]] = {}
-    for row in load("smollm2_tau_paper")["rows"]:
+    for row in load(result)["rows"]:
         found.setdefault((row["kind"], row["domain"], row["regime"]), []).append(row)
     kinds, domains, regimes = (dict.fromkeys(parts) for parts in zip(*found, strict=True))
     columns = [(domain, name) for name in regimes for domain in domains]
     names = {"dspark": "DSpark, 3 layers", "dflash": "DFlash, 3 layers", "eagle3": "Eagle3, 1 layer"}
     taus = [[pooled_tau(found[(kind, *column)]) for column in columns] for kind in kinds]
     rows = [[names[kind], *row] for kind, row in zip(kinds, best_in_bold(taus), strict=True)]
-    return Table(("τ", *(f"{domain}, {REGIMES[name]}" for domain, name in columns)), rows, ["smollm2_tau_paper"])
+    by_kind = dict(zip(kinds, taus, strict=True))
+    ratios = (first / second for first, second in zip(by_kind["dspark"], by_kind["dflash"], strict=True))
+    rows.append(["DSpark over DFlash", *map(number, ratios)])
+    return Table(("τ", *(f"{domain}, {REGIMES[name]}" for domain, name in columns)), rows, [result])
 
 
 def smollm2_ways() -> Table:
@@ -424,13 +435,21 @@ def smollm2_kinds_speed() -> Table:
 
 
 def smollm2_trials() -> Table:
+    return of_trials("smollm2_trials")
+
+
+def smollm2_trials_second() -> Table:
+    return of_trials("smollm2_trials_second")
+
+
+def of_trials(result: str) -> Table:
     """What small changes of the draft do after a short training, on held-out answers at temperature 1."""
     rows = []
-    for row in load("smollm2_trials")["rows"]:
+    for row in load(result)["rows"]:
         acceptance = [row[f"acceptance_{place}"] for place in range(1, 8)]
         later = statistics.mean(acceptance[1:])
         rows.append([row["name"], str(row["steps"]), *(number(each) for each in (row["tau"], acceptance[0], later))])
-    return Table(("", "steps", "expected τ", "accepted, position 1", "positions 2 to 7"), rows, ["smollm2_trials"])
+    return Table(("", "steps", "expected τ", "accepted, position 1", "positions 2 to 7"), rows, [result])
 
 
 def pooled_tau(rows: Sequence[Result]) -> float:
@@ -450,6 +469,15 @@ def smollm2_confidence() -> Table:
     ]  # fmt: skip
     head = ("", "", "rounds", "ECE raw, %", "calibrated", "by its domain", "of a true head", "AUC")
     return Table(head, rows, ["smollm2_confidence"])
+
+
+def smollm2_law() -> Table:
+    """How well acceptance can be told at temperature 1: by the head, and by the probability of acceptance itself."""
+    rows = [
+        [row["domain"], f"{row['num_rounds']:,}", number(row["conditional_auc"]), number(row["auc_of_the_law"])]
+        for row in load("smollm2_law")["rows"]
+    ]
+    return Table(("", "rounds", "AUC of the head", "of the law itself"), rows, ["smollm2_law"])
 
 
 # ---- the rest
@@ -509,7 +537,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
-        smollm2_ways, smollm2_trials, smollm2_kinds_speed,
+        smollm2_ways, smollm2_trials, smollm2_trials_second, smollm2_kinds_second, smollm2_kinds_speed, smollm2_law,
     )
 }  # fmt: skip
 
