@@ -183,16 +183,8 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
     context, longest = getattr(text, "max_position_embeddings", None), int(lengths.max())
     if context is not None and longest > context:
         raise ValueError(f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it")
-    cached = 0 if cache is None else cache.get_seq_length()
     if obstacle is not None or text.model_type in READS_AGAIN:
-        longest_at_end = longest + call.max_length - input_ids.shape[1]
-        for switch in rope_switches(target):
-            if (cached or longest) <= switch < longest_at_end - 1:
-                raise ValueError(
-                    f"{type(target).__name__} rotates otherwise beyond {switch} tokens, and plain decoding then reads "
-                    f"tokens again or one by one: give max_new_tokens={max(1, switch + 1 - longest)} at most, a "
-                    f"prompt of more than {switch} tokens without past_key_values, or drop assistant_model"
-                )
+        _check_rope_switches(target, call, longest)
     if cache is not None and "Static" in type(cache).__name__:
         raise ValueError(f"the draft needs a dynamic cache, got {type(cache).__name__}: pass a DynamicCache or none")
     if obstacle is not None:
@@ -215,6 +207,20 @@ def check_rows(target: PreTrainedModel, call: Call, obstacle: str | None) -> Non
     ends_apart = any(not isinstance(criterion, MaxLengthCriteria) for criterion in call.stopping_criteria)
     if num_rows > 1 and call.pad_token_id is None and ends_apart:
         raise ValueError("rows may end at different lengths: set pad_token_id, for example to the eos_token_id")
+
+
+def _check_rope_switches(target: PreTrainedModel, call: Call, longest: int) -> None:
+    """Refuse what crosses a length where frequencies switch: a prompt that is shorter, of so many tokens at most, and
+    an answer that is longer."""
+    cache, at_end = call.model_kwargs.get("past_key_values"), longest + call.max_length - call.input_ids.shape[1]
+    for switch in rope_switches(target):
+        cached = 0 if cache is None else cache.get_seq_length()
+        if (cached or longest) <= switch < at_end - 1:
+            raise ValueError(
+                f"{type(target).__name__} rotates otherwise beyond {switch} tokens, and plain decoding then reads "
+                f"tokens again or one by one: give max_new_tokens={max(1, switch + 1 - longest)} at most, a prompt "
+                f"of more than {switch} tokens without past_key_values, or drop assistant_model"
+            )
 
 
 def _is_plain(cache: Cache) -> bool:
