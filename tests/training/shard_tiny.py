@@ -51,8 +51,8 @@ def main(output_file: str) -> None:
             losses | alone | {f"sharded.{name}": value.contiguous() for name, value in gradients.items()}, output_file
         )
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
-    leave()

@@ -29,7 +29,7 @@ def run(script: str, *words, processes: int = 1, code: int = 0) -> None:
     """Run a script beside this one; one that ends otherwise than it should says why."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     command = [sys.executable, *launch, str(FOLDER / script), *map(str, words)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stderr[-5000:]
 
 

@@ -71,8 +71,8 @@ def main(output_dir: str, log_file: str, kill_at: int, kind: str = "dspark", acc
         values = {name: [entry[name] for entry in history if name in entry] for name in names}
         Path(log_file).write_text(json.dumps(values | {"processes": arguments.world_size}))
     trainer.accelerator.end_training()
+    leave()  # while the trainer lives: its last reference would wait for a thread of gloo, which waits for the GIL
 
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:5], *map(int, sys.argv[5:6]))
-    leave()
