@@ -147,12 +147,11 @@ def _at_once(scores: torch.Tensor, processors: Sequence[LogitsProcessor]) -> tor
 def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
     unreachable = set()  # nodes whose token their parent's processors forbid, and those below
     for index, prefix in enumerate(prefixes):
-        if prefix is not None and prefix.parent is not None:
-            is_forbidden = scores[prefix.parent, prefix.token_ids[0, -1]] == -torch.inf
-            if prefix.parent in unreachable or bool(is_forbidden):
-                unreachable.add(index)
-                continue
         if prefix is None:
+            continue
+        parent, last = prefix.parent, prefix.token_ids[0, -1]
+        if parent is not None and (parent in unreachable or bool(scores[parent, last] == -torch.inf)):
+            unreachable.add(index)
             continue
         row = scores[index : index + 1]
         for processor in prefix.processors[stretch]:
