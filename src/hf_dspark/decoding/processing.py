@@ -149,10 +149,12 @@ def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix 
     for index, prefix in enumerate(prefixes):
         if prefix is None:
             continue
-        parent, last = prefix.parent, prefix.token_ids[0, -1]
-        if parent is not None and (parent in unreachable or bool(scores[parent, last] == -torch.inf)):
-            unreachable.add(index)
-            continue
+        # Where prompts are embeddings, the prefix of a root has no tokens.
+        if (parent := prefix.parent) is not None:
+            is_forbidden = bool(scores[parent, prefix.token_ids[0, -1]] == -torch.inf)
+            if is_forbidden or parent in unreachable:
+                unreachable.add(index)
+                continue
         row = scores[index : index + 1]
         for processor in prefix.processors[stretch]:
             row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
