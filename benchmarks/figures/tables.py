@@ -486,7 +486,7 @@ def smollm2_law() -> Table:
 def few_rows() -> Table:
     """Products of eight rows by the ways that hf_dspark has, over PyTorch's."""
     rows = []
-    names = ("few_rows_amx", "few_rows_avx512_amd", "few_rows")
+    names = ("few_rows_amx", "few_rows_avx512_amd", "few_rows_avx2_amd")
     ways = ("transposed_ratio", "ratio", "packed_ratio")
     for name in names:
         result = load(name)

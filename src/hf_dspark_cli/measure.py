@@ -1,10 +1,12 @@
 """`hf-dspark eval`, `calibrate` and `profile`: measurements, and the result files that cards are made of."""
 
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from hf_dspark.cpu import fast_linears
 from hf_dspark.data.prompts import as_chat, read_prompt_file
 from hf_dspark.data.suites import suite_files
 from hf_dspark.decoding.step_costs import cache_folder, find_cost
@@ -137,7 +139,8 @@ def run_profile(options: Namespace, console: Console) -> bool:
     if options.show:
         return _show_table(models, console)
     settings = (options.batch_sizes, options.context_lengths, options.repetitions)
-    profile = profile_throughput(models.target, models.draft, *settings)
+    with fast_linears(models.target, models.draft, packed=True) if options.packed else nullcontext():
+        profile = profile_throughput(models.target, models.draft, *settings)
     places = [] if profile.fault else [str(cache_folder() / f"{profile.machine.key}.json")]
     if places and options.output_file is not None:
         profile.save(options.output_file)

@@ -204,6 +204,7 @@ def profile(parser: ArgumentParser) -> None:
     add("--context_lengths", type=count, nargs="+", default=[64, 512], metavar="N", help="cached tokens per request")
     add("--repetitions", type=count, default=9, metavar="N", help="timed passes of each kind (%(default)s)")
     add("--output_file", type=new, metavar="FILE", help="also write the table to this file; SGLang reads it, too")
+    add("--packed", action="store_true", help="on a CPU, with packed copies of the weights, for decoding with them")
     add("--show", action="store_true", help="show the table that generate() uses, and measure nothing")
     _add_models(parser, decodes=False)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from hf_dspark import DSparkDraftModel, Eagle3DraftModel
+from hf_dspark import DSparkDraftModel, Eagle3DraftModel, fast_linears
 from hf_dspark.data.suites import SUITES
 from hf_dspark.decoding import regenerate as regeneration
 from hf_dspark.decoding import step_costs
@@ -321,6 +321,15 @@ def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock)
     assert main(shlex.split(f"profile {PAIR} --show")) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(before) and "cache/" in shown and "0 days old; repetitions of a pass lay 0% apart" in shown
+
+
+@pytest.mark.parametrize("packed", ["", "--packed"])
+def test_the_machine_is_measured_with_the_copies_that_are_asked_for(answer, monkeypatch, steady_clock, packed):
+    entered = []
+    monkeypatch.setattr(fast_linears, "__enter__", lambda self: entered.append(self._packed))
+    monkeypatch.setattr(fast_linears, "__exit__", lambda *_: None)
+    answer(f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 1 {packed}")
+    assert entered[0] == bool(packed) and not any(entered[1:])
 
 
 @pytest.mark.filterwarnings("always")

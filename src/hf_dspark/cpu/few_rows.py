@@ -1,8 +1,8 @@
 """Products of few rows with large matrices on a CPU, in about the time that reading the matrix once takes.
 
 PyTorch multiplies float32 on x86 by MKL, which has no fast way for few rows. oneDNN, which comes with it, has one. It
-is faster still on weights in its own layout; those of bfloat16 it reorders with each product. AMX units need no
-other layout in bfloat16 if the factors are exchanged.
+is faster still on weights in its own layout; those of bfloat16 it reorders with each product. Two need no other layout
+if the factors are exchanged: AMX units in bfloat16, and MKL with AVX2 for two to four rows.
 """
 
 import functools
@@ -35,9 +35,13 @@ ONEDNN_GAINS = {
     (INTEL, "AVX512", torch.float32): Gain(4, 2**21),
     (INTEL, "AMX", torch.float32): Gain(4, 2**21),
 }
-TRANSPOSED_GAINS = {(INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32)}
+TRANSPOSED_GAINS = {
+    (AMD, "AVX2", torch.float32): Gain(2, 2**16, most_rows=4),
+    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32),
+}
 # In float32, single rows gain nothing by another layout.
 PACKED_GAINS = {
+    (AMD, "AVX2", torch.float32): Gain(2, 2**17),
     (AMD, "AVX512", torch.float32): Gain(2, 2**16),
     (AMD, "AVX512", torch.bfloat16): Gain(1, 2**16),
     (INTEL, "AMX", torch.float32): Gain(4, 2**20),
@@ -156,21 +160,24 @@ def _is_served(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 @functools.cache
 def onednn_gain(dtype: torch.dtype) -> Gain | None:
     """Return when oneDNN is faster than PyTorch's own way on this CPU; `None` if never, or not measured."""
-    return ONEDNN_GAINS.get((*cpu_kind(), dtype)) if has_both() else None
+    return _measured(ONEDNN_GAINS, dtype)
 
 
 @functools.cache
 def transposed_gain(dtype: torch.dtype) -> Gain | None:
     """Return when exchanged factors are faster on this CPU; `None` if never, or not measured."""
-    return TRANSPOSED_GAINS.get((*cpu_kind(), dtype)) if multiplies_bfloat16() else None
+    return _measured(TRANSPOSED_GAINS, dtype)
 
 
 @functools.cache
 def packed_gain(dtype: torch.dtype) -> Gain | None:
     """Return when packed copies are faster than all other ways on this CPU; `None` if never, or not measured."""
-    if not has_both() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return None
-    return PACKED_GAINS.get((*cpu_kind(), dtype)) if dtype != torch.bfloat16 or multiplies_bfloat16() else None
+    return _measured(PACKED_GAINS, dtype) if hasattr(torch.ops.mkldnn, "_reorder_linear_weight") else None
+
+
+def _measured(gains: dict[tuple[str, str, torch.dtype], Gain], dtype: torch.dtype) -> Gain | None:
+    is_served = has_both() and (dtype != torch.bfloat16 or multiplies_bfloat16())
+    return gains.get((*cpu_kind(), dtype)) if is_served else None
 
 
 def has_both() -> bool:
