@@ -354,15 +354,17 @@ def smollm2_suite(suite: str) -> Table:
         for task in found[0]
         if task != "all"
     ]
-    means = [
-        statistics.mean(part[task]["speedup"]["ratio_of_medians"] for task in part if task != "all") for part in found
-    ]
-    rows.append(["mean", *(cell for mean in means for cell in ("", f"**{number(mean)}**"))])
+    rows.append(["mean", *(cell for part in found for cell in ("", mean_speedup(part)))])
     return Table(("", "greedy: τ", "speed-up", "temperature 1: τ", "speed-up"), rows, names)
 
 
 def tau_and_speedup(part: Result) -> tuple[str, str]:
     return number(part["tau"]), number(part["speedup"]["ratio_of_medians"])
+
+
+def mean_speedup(tasks: dict[str, Result]) -> str:
+    mean = statistics.mean(part["speedup"]["ratio_of_medians"] for task, part in tasks.items() if task != "all")
+    return f"**{number(mean)}**"
 
 
 def smollm2_paper() -> Table:
@@ -371,6 +373,22 @@ def smollm2_paper() -> Table:
 
 def smollm2_spec_bench() -> Table:
     return smollm2_suite("spec_bench")
+
+
+def smollm2_avx2() -> Table:
+    """The same draft in float32 on a processor without units for bfloat16, and whether greedy answers are the same."""
+    names = [f"smollm2_avx2_{suite}-{name}" for suite in ("paper", "spec_bench") for name in ("greedy", "sampled")]
+    found, rows = {name: load(name)["tasks"] for name in names}, []
+    for suite in ("paper", "spec_bench"):
+        greedy, sampled = (found[f"smollm2_avx2_{suite}-{name}"] for name in ("greedy", "sampled"))
+        for task, part in greedy.items():
+            if task != "all":
+                same = f"{part['speedup']['identical']} of {part['turns']}"
+                rows.append([TASKS.get(task, task), *tau_and_speedup(part), same, *tau_and_speedup(sampled[task])])
+        same = f"{greedy['all']['speedup']['identical']} of {greedy['all']['turns']}"
+        rows.append(["mean", "", mean_speedup(greedy), same, "", mean_speedup(sampled)])
+    head = ("", "greedy: τ", "speed-up", "same answers", "temperature 1: τ", "speed-up")
+    return Table(head, rows, names)
 
 
 def readme_chat_model() -> Table:
@@ -537,7 +555,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
-        smollm2_ways, smollm2_trials, smollm2_trials_second, smollm2_kinds_second, smollm2_kinds_speed, smollm2_law,
+        smollm2_ways, smollm2_avx2, smollm2_trials, smollm2_trials_second, smollm2_kinds_second, smollm2_kinds_speed,
+        smollm2_law,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from hf_dspark import DSparkDraftModel
+from hf_dspark import DSparkDraftModel, fast_linears
 
 HERE = Path(__file__).parent
 QUESTIONS = (
@@ -47,16 +47,20 @@ def main() -> None:
         output = target.generate(**inputs, do_sample=False, **kwargs)
         return output[0, inputs["input_ids"].shape[1] :].tolist(), time.perf_counter() - started
 
-    answer(QUESTIONS[0], max_new_tokens=8), answer(QUESTIONS[0], max_new_tokens=8, assistant_model=draft)  # warm-up
     streamed = {"max_new_tokens": options.max_new_tokens, "streamer": TextStreamer(tokenizer, skip_prompt=True)}
     rows = []
-    for question in options.questions:
-        print(f"### {question}\n\n--- target alone")
-        plain, plain_seconds = answer(question, **streamed)
-        print("\n--- with the draft")
-        drafted, seconds = answer(question, assistant_model=draft, **streamed)
-        print()
-        rows.append((len(plain), plain_seconds, len(drafted), seconds, draft.last_stats.tau, plain == drafted))
+    with fast_linears(target, draft, packed=True):  # serves plain decoding, too
+        (
+            answer(QUESTIONS[0], max_new_tokens=8),
+            answer(QUESTIONS[0], max_new_tokens=8, assistant_model=draft),
+        )  # warm-up
+        for question in options.questions:
+            print(f"### {question}\n\n--- target alone")
+            plain, plain_seconds = answer(question, **streamed)
+            print("\n--- with the draft")
+            drafted, seconds = answer(question, assistant_model=draft, **streamed)
+            print()
+            rows.append((len(plain), plain_seconds, len(drafted), seconds, draft.last_stats.tau, plain == drafted))
     print("tokens   alone  with the draft  speed-up  tokens per round  identical")
     for count, plain_seconds, drafted_count, seconds, tau, identical in rows:
         speedup = (plain_seconds / count) / (seconds / drafted_count)

@@ -136,11 +136,13 @@ def _folder_to_calibrate(options: Namespace) -> Path:
 
 def run_profile(options: Namespace, console: Console) -> bool:
     models = load_models(options)
-    if options.show:
-        return _show_table(models, console)
-    settings = (options.batch_sizes, options.context_lengths, options.repetitions)
     with fast_linears(models.target, models.draft, packed=True) if options.packed else nullcontext():
-        profile = profile_throughput(models.target, models.draft, *settings)
+        return _show_table(models, console) if options.show else _measure_table(options, models, console)
+
+
+def _measure_table(options: Namespace, models: Models, console: Console) -> bool:
+    settings = (options.batch_sizes, options.context_lengths, options.repetitions)
+    profile = profile_throughput(models.target, models.draft, *settings)
     places = [] if profile.fault else [str(cache_folder() / f"{profile.machine.key}.json")]
     if places and options.output_file is not None:
         profile.save(options.output_file)

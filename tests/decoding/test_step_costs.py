@@ -8,7 +8,9 @@ import re
 import pytest
 import torch
 
-from hf_dspark import AdaptiveDrafting, PrefixScheduler, profile_throughput
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, fast_linears, profile_throughput
+from hf_dspark.cpu import few_rows
+from hf_dspark.cpu.few_rows import Gain
 from hf_dspark.decoding import step_costs as profiling
 from hf_dspark.decoding.step_costs import Machine, Sample, ThroughputProfile, find_cost, known_profiles
 from hf_dspark.maths.checked import CheckedPolicy
@@ -72,6 +74,7 @@ def test_measurements_hold_less_with_other_versions_or_threads_and_not_for_other
         assert machine.distance(dataclasses.replace(machine, **change)) is None
     assert machine.distance(machine) == 0
     assert machine.distance(dataclasses.replace(machine, versions={"torch": "0"})) == 1
+    assert machine.distance(dataclasses.replace(machine, packed=True)) == 1
     assert machine.distance(dataclasses.replace(machine, threads=99)) == 2
     cores = dataclasses.replace(machine, device=re.sub(r"\d+ cores", "777 cores", machine.device))
     assert machine.distance(cores) == 2
@@ -104,6 +107,17 @@ def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_c
     assert find_cost(target, draft).verify_tokens == (1, 2)
     save(measured, profiling.cache_folder() / "own.json")
     assert find_cost(target, draft).verify_tokens == measured.table.verify_tokens
+
+
+def test_products_with_packed_copies_have_a_table_of_their_own(target, draft, profile, monkeypatch):
+    for way, gain in {"onednn": None, "transposed": None, "packed": Gain(1, 1)}.items():
+        monkeypatch.setattr(few_rows, f"{way}_gain", {torch.float32: gain}.get)
+    with fast_linears(target, draft, packed=True):
+        assert find_cost(target, draft).provenance["table"].endswith(f"{profile.machine.key}.json")  # better than none
+        of_copies = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1)
+        assert of_copies.machine.packed and of_copies.machine.key != profile.machine.key
+        assert find_cost(target, draft).provenance["table"].endswith(f"{of_copies.machine.key}.json")
+    assert find_cost(target, draft).provenance["table"].endswith(f"{profile.machine.key}.json")
 
 
 def test_a_broken_table_is_ignored_with_a_warning(target, draft, profile, caplog):

@@ -85,6 +85,12 @@ def _by_copies(routes: list[Route]) -> list[Route]:
     ]
 
 
+def holds_copies(model: nn.Module) -> bool:
+    """Tell whether a model multiplies by packed copies of its weights at present."""
+    forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in model.modules())
+    return any(isinstance(each, partial) and each.keywords.get("copy") is not None for each in forwards)
+
+
 # A function of the module: compiled graphs take its bound methods for the same one in every round.
 def _forward(linear: nn.Linear, input: torch.Tensor, copy: PackedCopy | None = None) -> torch.Tensor:
     return few_rows_linear(input, linear.weight, linear.bias, copy)

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
+from ..cpu import holds_copies
 from ..files import replace_text
 from ..maths.checked import Evidence
 from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
@@ -43,6 +44,7 @@ class Machine:
     device: str  # name of the accelerator or the CPU, its instruction sets included
     threads: int  # of torch on a CPU; 0 on an accelerator
     versions: dict[str, str]  # of Python, torch and transformers
+    packed: bool = False  # whether the target multiplied by packed copies of its weights
 
     @classmethod
     def of(cls, target: PreTrainedModel, draft: DraftModel) -> "Machine":
@@ -57,21 +59,26 @@ class Machine:
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
             versions=dict(_versions()),
+            packed=holds_copies(target),
         )
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        facts = asdict(self)
+        if not self.packed:  # the key of measurements without copies stays what it was
+            del facts["packed"]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
     def distance(self, other: "Machine") -> int | None:
         """Return how far a measurement of the other one is from holding here; `None` if it does not hold at all.
 
-        0: everything agrees. 1: other versions. 2: another number of cores or threads of the same kind of CPU.
+        0: everything agrees. 1: other versions, or other products. 2: another number of cores or threads of the same
+        kind of CPU.
         """
         if (self.target, self.draft, self.dtype) != (other.target, other.draft, other.dtype):
             return None
         if (self.device, self.threads) == (other.device, other.threads):
-            return int(self.versions != other.versions)
+            return int((self.versions, self.packed) != (other.versions, other.packed))
         kinds = {re.sub(r", \d+ cores", "", machine.device) for machine in (self, other)}
         return 2 if len(kinds) == 1 else None
 
