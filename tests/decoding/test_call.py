@@ -243,6 +243,13 @@ def test_left_padded_embeddings_are_decoded_like_their_ids(target, draft, prompt
     assert_rows(output, width, [alone(target, prompt) for prompt in prompts])
 
 
+def test_processors_that_read_prefixes_get_none_before_the_first_token_of_embeddings(target, draft, prompts):
+    embeds = target.get_input_embeddings()(torch.tensor(prompts[:1])).detach()
+    reads_prefixes = GREEDY | {"min_new_tokens": 3, "no_repeat_ngram_size": 2}
+    plain = target.generate(inputs_embeds=embeds, **reads_prefixes)
+    assert torch.equal(target.generate(inputs_embeds=embeds, assistant_model=draft, **reads_prefixes), plain)
+
+
 def test_a_full_memory_names_a_batch_that_fits(target, draft, prompts, monkeypatch):
     honest, budget = torch.Tensor.new_zeros, [400_000]
 
