@@ -367,6 +367,10 @@ def mean_speedup(tasks: dict[str, Result]) -> str:
     return f"**{number(mean)}**"
 
 
+def same_answers(part: Result) -> str:
+    return f"{part['speedup']['identical']} of {part['turns']}"
+
+
 def smollm2_paper() -> Table:
     return smollm2_suite("paper")
 
@@ -383,10 +387,9 @@ def smollm2_avx2() -> Table:
         greedy, sampled = (found[f"smollm2_avx2_{suite}-{name}"] for name in ("greedy", "sampled"))
         for task, part in greedy.items():
             if task != "all":
-                same = f"{part['speedup']['identical']} of {part['turns']}"
-                rows.append([TASKS.get(task, task), *tau_and_speedup(part), same, *tau_and_speedup(sampled[task])])
-        same = f"{greedy['all']['speedup']['identical']} of {greedy['all']['turns']}"
-        rows.append(["mean", "", mean_speedup(greedy), same, "", mean_speedup(sampled)])
+                cells = same_answers(part), *tau_and_speedup(sampled[task])
+                rows.append([TASKS.get(task, task), *tau_and_speedup(part), *cells])
+        rows.append(["mean", "", mean_speedup(greedy), same_answers(greedy["all"]), "", mean_speedup(sampled)])
     head = ("", "greedy: τ", "speed-up", "same answers", "temperature 1: τ", "speed-up")
     return Table(head, rows, names)
 
