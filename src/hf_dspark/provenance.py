@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ def _command(options: Mapping[str, Any]) -> str:
         if value is not None and value is not False:
             values = value if isinstance(value, list | tuple) else [] if value is True else [value]
             words += [f"--{name}", *(_shown(str(each)) for each in values)]
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _shown(word: str) -> str:
