@@ -1,9 +1,9 @@
 """Drafts of three kinds and an assistant for SmolLM2, trained alike: what they commit, and how fast they decode.
 And whether the shipped draft knows when it is right.
 
-for kind in dspark dflash dflash_fill_in eagle3; do  # Eagle3 with one layer
+for kind in dspark dflash dflash_fill_in; do  # and eagle3 with --num_hidden_layers 1
     python examples/smollm2/train.py --kind $kind --train_file out/smollm2/answers.jsonl ... \\
-        --output_dir out/smollm2/alike/$kind --num_hidden_layers 3 --max_steps 300
+        --output_dir out/smollm2/alike/$kind --num_hidden_layers 3 --batch_size 10 --max_steps 300
 done
 python benchmarks/smollm2.py assistant --train_file out/smollm2/answers.jsonl --max_steps 300
 python benchmarks/smollm2.py tau --suite paper prompts/
