@@ -239,6 +239,20 @@ def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, mak
         assert torch.equal(output, target.generate(**batch, **options))
 
 
+def test_a_confidence_that_is_no_number_disturbs_no_policy_that_can_do_without(make_target, make_draft):
+    target = make_target()
+    draft = make_draft(target)
+    with torch.no_grad():
+        draft.confidence_head.proj.bias.fill_(torch.nan)
+    tight = ThroughputTable((1, 4, 64), (10.0, 9.0, 1.0))
+    draft.decoding = DecodingOptions(policy=SLOLimit(FullBlock(), tpot_seconds=0.115, cost=tight))
+    ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    output = target.generate(ids, assistant_model=draft, **options)
+    assert torch.equal(output, target.generate(ids, **options))
+    assert 0 < max(draft.last_stats.proposed) < draft.config.block_size  # the limit did choose
+
+
 def test_rows_whose_numbers_do_not_overflow_go_on_drafting(make_target, make_draft):
     target = make_target()
     draft = make_draft(target)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from hf_dspark import generate_many
+from hf_dspark import DecodingOptions, TreeBudget, generate_many
 from hf_dspark.decoding.loop import DecodingLoop
+from hf_dspark.models.slot_cache import SlotCache
 from tests import rows
 
 GREEDY = rows.GREEDY | {"max_new_tokens": 24, "progress": False}
@@ -234,6 +235,60 @@ def test_shortage_in_a_users_processor_fails_no_prompt(many, assert_alone):
     results = many(prompts, batch_size=4, logits_processor=[Processor(short_once)])
     assert not left
     assert_alone(results, prompts, range(4))
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_what_an_overflow_leaves_behind_reaches_no_later_prompt(many, assert_alone, prompts, monkeypatch, cleared):
+    """Rows that end hold nothing but NaN from then on; if they were not cleared, it would be seen."""
+    honest = DecodingLoop.release_ended
+
+    def release_ended(self):
+        for row, request in enumerate(self.requests):
+            for cache in (self.cache, self.drafter.cache):
+                for store in cache._stores.values():
+                    store[row].masked_fill_(torch.tensor(request.ended), torch.nan)
+        honest(self)
+
+    monkeypatch.setattr(DecodingLoop, "release_ended", release_ended)
+    if not cleared:
+        monkeypatch.setattr(SlotCache, "clear", lambda self, row: self.truncate(row, 0))
+    results = many(prompts, batch_size=3, **ENDS)
+    if cleared:
+        assert_alone(results, prompts, results, **ENDS)
+    else:
+        with pytest.raises(AssertionError):
+            assert_alone(results, prompts, results, **ENDS)
+
+
+@pytest.mark.filterwarnings("ignore:out of memory")
+def test_a_shortage_while_a_path_is_committed_loses_nothing(target, draft, many, assert_alone, prompts, monkeypatch):
+    draft.decoding = DecodingOptions(policy=TreeBudget(12))
+    honest, gathered = SlotCache.gather, []
+
+    def gather(self, row, columns):
+        gathered.append(row)
+        if len(gathered) in (3, 8):
+            raise torch.OutOfMemoryError("out of memory")
+        honest(self, row, columns)
+
+    monkeypatch.setattr(SlotCache, "gather", gather)
+    results = many(prompts[:5], batch_size=5, **NO_END)
+    assert len(gathered) > 8
+    assert_alone(results, prompts, range(5), **NO_END)
+
+
+def test_requests_that_ended_keep_no_features(target, draft, prompts):
+    ended = []
+    honest = DecodingLoop.release_ended
+
+    def release_ended(self):
+        ended.extend(request for request in self.requests if request.ended)
+        honest(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodingLoop, "release_ended", release_ended)
+        list(generate_many(target, draft, prompts, batch_size=2, **GREEDY))
+    assert len(ended) == len(prompts) and not any(request.features for request in ended)
 
 
 def test_the_target_is_the_callers_between_results(target, draft, prompts):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.data.conversations import prepare_rows, tokenize_row
 from hf_dspark.decoding import endpoint as endpoint_module
 from hf_dspark.decoding.endpoint import Endpoint
@@ -142,10 +143,13 @@ def test_a_prompt_that_breaks_its_batch_fails_alone(target, tokenizer, tmp_path,
     assert len(lines) == 6 and not any("error" in line for line in lines)
 
 
-def test_learned_positions_are_never_exceeded(tokenizer, tmp_path):
-    target = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=8, n_layer=1, n_head=1)).eval()
+@pytest.mark.parametrize("drafting", [False, True])
+def test_learned_positions_are_never_exceeded(tokenizer, tmp_path, drafting):
+    target = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=8, n_layer=2, n_head=1)).eval()
     prompts = ["abcdefghijklmn", "abcdefg", "abc"]
     options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None}
+    if drafting:
+        options["draft"] = DSparkDraftModel(DSparkConfig.from_target(target.config, target_layer_ids=[0])).eval()
     regenerate(target, prompts, tokenizer, tmp_path / "a", **options)
     lengths = {line["prompt"]: len(line["completion_ids"]) for line in read_lines(tmp_path / "a")}
     assert lengths == {"abcdefghijklmn": 2, "abcdefg": 9, "abc": 12}

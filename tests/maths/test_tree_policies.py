@@ -152,6 +152,17 @@ def test_wrapped_policies_plan_the_same_trees_under_their_caps():
     assert PrefixScheduler(cost).plan_tree(TreeProspects(DRAWN), Load()) is None
 
 
+def test_an_expected_limit_learns_from_trees_what_a_round_brings():
+    cost = machine(*(1.0 + 0.005 * n for n in range(70)))
+    limited = SLOLimit(TreeBudget(6), tpot_seconds=0.51e-3, mode="expected", cost=cost)
+    assert limited.plan_draft(Load()) and limited.plan_tree(TreeProspects(DRAWN), Load()).num_nodes == 6
+    limited.observe(RoundOutcome((0,), None, torch.tensor([6]), torch.tensor([1]), 1e-3, trees=[DraftTree()]))
+    assert limited.allowed_seconds(Load()) == pytest.approx(1.02e-3)
+    assert limited.plan_draft(Load()) and limited.plan_tree(TreeProspects(DRAWN), Load()).num_nodes < 6
+    limited.observe(RoundOutcome((0,), None, torch.tensor([3]), torch.tensor([0]), 1e-3, trees=[DraftTree()]))
+    assert limited.allowed_seconds(Load()) == pytest.approx(1.02e-3), "a tree that was cut short tells nothing"
+
+
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 11])
 def test_a_budget_of_best_tokens_is_the_best_of_the_whole_tree(num_nodes):
     plan = BudgetPlan(num_nodes, BEST)

@@ -522,6 +522,14 @@ def test_pruned_vocabularies_follow_the_weights_that_are_loaded(make_draft, targ
             draft.draft_token_ids()
 
 
+def test_drafts_that_were_made_in_inference_mode_draft(make_draft, target):
+    with torch.inference_mode():
+        draft = make_draft(target, draft_vocab_size=20, draft_top_k=8)
+    ids = torch.tensor([[5, 6, 8]])
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))
+
+
 @torch.no_grad()
 def test_pruned_drafts_propose_what_an_unpruned_one_restricted_to_their_tokens_would(make_draft, target):
     whole, pruned = make_draft(target), make_draft(target, draft_vocab_size=20)

@@ -75,6 +75,22 @@ def test_rows_move_swap_and_shrink():
     assert cache.num_rows == 2 and torch.equal(kept(cache, 1)[0], third)
 
 
+def test_a_cleared_row_holds_nothing_of_the_sequence_before():
+    cache = SlotCache(2)
+    states = torch.randn(1, 2, 7, 4)
+    write(cache, SlotLayout((0, 0), (5, 2)), states.masked_fill(torch.arange(7)[:, None] == 4, torch.nan))
+    cache.commit(0, 5)
+    cache.commit(1, 2)
+    cache.row_states[0]["layer"] = RowState(position=5)
+    cache.move_row(1, 0)  # what lies behind the shorter row is overwritten, too
+    assert not cache._stores[0, "keys"].isnan().any()
+    cache.clear(1)
+    assert not cache._stores[0, "keys"][1].any() and torch.equal(kept(cache, 0)[0], states[0, :, 5:])
+    cache.row_states[1]["layer"] = RowState(position=5)
+    cache.clear(1)
+    assert cache.lengths == (2, 0) and not cache.row_states[1]
+
+
 def test_recurrent_states_go_with_their_rows_and_cannot_go_back():
     cache = SlotCache(3)
     for row in range(3):

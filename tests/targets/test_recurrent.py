@@ -1,11 +1,14 @@
 """Recurrent and hybrid targets decode with drafts as without, and keep no token that was rejected."""
 
+import threading
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, generate_many
 from hf_dspark.targets.recurrent import Mixer
+from hf_dspark.targets.slot_attention import PackedTarget
 
 from ..hybrids import HAVE_PROTOCOL, build
 from ..rigged import rig
@@ -155,6 +158,39 @@ def test_a_queue_of_more_prompts_than_rows_gives_each_its_own_answer(pair, monke
     found = generate_many(target, draft, [prompt.tolist() for prompt in prompts], None, 2, False, max_new_tokens=12)
     for each in found:
         torch.testing.assert_close(each.token_ids, expected[each.index][-12:])
+
+
+def test_neighbours_of_a_prompt_that_fails_when_it_is_admitted_begin_anew(pair):
+    target, draft = pair
+    prompts = prompts_of(target, (3, 11, 6, 8, 2))
+    expected = plain(target, prompts, 12)
+
+    def forbid_all(ids, scores):
+        return torch.full_like(scores, -torch.inf) if torch.equal(ids[0, :11], prompts[1]) else scores
+
+    options = {"do_sample": True, "top_k": 1, "max_new_tokens": 12, "logits_processor": [forbid_all]}
+    found = generate_many(target, draft, [prompt.tolist() for prompt in prompts], None, 3, False, **options)
+    results = {each.index: each for each in found}
+    assert "probability tensor" in str(results.pop(1).error)
+    for index, each in results.items():
+        torch.testing.assert_close(each.token_ids, expected[index][-12:])
+
+
+def test_a_pass_in_another_thread_does_not_decide_what_a_layers_own_settings_are():
+    target = build("falcon_h1")
+    packed = PackedTarget(target)
+    mixer = next(layer for layer in packed._called_by_rows if isinstance(layer, Mixer)).module
+    own = vars(mixer)["chunk_size"]
+    with packed.lock:
+        mixer.chunk_size = own + 1  # as during a pass
+        others = []
+        thread = threading.Thread(target=lambda: others.append(PackedTarget(target)))
+        thread.start()
+        thread.join(timeout=0.2)
+        mixer.chunk_size = own
+    thread.join()
+    others[0]._leave()
+    assert mixer.chunk_size == own
 
 
 def test_several_sequences_of_a_prompt_have_states_of_their_own(pair):

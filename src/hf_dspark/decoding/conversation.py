@@ -85,6 +85,11 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
     past = 0 if given is None else given.get_seq_length()
     if len(before) > 0:  # only what is new was given
         cached, earlier = int(before.sum()), None
+        if cached > 0 and past == 0:
+            raise ValueError(
+                f"attention_mask has {width} columns, the prompts have {columns}, and no cache holds the tokens "
+                "before: pass past_key_values of the earlier turn, or the whole conversation"
+            )
         if isinstance(given, SlotCache):
             earlier = _earlier_ids(row, cached, cache)
         elif past > 0:

@@ -128,10 +128,11 @@ class Drafter:
         confidence, broken = None, block.broken
         if block.confidence_logits is not None:
             fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]
-            confidence = calibrated_confidence(block.confidence_logits, fits)
+            predicted = calibrated_confidence(block.confidence_logits, fits)
+            confidence = predicted.nan_to_num(0.0)
             if self.policy.requires_confidence:
-                broken = confidence.isnan() if broken is None else broken | confidence.isnan()
-                confidence = confidence.nan_to_num(0.0).cpu()
+                broken = predicted.isnan() if broken is None else broken | predicted.isnan()
+                confidence = confidence.cpu()
         lengths = self._planned_lengths(confidence, max_lengths, load)
         lengths = self._cut(requests, block.token_ids, broken, lengths)
         return Proposal(lengths, block, None, confidence, time.perf_counter() - started)

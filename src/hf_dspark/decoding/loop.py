@@ -197,11 +197,14 @@ class DecodingLoop:
             new_tokens = [*drafted[:accepted], following]
             if self.recording.wants_steps:
                 self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
+            # What takes memory comes first: a shortage must not leave tokens that the cache does not know.
+            self.cache.gather(row, columns)
+            features = output.features[tokens]
             kept = request.commit(new_tokens, self.recording.scores.get(request.id, ()))
             self.recording.forget(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
-            self.cache.commit_path(row, columns[:kept])
-            request.features.append(output.features[tokens][:kept])
+            self.cache.commit(row, kept)
+            request.features.append(features[:kept])
             num_committed.append(kept)
             self._stream(new_tokens[:kept])
         return num_committed
@@ -225,6 +228,8 @@ class DecodingLoop:
                     cache.move_row(last, row)
             if self.recording.wants_rows:
                 self.ended_rows[self.requests[row].id] = last
+            else:
+                self.requests[row].features.clear()
             self.drafter.forget(self.requests[row].id)
             self.requests[row] = self.requests[last]
             self.requests.pop()
@@ -236,6 +241,10 @@ class DecodingLoop:
         """Prefill new requests, in the rows after those in use, and draw the first token of each. `prompts` are their
         parts that are not cached, ids `[n]` or embeddings `[n, d]`; a pass gets `chunk_size` positions of each."""
         started = time.perf_counter()
+        for row in range(len(self.requests), len(self.requests) + len(requests)):
+            for cache in (self.cache, self.drafter.cache):
+                if cache.lengths[row] == 0:  # it may hold an earlier sequence, or a part of one that was not admitted
+                    cache.clear(row)
         logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
         self.drafter.statistics.prefill_seconds += time.perf_counter() - started
         scores = self._processor(logits, None, [request.prefix() for request in requests])

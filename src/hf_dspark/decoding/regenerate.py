@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import MaxLengthCriteria
 from transformers.utils.logging import tqdm
 
 from ..data.conversations import tokenize_row
@@ -145,7 +146,7 @@ def regenerate(
     settings |= plain_json({name: value for name, value in chosen.items() if name not in NO_OPTIONS})
     shown = [processing_class.decode(prompt.content) if prompt.is_token_ids else prompt.content for prompt in read]
     answers = _Answers(output_file, settings, shown, len(jobs))
-    session = _Session(target, processing_class, answers, end_token_ids(config), seed, options)
+    session = _Session(target, processing_class, answers, end_token_ids(config), seed, options, context)
     with answers.bar, torch.random.fork_rng():
         for job in jobs:
             if job.room < 1 and answers.lack(job.index, job.sample):
@@ -201,6 +202,10 @@ def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], bool] | None:
     return None if "error" in line else ((line["index"], line["sample"]), line["finished"])
 
 
+class _EndOfContext(MaxLengthCriteria):
+    """Ends a prompt earlier than its options say. transformers warns of its own class."""
+
+
 @dataclass(frozen=True)
 class _Session:
     target: PreTrainedModel
@@ -209,6 +214,7 @@ class _Session:
     ends: list[int]
     seed: int
     options: dict[str, Any]
+    context: float = math.inf  # tokens that the target has room for
 
     def answer_with_draft(self, draft: DraftModel, jobs: Sequence[_Job], batch_size: int) -> None:
         """Answer in continuous batches; noise is keyed by the seed and the job's place among all jobs."""
@@ -217,6 +223,8 @@ class _Session:
         prompts = [None if job is None else job.prompt_ids for job in todo]
         torch.manual_seed(self.seed)
         options = self.options | {"batch_size": batch_size, "progress": False}
+        if self.context < math.inf:
+            options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), _EndOfContext(self.context)]
         for result in generate_many(self.target, draft, prompts, self.processing_class, **options):
             job = todo[result.index]
             if job is not None and result.error is None:

@@ -428,7 +428,10 @@ class SLOLimit(PolicyOverPolicy):
 
     def plan_tree(self, prospects: TreeProspects, load: Load) -> TreePlan | None:
         capacity = self._capacity(MOST_NODES * load.num_requests, load)
-        return self.policy.plan_tree(dataclasses.replace(prospects, most=min(prospects.most, capacity)), load)
+        plan = self.policy.plan_tree(dataclasses.replace(prospects, most=min(prospects.most, capacity)), load)
+        if plan is not None and capacity >= self.policy.most_nodes * load.num_requests:
+            self._patience.rounds = 0  # it was not cut short
+        return plan
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         lengths = self.policy.plan_verify(confidence, max_lengths, load)

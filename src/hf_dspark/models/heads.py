@@ -110,7 +110,7 @@ class Successors:
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(weight.data_ptr(), weight._version) for weight in module.parameters()]
+    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in module.parameters()]
 
 
 def with_successors(best_ids: torch.Tensor, successor_ids: torch.Tensor) -> torch.Tensor:

@@ -326,7 +326,7 @@ class DSparkDraftModel(DraftModel):
     def draft_token_ids(self) -> torch.Tensor | None:
         if self.config.draft_vocab_size is None:
             return None
-        state = self.d2t.device, self.d2t._version
+        state = self.d2t.device, 0 if self.d2t.is_inference() else self.d2t._version
         if self._kept_ids is None or self._kept_ids[0] != state:
             with torch.inference_mode(False):  # what is kept may be trained with
                 self._kept_ids = state, kept_token_ids(self.d2t, self.config.vocab_size)

@@ -185,18 +185,23 @@ class SlotCache(Cache):
         """Count the next slots of a row, which hold its latest tokens, as committed."""
         self._lengths[row] += count
 
-    def commit_path(self, row: int, columns: Sequence[int]) -> None:
-        """Count some of the latest tokens of a row as committed, in ascending order, and bring them together."""
+    def gather(self, row: int, columns: Sequence[int]) -> None:
+        """Bring some of the latest tokens of a row together, in ascending order, so that they can be committed."""
         moved = [(place, column) for place, column in enumerate(columns) if place != column]
         if moved:
             start = self._lengths[row]
             places, sources = (torch.tensor(each, device="cpu") + start for each in zip(*moved, strict=True))
             for store in self._stores.values():
                 store[row].index_copy_(1, places.to(store.device), store[row][:, sources.to(store.device)])
-        self.commit(row, len(columns))
+
+    def clear(self, row: int) -> None:
+        """Make a row as new. Stale slots are masked, but a masked NaN, of a sequence that overflowed, would spread."""
+        for store in self._stores.values():
+            store[row].zero_()
+        self.truncate(row, 0)
 
     def truncate(self, row: int, length: int) -> None:
-        """Keep the first slots of a row alone; 0 makes room for another sequence."""
+        """Keep the first slots of a row alone."""
         assert length <= self._lengths[row], "only commit() lengthens a row"
         self._lengths[row] = length
         if length == 0:
@@ -286,10 +291,9 @@ class SlotCache(Cache):
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
-        length = self._lengths[source]
         for store in self._stores.values():
-            store[destination, :, :length] = store[source, :, :length]
-        self._lengths[destination], self._lengths[source] = length, 0
+            store[destination] = store[source]  # stale slots, too: see `clear`
+        self._lengths[destination], self._lengths[source] = self._lengths[source], 0
         self.row_states[destination], self.row_states[source] = self.row_states[source], {}
 
     def swap_rows(self, first: int, second: int) -> None:

@@ -58,7 +58,9 @@ class RowAttention:
         if self._name not in states:
             states[self._name] = RowState(waiting=DynamicCache(config=self._config))
         state = states[self._name]
-        if state.num_waiting > start:
-            state.waiting.layers[self.module.layer_idx].crop(start - state.num_waiting)
+        layer = state.waiting.layers[self.module.layer_idx]
+        surplus = layer.get_seq_length() - start
+        if surplus > 0:
+            layer.crop(-surplus)
         state.num_waiting = start + count
         return state.waiting

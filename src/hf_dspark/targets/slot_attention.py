@@ -137,7 +137,8 @@ class PackedTarget:
         # The configs that decide how a target attends. Layers may be replaced between calls: they are looked up anew.
         found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
         self._configs = list(found.values())
-        self._called_by_rows = called_by_rows(target)
+        with self.lock:  # during a pass in another thread, settings of layers are not their own
+            self._called_by_rows = called_by_rows(target)
         self._cache_argument = cache_argument(target)
 
     def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
