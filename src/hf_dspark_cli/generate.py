@@ -132,6 +132,8 @@ def run_regenerate(options: Namespace, console: Console) -> bool:
 def _regenerate(prompts: list[Prompt], options: Namespace) -> RegenerationReport:
     kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
     if options.endpoint is None:
+        if options.api_key_env is not None:
+            raise ValueError("--api_key_env is for a server: give its --endpoint, too")
         models = load_models(options)
         prompts = [as_chat(prompt, models.tokenizer) for prompt in prompts]
         kwargs |= generate_kwargs(options, models.target)
@@ -139,5 +141,7 @@ def _regenerate(prompts: list[Prompt], options: Namespace) -> RegenerationReport
     api_key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
     if options.api_key_env is not None and not api_key:
         raise ValueError(f"--api_key_env: the environment variable {options.api_key_env} is not set")
+    if options.no_chat_template:
+        raise ValueError("--no_chat_template: a server puts its own chat template around a text. Drop one of them")
     kwargs |= values_of(options, "draft", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
     return regenerate(options.target, prompts, None, endpoint=Endpoint(options.endpoint, api_key), **kwargs)

@@ -437,6 +437,13 @@ WRONG = {
         "regenerate --endpoint http://x --target m --api_key_env NO_SUCH_KEY --prompts_file prompts.jsonl "
         "--output_file o", "NO_SUCH_KEY is not set",
     ),
+    "key without a server": (
+        "regenerate --target target --api_key_env KEY --prompts_file prompts.jsonl --output_file o", "--endpoint",
+    ),
+    "texts for a server": (
+        "regenerate --endpoint http://x --target m --no_chat_template --prompts_file prompts.jsonl --output_file o",
+        "its own chat template",
+    ),
     "missing prompts": (f"generate {PAIR} --prompts_file nowhere.jsonl", "nowhere.jsonl: there is no such file"),
     "two tasks of one name": (f"eval {PAIR} --prompts a=prompts.jsonl a=empty.jsonl", "names a task twice"),
     "empty prompt": (f"generate {PAIR} ''", "a prompt is empty"),

@@ -64,6 +64,37 @@ TWO_TURNS = [message("user", "what is up"), message("assistant", "not much"), me
 ENDED = ["not much<|im_end|>", "think so<|im_end|>"]
 
 
+def test_marks_around_what_the_prompt_gives_mark_the_answer_alone():
+    """SmolLM3's template marks the header of the turn, too, and the empty thought."""
+    header = "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    marked = MARKED.replace(
+        header, "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n<think></think>"
+    )
+    marked = marked.replace("{% else %}{{ m", "{% else %}<|im_start|>{{ m.role }}\n{{ m")
+    tokenizer = make_tokenizer(
+        marked.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think></think>{% endif %}")
+    )
+    for row in ({"messages": TWO_TURNS}, {"prompt": TWO_TURNS[:1], "completion": TWO_TURNS[1:]}):
+        assert supervised(tokenize_row(row, tokenizer), tokenizer) == ENDED
+
+
+def test_nulls_that_a_table_adds_are_not_trained_on():
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
+    )
+    tokenizer = make_tokenizer(template)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {"city": "here"}}]}
+    table = call | {"tool_calls": [{"name": "look", "arguments": {"city": "here", "zip": None}}]}
+    rows = [tokenize_row({"messages": [TWO_TURNS[0], each]}, tokenizer) for each in (call, table)]
+    assert rows[0] == rows[1] and "here" in supervised(rows[0], tokenizer)[0]
+
+
+def test_rows_of_regenerate_need_no_tokenizer():
+    row = {"prompt": "a", "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "text": "b", "finished": True}
+    (prepared,) = prepare_rows([row], None, block_size=2, vocab_size=20)
+    assert prepared["input_ids"] == [5, 6, 7, 8, 9] and prepared["loss_mask"] == [0, 0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, FORGETFUL, STRICT])
 def test_answers_and_their_ends_are_supervised_without_the_templates_white_space(template):
     tokenizer = make_tokenizer(template)

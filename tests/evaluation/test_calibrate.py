@@ -110,6 +110,19 @@ def test_records_of_another_run_are_not_mixed_in(target, draft, make_draft, tmp_
             records(target, changed, prompts, output_file=path, **options)
 
 
+def test_records_of_another_law_of_the_same_draft_are_not_mixed_in(target, draft, tmp_path, monkeypatch):
+    path = tmp_path / "rounds.jsonl"
+    records(target, draft, output_file=path)
+    collect_siblings(target, draft, PROMPTS[:1], output_file=path)
+    monkeypatch.setattr(draft.config, "confidence_fits", {"default": [[0.5, -1.0]] * draft.config.block_size})
+    records(target, draft, output_file=path)  # rounds are recorded before any calibration
+    with pytest.raises(ValueError, match="another run .*differs in fits"):
+        collect_siblings(target, draft, PROMPTS[:1], output_file=path)
+    monkeypatch.setattr(draft.config, "draft_top_k", 8)
+    with pytest.raises(ValueError, match="another run .*differs in draft_config"):
+        records(target, draft, output_file=path)
+
+
 def test_records_of_trees_have_a_file_for_each_file_of_rounds(target, draft, tmp_path):
     for name in ("rounds_t0.7", "rounds_t0.9"):
         temperature = float(name.removeprefix("rounds_t"))

@@ -52,6 +52,17 @@ def random_blocks():
     return draft_logits, torch.randn(2, 3, 4, 7), torch.randint(0, 7, (2, 3, 4)), supervised, confidence_logits
 
 
+def test_half_precision_around_the_losses_changes_no_sum():
+    draft_logits, *others = random_blocks()
+    weights = LossWeights(soft_cross_entropy_weight=0.5)
+    expected = losses_of(draft_logits, *others, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = losses_of(draft_logits, *others, weights)
+    for name in ("loss", "cross_entropy", "l1", "soft_cross_entropy", "confidence"):
+        assert getattr(found, name).dtype == torch.float32, name
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+
+
 # ---- parity with DeepSpec
 
 

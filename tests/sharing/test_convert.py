@@ -167,6 +167,19 @@ def test_golden_checkpoints_are_written_as_they_were(fixtures, tmp_path, monkeyp
     assert differences(config_file(written), config_file(fixtures / name)) <= allowed
 
 
+def test_formats_with_copies_of_a_head_refuse_its_bias(make_target, make_draft, tmp_path):
+    target = make_target(name_or_path="tiny")
+    draft = make_draft(target)
+    target.save_pretrained(tmp_path / "stored")
+    state = load_file(tmp_path / "stored" / "model.safetensors")
+    bias = torch.ones(target.config.vocab_size)
+    save_file(state | {"lm_head.bias": bias}, tmp_path / "stored" / "model.safetensors", {"format": "pt"})
+    target.lm_head.bias = torch.nn.Parameter(bias)
+    for number, each in enumerate((target, tmp_path / "stored")):
+        with pytest.raises(ValueError, match="has no place for the bias of the target's LM head"):
+            convert_checkpoint(draft, tmp_path / f"written {number}", "deepspec", target=each)
+
+
 def test_golden_eagle3_checkpoint_is_written_as_it_was(fixtures, make_target, tmp_path):
     folder = fixtures / "deepspec" / "eagle3"
     golden = load_file(folder / "model.safetensors")

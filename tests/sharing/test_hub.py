@@ -17,6 +17,7 @@ from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.sharing.convert import convert_checkpoint
 from hf_dspark.sharing.hub import (
     DECODER,
+    _copy_results,
     load_draft,
     save_repository,
     upload_repository,
@@ -197,6 +198,28 @@ def test_a_wrong_result_stops_before_anything_is_written(draft, tmp_path):
         with pytest.raises(ValueError, match=r"bad\.json"):
             publish()
     assert not (tmp_path / "new").exists()
+
+
+def test_what_shall_be_private_goes_into_no_public_repository(tmp_path, monkeypatch):
+    api = MagicMock()
+    monkeypatch.setattr("hf_dspark.sharing.hub.HfApi", lambda token: api)
+    api.repo_info.return_value.private = False
+    with pytest.raises(OSError, match="it is public: make it private"):
+        upload_repository(tmp_path, "me/draft", private=True)
+    assert not api.upload_folder.called
+    api.repo_info.return_value.private = True
+    upload_repository(tmp_path, "me/draft", private=True)
+    assert api.upload_folder.called
+
+
+def test_result_files_keep_their_content_whatever_their_names(tmp_path):
+    files = [tmp_path / name for name in ("a/eval.json", "b/eval.json", "c/eval_2.json", "math")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(str(number))
+    _copy_results(files, tmp_path / "results")
+    copied = {file.name: file.read_text() for file in (tmp_path / "results").iterdir()}
+    assert sorted(copied.values()) == list("0123") and all(name.endswith(".json") for name in copied)
 
 
 def test_settings_of_an_interrupted_evaluation_are_not_uploaded(tmp_path, monkeypatch):

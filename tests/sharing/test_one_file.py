@@ -11,6 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
@@ -390,3 +392,61 @@ def test_drafts_and_cut_offs_that_do_not_fit_are_refused(one_file, copied, pair,
     }.items():
         with pytest.raises(ValueError, match=message):
             one_file.generate(**{"model": target, "assistant_model": draft, "inputs": PROMPT} | GREEDY | call)
+
+
+LONGROPE = {"rope_type": "longrope", "long_factor": [1.0], "original_max_position_embeddings": 10}
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_draft", "what"),
+    [
+        ({"rope_parameters": LONGROPE}, {}, "an answer within which rotary frequencies switch"),
+        ({"rope_parameters": {"full_attention": LONGROPE}}, {}, "an answer within which rotary frequencies switch"),
+        ({"layer_types": ["full_attention", "conv"]}, {}, "targets with a recurrent state"),
+        ({}, {"attention_sinks": True}, "drafts with attention sinks"),
+    ],
+)
+def test_what_would_decode_wrongly_is_refused(one_file, copied, pair, monkeypatch, of_target, of_draft, what):
+    target, draft = pair[0], copied(pair[1])
+    for config, changes in ((target.config, of_target), (draft.config, of_draft)):
+        for name, value in changes.items():
+            monkeypatch.setattr(config, name, value, raising=False)
+    with pytest.raises(ValueError, match=f"does not support {what}"):
+        one_file.generate(target, assistant_model=draft, inputs=PROMPT, **GREEDY)
+
+
+def test_answers_on_one_side_of_a_switch_are_decoded(one_file, copied, pair, monkeypatch):
+    target, draft = pair[0], copied(pair[1])
+    for switch in (3, 43):  # before the prompt's end, and where no pass reads it
+        rope = LONGROPE | {"original_max_position_embeddings": switch}
+        monkeypatch.setattr(target.config, "rope_parameters", rope)
+        one_file._check(target, draft.config, PROMPT, *_prepared(target))
+
+
+def _prepared(target):
+    """The prepared generation config of a greedy call that ends at 44 tokens."""
+    found = []
+    target.generate(
+        PROMPT, custom_generate=lambda *args, **kwargs: found.append(kwargs["generation_config"]), **GREEDY
+    )
+    return found[0], {}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_numbers_that_overflow_are_not_drafted_from(one_file, copied, make_target, make_draft, do_sample):
+    target = make_target()
+    draft = copied(make_draft(target))
+    with torch.no_grad():
+        draft.markov_head.markov_w1.weight[:24] = torch.nan
+    call = GREEDY | {"do_sample": do_sample, "top_k": 1}
+    output = one_file.generate(target, assistant_model=draft, inputs=PROMPT, **call)
+    assert output.equal(target.generate(PROMPT, **call))
+    assert {0} < {proposed for proposed, _ in draft.rounds}
+
+
+def test_drafts_end_where_a_table_of_positions_does(one_file, copied):
+    target = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_positions=16, n_embd=8, n_layer=2, n_head=1)).eval()
+    config = DSparkConfig.from_target(target.config, target_layer_ids=[0], block_size=7, num_hidden_layers=1)
+    call = GREEDY | {"max_new_tokens": 12}
+    output = one_file.generate(target, assistant_model=copied(DSparkDraftModel(config).eval()), inputs=PROMPT, **call)
+    assert output.equal(target.generate(PROMPT, **call))

@@ -196,7 +196,7 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_whole(make_trainer, t
     shutil.rmtree(folder)
     write = resume.replace_text
     monkeypatch.setattr(
-        resume, "replace_text", lambda path, text: interrupt() if "-4" in str(path) else write(path, text)
+        resume, "replace_text", lambda path, text: interrupt() if "checkpoint-4" in str(path) else write(path, text)
     )
     with pytest.raises(KeyboardInterrupt):
         make_trainer(**options).train()

@@ -327,6 +327,49 @@ def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer,
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_training_that_fails_keeps_the_calibration_only_if_no_weight_moved(make_trainer, make_draft, target, step):
+    draft = make_draft(target)
+    before = {"default": [2.0] * draft.config.block_size}
+    draft.config.sts_temperatures = before
+    trainer = make_trainer(draft, max_steps=2)
+    honest = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        if trainer.state.global_step == step:
+            raise torch.OutOfMemoryError("out of memory")
+        return honest(*args, **kwargs)
+
+    trainer.training_step = training_step
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(torch.OutOfMemoryError):
+        warnings.simplefilter("always")
+        trainer.train()
+    assert draft.config.sts_temperatures == (before if step == 0 else None)
+    assert any("calibrate it again" in str(each.message) for each in caught) == (step > 0)
+
+
+def test_a_step_keeps_no_masks_of_its_batches(make_trainer):
+    trainer = make_trainer(gradient_accumulation_steps=2)
+    seen, honest = [], trainer.training_step
+
+    def training_step(model, inputs, *args):
+        loss = honest(model, inputs, *args)
+        seen.append(len(inputs["blocks"].layout.masks))
+        return loss
+
+    trainer.training_step = training_step
+    trainer.train()
+    assert seen and not any(seen)
+
+
+def test_what_an_interrupted_run_saw_is_in_no_later_report(make_trainer):
+    trainer = make_trainer()
+    trainer._metrics["train"]._sums["losses"].fill_(1e9)
+    trainer.train()
+    reports = [entry["cross_entropy"] for entry in trainer.state.log_history if "cross_entropy" in entry]
+    assert reports and max(reports) < 100
+
+
 def test_training_forgets_the_calibration_of_the_old_weights(make_trainer, make_draft, target):
     draft = make_draft(target)
     draft.config.sts_temperatures = {"default": [2.0] * draft.config.block_size}

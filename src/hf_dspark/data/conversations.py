@@ -1,5 +1,6 @@
 """From conversations, as TRL's trainers take them, to rows of which only tokens of the target are supervised."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -53,8 +54,9 @@ def tokenize_row(
     answer teaches nothing.
 
     Answers are found by the template's `{% generation %}` marks, or by rendering the conversation up to each answer.
-    An answer that the template renders differently later on (Qwen3's drops earlier thinking) is context only: the
-    target never wrote those tokens. Returns lists of equal length, cut to `max_length`.
+    What the template gives at the beginning of an answer is not one of its tokens, marked or not. An unmarked answer
+    that the template renders differently later on (Qwen3's drops earlier thinking) is context only: the target never
+    wrote those tokens. Returns lists of equal length, cut to `max_length`.
     """
     given = {name: value for name, value in row.items() if value is not None}
     form = _form_of(given)
@@ -141,7 +143,7 @@ def read_messages(messages: Any) -> Messages:
     read = []
     for place, message in enumerate(messages):
         if isinstance(message, Mapping):
-            message = {name: value for name, value in message.items() if value is not None}
+            message = _without_nones(message)  # tables add nulls, to the arguments of tool calls, too
             if "role" not in message and {"from", "value"} <= message.keys():
                 role = ROLES_OF_SHAREGPT.get(message["from"], message["from"])
                 message = {"role": role, "content": message["value"]}
@@ -187,7 +189,7 @@ class Chat:
         if not answers:
             return [], []
         messages = messages[: answers[-1] + 1]
-        marked = self._marked_by_template(messages, first)
+        marked = self._marked_by_template(messages, answers, first)
         token_ids, spans = self._marked_by_prefixes(messages, answers) if marked is None else marked
         mask = [0] * len(token_ids)
         for start, end in spans:
@@ -198,21 +200,34 @@ class Chat:
             mask[last] = int(not self._is_special(token_ids[last]))
         return token_ids, mask
 
-    def _marked_by_template(self, messages: Messages, first: int) -> tuple[list[int], Spans] | None:
+    def _marked_by_template(
+        self, messages: Messages, answers: list[int], first: int
+    ) -> tuple[list[int], Spans] | None:
         """Return ids and spans by the marks `{% generation %}`; `None` if there are none."""
         template = self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
         if not self.tokenizer.is_fast or not re.search(r"\{%-?\s*generation\s*-?%\}", template or ""):
             return None
         output = self.render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         token_ids, mask = output["input_ids"], output["assistant_masks"]
-        context = self.tokens(self.render(messages[:first], add_generation_prompt=True)) if first else []
-        begin = _common_prefix(context, token_ids)
+        if first:
+            begin = self._shared(messages[:first], token_ids, add_generation_prompt=True)
+            mask = [0] * begin + mask[begin:]
+        for place in answers:  # marks may hold what the prompt gives: the header of the turn, an empty thought
+            with contextlib.suppress(ValueError):  # not every template renders a part
+                begin, end = (
+                    self._shared(messages[:place], token_ids, add_generation_prompt=x) for x in (False, True)
+                )
+                mask = mask[:begin] + [0] * (end - begin) + mask[max(begin, end) :]
         spans, place = [], 0
         for value, run in itertools.groupby(mask):
             start, place = place, place + len(list(run))
-            if value and place > begin:
-                spans.append((max(start, begin), place))
+            if value:
+                spans.append((start, place))
         return (token_ids, spans) if spans else None
+
+    def _shared(self, messages: Messages, token_ids: list[int], **kwargs: Any) -> int:
+        """Return how many tokens a part of a conversation shares with the whole."""
+        return _common_prefix(self.tokens(self.render(messages, **kwargs)), token_ids)
 
     def _marked_by_prefixes(self, messages: Messages, answers: list[int]) -> tuple[list[int], Spans]:
         """Return ids and spans of the answers that stand in the whole as they were written."""
@@ -275,7 +290,8 @@ class _RowReader:
         """Return ids, mask, and the longest run of supervised tokens."""
         if not isinstance(row, Mapping):
             raise ValueError(f"row {index} must be a dict, got {shortened(row)}")
-        if self.tokenizer is None and "input_ids" not in row:
+        is_tokenised = "input_ids" in row or {"prompt_ids", "completion_ids"} <= row.keys()
+        if self.tokenizer is None and not is_tokenised:
             raise ValueError("the rows are not tokenised, and there is no tokenizer: pass the target's one")
         try:
             tokens = tokenize_row(row, self.tokenizer, self.max_length, self.chat_template_kwargs)

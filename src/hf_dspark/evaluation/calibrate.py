@@ -31,6 +31,7 @@ from ..maths.sampling import DraftBlock, TokenLaw
 from ..maths.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from ..maths.tree_policies import TreeBudget
 from ..models.auto import require_pair
+from ..models.configuration_draft import CALIBRATED
 from ..models.modeling_draft import DraftModel, input_device
 from ..targets.fingerprint import fingerprint
 from ..targets.layer_kinds import tree_obstacle
@@ -40,7 +41,7 @@ DEFAULT_DOMAIN = "default"
 DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
 RECORDED_NODES = 31  # of the trees that acceptances are fitted on
-CALIBRATED = ("sts_temperatures", "confidence_fits", "sibling_acceptance")  # what a calibration sets in the config
+NOT_RECORDED = (*CALIBRATED, "_name_or_path", "transformers_version")  # what decides nothing about the rounds
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,7 @@ def _decode_and_record(
     options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
     journal, done = None, {}
     if output_file is not None:
+        config = draft.config.to_dict()
         settings = {
             "prompts": digest([first_turns, [prompt.later_turns for prompt in read]]),
             "options": plain_json(options),
@@ -248,8 +250,11 @@ def _decode_and_record(
             "seed": seed,
             "block_size": draft.config.block_size,
             "draft": fingerprint(draft),
+            "draft_config": digest({name: each for name, each in config.items() if name not in NOT_RECORDED}),
             "target": fingerprint(target),
         }
+        if policy.most_nodes > 0:  # trees grow by the confidence
+            settings["fits"] = config["confidence_fits"]
         journal = Journal(output_file, settings)
         done = {entry["index"]: entry["rounds"] for entry in journal.entries}
     options |= call_options

@@ -116,24 +116,25 @@ def block_losses(
         draft, target.select(counted), labels, slot_weights, weights, chunk_size,
         trained if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained) else [],
     )  # fmt: skip
-    loss = slot_weights @ (weights.cross_entropy_weight * cross_entropy + weights.l1_weight * l1)  # Eq. 9, 10
+    # Sums, not products of vectors: autocast would compute these in half precision, where thousands of slots overflow.
+    loss = (slot_weights * (weights.cross_entropy_weight * cross_entropy + weights.l1_weight * l1)).sum()  # Eq. 9, 10
     if soft_cross_entropy is not None:
-        loss = loss + weights.soft_cross_entropy_weight * (slot_weights @ soft_cross_entropy)
+        loss = loss + weights.soft_cross_entropy_weight * (slot_weights * soft_cross_entropy).sum()
     if gradients:
         loss = _WithGradients.apply(loss, gradients, *trained)
     acceptance = (1.0 - 0.5 * l1).clamp(0.0, 1.0)  # Eq. 8
     confidence = None
     if confidence_logits is not None:
-        confidence = slot_weights @ F.binary_cross_entropy_with_logits(
-            confidence_logits[counted].float(), acceptance, reduction="none"
+        confidence = F.binary_cross_entropy_with_logits(
+            confidence_logits[counted].float(), acceptance, slot_weights, reduction="sum"
         )  # Eq. 11
         loss = loss + weights.confidence_weight * confidence
     return BlockLosses(
         loss=loss * inverse,  # Eq. 12
         weight_sum=own_sum,
-        cross_entropy=slot_weights @ cross_entropy,
-        l1=slot_weights @ l1,
-        soft_cross_entropy=None if soft_cross_entropy is None else slot_weights @ soft_cross_entropy,
+        cross_entropy=(slot_weights * cross_entropy).sum(),
+        l1=(slot_weights * l1).sum(),
+        soft_cross_entropy=None if soft_cross_entropy is None else (slot_weights * soft_cross_entropy).sum(),
         confidence=None if confidence is None else confidence.detach(),
         acceptance=l1.new_zeros(counted.shape).masked_scatter(counted, acceptance),
         confidence_logits=None if confidence_logits is None else confidence_logits.detach().float(),

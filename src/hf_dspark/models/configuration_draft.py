@@ -22,6 +22,7 @@ from ..messages import shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CALIBRATED = ("sts_temperatures", "confidence_fits", "sibling_acceptance")  # the fields that a calibration sets
 # What each type needs besides rope_theta.
 ROPE_NUMBERS = {
     "linear": ("factor",),

@@ -231,7 +231,10 @@ def _write_foreign(
     for engine in ENGINES:
         lacking = missing_keys(files.config, entry, engine) if engine.name in engines else ()
         if lacking:
-            raise ValueError(f"{engine.name} needs {', '.join(lacking)} in config.json, which was not written")
+            raise ValueError(
+                f"{engine.name} needs {', '.join(lacking)} in config.json, which this draft's configuration does not "
+                "hold: pass target=..., which tells it"
+            )
     return engines, notes
 
 
@@ -275,14 +278,25 @@ def _target_copies(target: Target, entry: Format) -> dict[str, torch.Tensor]:
     """Return the target's tensors that a format holds copies of, in the type that the target has them in."""
     if isinstance(target, PreTrainedModel):
         borrowed = BorrowedModules.copy_of(target)
+        if borrowed.lm_head.bias is not None:
+            raise _no_place_for_bias(entry)
         found = {"embed_tokens.weight": borrowed.embedding.weight, "lm_head.weight": borrowed.lm_head.weight}
     else:
-        found = _stored_copies(open_checkpoint(target))
+        found = _stored_copies(open_checkpoint(target), entry)
     # Copies of their own: a target may keep both in one tensor, of which a file would hold one.
     return {name: found[name].detach().clone() for name in entry.copies}
 
 
-def _stored_copies(files: CheckpointFiles) -> dict[str, torch.Tensor]:
+def _no_place_for_bias(entry: Format) -> ValueError:
+    return ValueError(
+        f"the format {entry.name!r} has no place for the bias of the target's LM head, without which drafts would be "
+        "other ones: choose a format without copies of the target's weights"
+    )
+
+
+def _stored_copies(files: CheckpointFiles, entry: Format) -> dict[str, torch.Tensor]:
+    if any(f".{name}".endswith(".lm_head.bias") for name in files.tensors):
+        raise _no_place_for_bias(entry)
     wanted = ("embed_tokens.weight", "lm_head.weight")
     names = [[name for name in files.tensors if f".{name}".endswith(f".{ending}")] for ending in wanted]
     names[1] = names[1] or names[0]  # a tied head is not stored

@@ -5,6 +5,7 @@ of code, with which transformers alone decodes with the draft. There is no `gene
 belongs to the target.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -148,12 +149,15 @@ def upload_repository(
 ) -> str:
     """Upload what [`save_repository`] wrote, in one commit that also removes what it replaces; returns its URL.
 
-    The repository is made if it does not exist, `private` or not. A failed upload leaves it as it was, or new and
-    empty, and raises an `OSError`. `commit` holds `revision`, `create_pr`, `commit_message`, `commit_description`.
+    The repository is made if it does not exist, `private` or not. What shall be private is not uploaded to one that
+    is public. A failed upload leaves it as it was, or new and empty, and raises an `OSError`. `commit` holds
+    `revision`, `create_pr`, `commit_message`, `commit_description`.
     """
     api, branch = HfApi(token=token), None if commit.get("create_pr") else commit.get("revision")
     try:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(repo_id).private:  # one that exists stays what it is
+            raise PermissionError("it is public: make it private in its settings, or choose another name")
         if branch is not None:
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         done = api.upload_folder(
@@ -175,9 +179,10 @@ def _loaded(draft: DraftModel | str | Path) -> DraftModel:
 
 
 def _copy_results(files: list[Path], folder: Path) -> None:
-    contents = {file: file.read_bytes() for file in files}
+    contents, written = {file: file.read_bytes() for file in files}, []
     for file, content in contents.items():
         folder.mkdir(exist_ok=True)
-        same_name = [other for other in files if other.name == file.name]
-        name = file.name if len(same_name) == 1 else f"{file.stem}_{same_name.index(file) + 1}.json"
+        endings = itertools.chain([""], map("_{}".format, itertools.count(2)))
+        name = next(name for ending in endings if (name := f"{file.stem}{ending}.json") not in written)
+        written.append(name)
         (folder / name).write_bytes(content)

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import shutil
+import tempfile
 import warnings
 from concurrent.futures import Future
 from functools import partial
@@ -10,11 +12,14 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
-from transformers.utils import PushInProgress
+from transformers.utils import PushInProgress, logging
 
 from ..evaluation.results import describe_draft, describe_target, read_results, result_files, write_result
+from ..formats.files import CONFIG_FILE
 from ..training.trainer import DraftTrainer
-from .hub import RESULTS_FOLDER, upload_repository, write_card, write_remote_code
+from .hub import RESULTS_FOLDER, WEIGHT_FILES, upload_repository, write_card, write_remote_code
+
+logger = logging.get_logger(__name__)
 
 # What a result file says about a run; no paths, no tokens.
 REPORTED_ARGUMENTS = (
@@ -36,7 +41,7 @@ class DSparkTrainer(DraftTrainer):
         The card is made of all result files in `args.output_dir/results`, where this run's is `training.json`.
 
         Args:
-            model_name (`str`, *optional*): Title of the card; the repository's name unless given.
+            model_name (`str`, *optional*): Name of the repository, if `args.hub_model_id` is not set.
             dataset (`str` or `list[str]`, *optional*): Ids of the data sets on the Hub.
             card: For [`~model_card.model_card`]: `license`, `language`, `tags`, ...
         """
@@ -121,14 +126,27 @@ class DSparkTrainer(DraftTrainer):
         if pending and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        # Code, results and card of an earlier draft are replaced: nothing was measured with these weights.
-        write_remote_code(checkpoint_folder)
-        write_card(checkpoint_folder, checkpoint_folder)
-        upload = partial(
-            upload_repository, checkpoint_folder, self.hub_model_id, token=self.args.hub_token,
-            revision=self.args.hub_revision, commit_message=f"Training in progress, step {self.state.global_step}",
-        )  # fmt: skip
-        self.push_in_progress = PushInProgress([*pending, HfApi().run_as_future(upload)])
+        # A copy: the checkpoint may be deleted before it is uploaded. Nothing was measured with these weights.
+        copied = tempfile.TemporaryDirectory(prefix=".upload-", dir=self.args.output_dir)
+        for pattern in (CONFIG_FILE, *WEIGHT_FILES):
+            for file in Path(checkpoint_folder).glob(pattern):
+                shutil.copyfile(file, Path(copied.name, file.name))
+        write_remote_code(copied.name)
+        write_card(copied.name, copied.name, repo_id=self.hub_model_id)
+        message = f"Training in progress, step {self.state.global_step}"
+        options = {"token": self.args.hub_token, "revision": self.args.hub_revision, "commit_message": message}
+        job = HfApi().run_as_future(_upload_copy, copied, self.hub_model_id, **options)
+        self.push_in_progress = PushInProgress([*pending, job])
+
+
+def _upload_copy(folder: tempfile.TemporaryDirectory, repo_id: str, **options: Any) -> str | None:
+    """Upload in the background; training goes on if that fails."""
+    with folder:
+        try:
+            return upload_repository(folder.name, repo_id, **options)
+        except OSError as error:
+            logger.warning(f"{options['commit_message']}: {error}")
+            return None
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float | None]:

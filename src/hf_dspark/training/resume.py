@@ -15,13 +15,14 @@ from transformers.trainer_callback import TrainerState
 from ..files import differences, replace_text
 from ..formats.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_json, read_tensor_infos
 from ..formats.tensors import NOT_OURS, compare_tensors
+from ..models.configuration_draft import CALIBRATED
 
 RUN_FACTS_FILE = "dspark_run.json"
 TORCH_FILES = (".pt", ".pth", ".bin")  # zip archives with checksums
 # What may differ in the config of a draft that is trained on; `Trainer` sets the ids of special tokens.
 NO_FACTS = {
-    "_name_or_path", "architectures", "auto_map", "bos_token_id", "confidence_fits", "dtype", "eos_token_id",
-    "pad_token_id", "sibling_acceptance", "sts_temperatures", "torch_dtype", "transformers_version",
+    *CALIBRATED, "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "torch_dtype", "transformers_version",
 }  # fmt: skip
 ARGUMENTS = ("per_device_train_batch_size", "seed", "data_seed", "num_anchors", "max_length", "packing")
 

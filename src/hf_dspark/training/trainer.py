@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ..data.conversations import prepare_rows
 from ..maths.losses import BlockLosses, LossWeights
 from ..models.auto import load_draft, require_draft
+from ..models.configuration_draft import CALIBRATED
 from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
 from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
@@ -195,6 +196,7 @@ class DraftTrainer(Trainer):
     ) -> torch.Tensor:
         """One forward and backward pass; stops before a loss that is not a number reaches the weights."""
         loss = super().training_step(model, inputs, num_items_in_batch)
+        inputs["blocks"].layout.masks.clear()  # the batches of a step are kept until its end
         bad = (~torch.isfinite(loss)).float()
         if self.args.world_size > 1:  # all processes stop, or the others would wait for ever
             bad = self.accelerator.reduce(bad, "sum")
@@ -278,15 +280,20 @@ class DraftTrainer(Trainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = str(resume_from_checkpoint)
             require_continuable(Path(resume_from_checkpoint), self)
-        was_calibrated = bool(self.draft.config.sts_temperatures)
-        if was_calibrated:
-            config = self.draft.config
-            config.sts_temperatures = config.confidence_fits = config.sibling_acceptance = None
-        with self.source.frozen():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-        if was_calibrated and self.is_world_process_zero():
-            warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
-        return output
+        self._metrics["train"].reset()  # of a run that was interrupted between two reports
+        config = self.draft.config
+        calibration = {name: getattr(config, name) for name in CALIBRATED if config.sts_temperatures}
+        config.update(dict.fromkeys(calibration))
+        try:
+            with self.source.frozen():
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException:
+            if self.state.global_step == 0:  # the weights are as they were
+                config.update(calibration)
+            raise
+        finally:
+            if calibration and not config.sts_temperatures and self.is_world_process_zero():
+                warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the draft; a checkpoint that is written over is whole again when everything else is saved, too."""

@@ -273,8 +273,11 @@ class DSparkDraftModel(PreTrainedModel):
                 token_ids = torch.arange(len(self.d2t), device=self.device) + self.d2t
                 nothing = logits.new_full((1, self.config.vocab_size), -torch.inf)
                 logits = nothing.scatter(-1, token_ids[None], logits)
-            laws.append(rule.law(ids, logits, drafting=True))
-            drafts.append(rule.draw(laws[-1]))
+            law = rule.law(ids, logits, drafting=True)
+            if law.isnan().any():  # numbers that overflow: nothing is drafted from them
+                break
+            laws.append(law)
+            drafts.append(rule.draw(law))
             ids = torch.cat([ids, drafts[-1][None]], dim=1)
         return drafts, laws
 
@@ -322,17 +325,10 @@ class TokenRule:
 
 
 def decode(
-    target: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    draft: DSparkDraftModel,
-    streamer: Any,
-    threshold: float | None,
-    max_drafts: int | None,
-    **model_kwargs: Any,
-) -> Any:
+    target: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, draft: DSparkDraftModel,
+    streamer: Any, threshold: float | None, max_drafts: int | None, **model_kwargs: Any,
+) -> Any:  # fmt: skip
     """Decode one sequence: transformers has prepared the call, this takes the place of its sampling loop."""
     _check(target, draft.config, input_ids, generation_config, model_kwargs)
     ids, rule = input_ids, TokenRule(logits_processor, generation_config.do_sample)
@@ -341,11 +337,14 @@ def decode(
     # A cache without a config keeps all positions, in sliding layers, too: so the last ones can be dropped.
     cache, draft_cache, features, draft.rounds = DynamicCache(), DynamicCache(), None, []
     options = {"use_cache": True, "return_dict": True, "output_hidden_states": True}
+    text = target.config.get_text_config(decoder=True)
+    num_positions = getattr(text, "max_position_embeddings", None) or generation_config.max_length
     ended = False
     while not ended:
         # Draft a block. The first pass reads the prompt alone; the last token of an answer needs no drafts before it.
         drafts, laws = [], []
-        limit = min(max_drafts or draft.config.block_size, generation_config.max_length - ids.shape[1] - 1)
+        room = min(generation_config.max_length - 1, num_positions) - ids.shape[1]
+        limit = min(max_drafts or draft.config.block_size, room)
         if features is not None and limit > 0:
             hidden = draft.hidden_block(target, ids[0, -1:], features, draft_cache)
             base_logits = draft.base_logits(target, hidden[-draft.config.block_size :][:limit])
@@ -388,18 +387,15 @@ def decode(
 
 OF_REPOSITORY = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+RECURRENT = ("conv", "hybrid", "linear", "indexed", "mamba", "recurrent")  # in the names of kinds of layers
 REPLACED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
 _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of targets in use
 
 
 def generate(
-    model: PreTrainedModel,
-    assistant_model: PreTrainedModel | str | None = None,
-    streamer: Any = None,
-    tokenizer: Any = None,
-    stop_strings: str | list[str] | None = None,
-    **arguments: Any,
-) -> Any:
+    model: PreTrainedModel, assistant_model: PreTrainedModel | str | None = None, streamer: Any = None,
+    tokenizer: Any = None, stop_strings: str | list[str] | None = None, **arguments: Any,
+) -> Any:  # fmt: skip
     """Decode with the draft of this repository: `target.generate(custom_generate=...)` calls this.
 
     `assistant_model` is the draft, or where it is; by default the repository that `custom_generate` names. It is
@@ -467,7 +463,11 @@ def _require_dspark(model_type: str | None) -> None:
 def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: GenerationConfig, given: dict) -> None:
     """Refuse what would be ignored, or would not give plain decoding's output."""
     mode, cache = call.get_generation_mode(), call.cache_implementation
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mask, positions, text = given.get("attention_mask"), given.get("position_ids"), target.config.get_text_config(True)
+    rope, kinds = getattr(text, "rope_parameters", None) or {}, " ".join(getattr(text, "layer_types", None) or ())
+    ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict) and "long_factor" in each]
+    # Beyond this length longrope rotates all tokens by other frequencies, and plain decoding reads them again.
+    crossed = [ids.shape[1] <= each["original_max_position_embeddings"] < call.max_length - 1 for each in ropes]
     inputs = {name: value for name, value in given.items() if name not in REPLACED and value is not None}
     asked = [name for name, value in inputs.items() if not (isinstance(value, Tensor) and not value.any())]
     asked += [name for name in RECORDS if call.return_dict_in_generate and getattr(call, name)]
@@ -481,14 +481,15 @@ def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: Gen
         "use_cache=False": not call.use_cache,
         f"cache_implementation={cache!r}": cache not in (None, "dynamic", "dynamic_full"),
         "prefill_chunk_size": call.prefill_chunk_size is not None,
-        "targets with a recurrent state": target._is_stateful,
+        "targets with a recurrent state": target._is_stateful or any(kind in kinds for kind in RECURRENT),
+        "an answer within which rotary frequencies switch": any(crossed),
         "encoder-decoder targets": target.config.is_encoder_decoder,
         "drafts that read bare embedding rows": not config.embedding_norm,
+        "drafts with attention sinks": getattr(config, "attention_sinks", False),
     }
     for what, is_asked in unsupported.items():
         if is_asked:
             raise refuse(what)
-    text = target.config.get_text_config(decoder=True)
     ours = (config.vocab_size, config.hidden_size, config.num_target_layers or text.num_hidden_layers)
     theirs = (text.vocab_size, text.hidden_size, text.num_hidden_layers)
     if ours != theirs:
