@@ -394,6 +394,33 @@ def smollm2_avx2() -> Table:
     return Table(head, rows, names)
 
 
+def smollm2_earlier() -> Table:
+    """Mean speed-ups of an earlier run on a faster machine of the same kind, and of the same prompts here."""
+    rows, files = [], []
+    for suite, label in (("paper", "the paper's tasks"), ("spec_bench", "Spec-Bench")):
+        row = [label]
+        for name in (f"{suite}-greedy", f"{suite}-sampled"):
+            now, before = load(name)["records"], load(f"smollm2_earlier_{name}")["records"]
+            asked = {(record["task"], record["prompt"]) for record in before}
+            same = [record for record in now if (record["task"], record["prompt"]) in asked]
+            row += [number(mean_of_tasks(records)) for records in (same, before)]
+            files.append(f"smollm2_earlier_{name}")
+        rows.append(row)
+    head = ("", "greedy: this machine", "the faster one", "temperature 1: this machine", "the faster one")
+    return Table(head, rows, files)
+
+
+def mean_of_tasks(records: Sequence[Result]) -> float:
+    """Return the mean over tasks of the ratio of median seconds per token, without the draft and with it."""
+    ratios = []
+    for task in dict.fromkeys(record["task"] for record in records):
+        own = [record for record in records if record["task"] == task]
+        ways = ([record["plain"] for record in own], own)
+        plain, drafted = (statistics.median(each["seconds"] / each["num_tokens"] for each in way) for way in ways)
+        ratios.append(plain / drafted)
+    return statistics.mean(ratios)
+
+
 def readme_chat_model() -> Table:
     """The same by domain."""
     names = [f"{suite}-{name}" for suite in ("paper", "spec_bench") for name in ("greedy", "sampled")]
@@ -562,8 +589,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         speed, fair, all_methods, long_prompts, batches, larger_models, hybrid_sizes, hybrid_pairs, candidates,
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
-        smollm2_ways, smollm2_avx2, smollm2_trials, smollm2_trials_second, smollm2_trials_third, smollm2_kinds_second,
-        smollm2_kinds_speed, smollm2_law,
+        smollm2_ways, smollm2_avx2, smollm2_earlier, smollm2_trials, smollm2_trials_second, smollm2_trials_third,
+        smollm2_kinds_second, smollm2_kinds_speed, smollm2_law,
     )
 }  # fmt: skip
 
