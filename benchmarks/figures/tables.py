@@ -494,6 +494,10 @@ def smollm2_trials_third() -> Table:
     return of_trials("smollm2_trials_third")
 
 
+def smollm2_trials_fourth() -> Table:
+    return of_trials("smollm2_trials_fourth")
+
+
 def of_trials(result: str) -> Table:
     """What small changes of the draft do after a short training, on held-out answers at temperature 1."""
     rows = []
@@ -590,7 +594,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
         smollm2_ways, smollm2_avx2, smollm2_earlier, smollm2_trials, smollm2_trials_second, smollm2_trials_third,
-        smollm2_kinds_second, smollm2_kinds_speed, smollm2_law,
+        smollm2_trials_fourth, smollm2_kinds_second, smollm2_kinds_speed, smollm2_law,
     )
 }  # fmt: skip
 
