@@ -447,6 +447,7 @@ def test_numbers_that_overflow_are_not_drafted_from(one_file, copied, make_targe
 def test_drafts_end_where_a_table_of_positions_does(one_file, copied):
     target = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_positions=16, n_embd=8, n_layer=2, n_head=1)).eval()
     config = DSparkConfig.from_target(target.config, target_layer_ids=[0], block_size=7, num_hidden_layers=1)
-    call = GREEDY | {"max_new_tokens": 12}
+    end = StoppingCriteriaList([lambda ids, scores, **kwargs: torch.tensor([ids.shape[1] >= 15])])
+    call = GREEDY | {"max_new_tokens": 20, "stopping_criteria": end}
     output = one_file.generate(target, assistant_model=copied(DSparkDraftModel(config).eval()), inputs=PROMPT, **call)
     assert output.equal(target.generate(PROMPT, **call))
