@@ -214,9 +214,8 @@ class Chat:
             mask = [0] * begin + mask[begin:]
         for place in answers:  # marks may hold what the prompt gives: the header of the turn, an empty thought
             with contextlib.suppress(ValueError):  # not every template renders a part
-                begin, end = (
-                    self._shared(messages[:place], token_ids, add_generation_prompt=x) for x in (False, True)
-                )
+                begin = self._shared(messages[:place], token_ids)
+                end = self._shared(messages[:place], token_ids, add_generation_prompt=True)
                 mask = mask[:begin] + [0] * (end - begin) + mask[max(begin, end) :]
         spans, place = [], 0
         for value, run in itertools.groupby(mask):

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from ..maths.sampling import TokenLaw, best_tokens, largest, scatter_to_vocabulary
+from ..models.heads import version_of
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
@@ -327,7 +328,7 @@ class _Same:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._version = 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
+        self._version = version_of(value) if isinstance(value, torch.Tensor) else 0
 
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, _Same):

@@ -214,7 +214,7 @@ class _Session:
     ends: list[int]
     seed: int
     options: dict[str, Any]
-    context: float = math.inf  # tokens that the target has room for
+    context: float  # tokens that the target has room for
 
     def answer_with_draft(self, draft: DraftModel, jobs: Sequence[_Job], batch_size: int) -> None:
         """Answer in continuous batches; noise is keyed by the seed and the job's place among all jobs."""

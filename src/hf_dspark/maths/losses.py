@@ -116,13 +116,15 @@ def block_losses(
         draft, target.select(counted), labels, slot_weights, weights, chunk_size,
         trained if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained) else [],
     )  # fmt: skip
+    acceptance = (1.0 - 0.5 * l1).clamp(0.0, 1.0)  # Eq. 8
     # Sums, not products of vectors: autocast would compute these in half precision, where thousands of slots overflow.
-    loss = (slot_weights * (weights.cross_entropy_weight * cross_entropy + weights.l1_weight * l1)).sum()  # Eq. 9, 10
+    cross_entropy, l1 = (slot_weights * cross_entropy).sum(), (slot_weights * l1).sum()
+    loss = weights.cross_entropy_weight * cross_entropy + weights.l1_weight * l1  # Eq. 9, 10
     if soft_cross_entropy is not None:
-        loss = loss + weights.soft_cross_entropy_weight * (slot_weights * soft_cross_entropy).sum()
+        soft_cross_entropy = (slot_weights * soft_cross_entropy).sum()
+        loss = loss + weights.soft_cross_entropy_weight * soft_cross_entropy
     if gradients:
         loss = _WithGradients.apply(loss, gradients, *trained)
-    acceptance = (1.0 - 0.5 * l1).clamp(0.0, 1.0)  # Eq. 8
     confidence = None
     if confidence_logits is not None:
         confidence = F.binary_cross_entropy_with_logits(
@@ -132,11 +134,11 @@ def block_losses(
     return BlockLosses(
         loss=loss * inverse,  # Eq. 12
         weight_sum=own_sum,
-        cross_entropy=(slot_weights * cross_entropy).sum(),
-        l1=(slot_weights * l1).sum(),
-        soft_cross_entropy=None if soft_cross_entropy is None else (slot_weights * soft_cross_entropy).sum(),
+        cross_entropy=cross_entropy,
+        l1=l1,
+        soft_cross_entropy=soft_cross_entropy,
         confidence=None if confidence is None else confidence.detach(),
-        acceptance=l1.new_zeros(counted.shape).masked_scatter(counted, acceptance),
+        acceptance=acceptance.new_zeros(counted.shape).masked_scatter(counted, acceptance),
         confidence_logits=None if confidence_logits is None else confidence_logits.detach().float(),
     )
 

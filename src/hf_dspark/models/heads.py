@@ -110,7 +110,12 @@ class Successors:
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
-    return [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in module.parameters()]
+    return [(weight.data_ptr(), version_of(weight)) for weight in module.parameters()]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; 0 for those of inference mode, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def with_successors(best_ids: torch.Tensor, successor_ids: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..maths.sampling import DraftBlock, Grower, Sampler, TokenLaw, largest
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
-from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
+from .heads import MARKOV_HEADS, ConfidenceHead, Successors, version_of, with_successors
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
 
@@ -326,7 +326,7 @@ class DSparkDraftModel(DraftModel):
     def draft_token_ids(self) -> torch.Tensor | None:
         if self.config.draft_vocab_size is None:
             return None
-        state = self.d2t.device, 0 if self.d2t.is_inference() else self.d2t._version
+        state = self.d2t.device, version_of(self.d2t)
         if self._kept_ids is None or self._kept_ids[0] != state:
             with torch.inference_mode(False):  # what is kept may be trained with
                 self._kept_ids = state, kept_token_ids(self.d2t, self.config.vocab_size)

@@ -5,7 +5,6 @@ of code, with which transformers alone decodes with the draft. There is no `gene
 belongs to the target.
 """
 
-import itertools
 import json
 import shutil
 import tempfile
@@ -179,10 +178,13 @@ def _loaded(draft: DraftModel | str | Path) -> DraftModel:
 
 
 def _copy_results(files: list[Path], folder: Path) -> None:
-    contents, written = {file: file.read_bytes() for file in files}, []
-    for file, content in contents.items():
+    contents: dict[str, bytes] = {}  # all are read before one is written: they may lie in this folder
+    for file in files:
+        name, number = f"{file.stem}.json", 1
+        while name in contents:
+            number += 1
+            name = f"{file.stem}_{number}.json"
+        contents[name] = file.read_bytes()
+    for name, content in contents.items():
         folder.mkdir(exist_ok=True)
-        endings = itertools.chain([""], map("_{}".format, itertools.count(2)))
-        name = next(name for ending in endings if (name := f"{file.stem}{ending}.json") not in written)
-        written.append(name)
         (folder / name).write_bytes(content)

@@ -387,8 +387,8 @@ def decode(
 
 OF_REPOSITORY = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-RECURRENT = ("conv", "hybrid", "linear", "indexed", "mamba", "recurrent")  # in the names of kinds of layers
 REPLACED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}  # kinds of layers
 _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of targets in use
 
 
@@ -463,8 +463,9 @@ def _require_dspark(model_type: str | None) -> None:
 def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: GenerationConfig, given: dict) -> None:
     """Refuse what would be ignored, or would not give plain decoding's output."""
     mode, cache = call.get_generation_mode(), call.cache_implementation
-    mask, positions, text = given.get("attention_mask"), given.get("position_ids"), target.config.get_text_config(True)
-    rope, kinds = getattr(text, "rope_parameters", None) or {}, " ".join(getattr(text, "layer_types", None) or ())
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    text = target.config.get_text_config(decoder=True)
+    rope, kinds = getattr(text, "rope_parameters", None) or {}, set(getattr(text, "layer_types", None) or ())
     ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict) and "long_factor" in each]
     # Beyond this length longrope rotates all tokens by other frequencies, and plain decoding reads them again.
     crossed = [ids.shape[1] <= each["original_max_position_embeddings"] < call.max_length - 1 for each in ropes]
@@ -481,7 +482,7 @@ def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: Gen
         "use_cache=False": not call.use_cache,
         f"cache_implementation={cache!r}": cache not in (None, "dynamic", "dynamic_full"),
         "prefill_chunk_size": call.prefill_chunk_size is not None,
-        "targets with a recurrent state": target._is_stateful or any(kind in kinds for kind in RECURRENT),
+        "targets with a recurrent state": target._is_stateful or kinds - STATELESS,
         "an answer within which rotary frequencies switch": any(crossed),
         "encoder-decoder targets": target.config.is_encoder_decoder,
         "drafts that read bare embedding rows": not config.embedding_norm,
