@@ -23,5 +23,5 @@ if missing:
     sys.exit(f"the wheel lacks {missing}")
 for name in hf_dspark.__all__:
     getattr(hf_dspark, name)
-hf_dspark_cli.words.build_parsers()
+hf_dspark_cli.parser.build_parsers()
 print(f"the wheel works: hf_dspark {hf_dspark.__version__}, {len(expected)} files, py.typed included")

@@ -15,8 +15,8 @@ from pair import PAIR, REGIMES, RESULTS, calibration_prompts, held_out_prompts, 
 from tqdm import tqdm
 
 from hf_dspark import DSparkConfig, calibrate
-from hf_dspark.evaluation.calibrate import collect_rounds
-from hf_dspark.maths.calibration import (
+from hf_dspark.measuring.calibrate import collect_rounds
+from hf_dspark.scheduling.calibration import (
     CalibrationRounds,
     LogitFits,
     calibrated_confidence,

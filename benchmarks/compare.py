@@ -52,9 +52,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_dspark import ConfidenceThreshold, FullBlock, Policy, ThroughputTable, profile_throughput
-from hf_dspark.evaluation.results import describe_draft, describe_policy, describe_target
-from hf_dspark.evaluation.timed_decoding import TimedCall, timed_call
 from hf_dspark.files import Journal, digest
+from hf_dspark.measuring.results import describe_draft, describe_policy, describe_target
+from hf_dspark.measuring.timed_decoding import TimedCall, timed_call
 from hf_dspark.models.auto import is_draft
 from hf_dspark.targets.fingerprint import fingerprint
 

@@ -47,8 +47,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel, calibrate
+from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.models.modeling_draft import DraftModel
-from hf_dspark.sharing.convert import convert_checkpoint
 
 MAX_LENGTH = 384  # tokens of a training row, as in domains.py
 ASSISTANT_LAYERS = 2  # as DSpark's draft has

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy
 
-from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.measuring.tables import markdown_table, number
 
 PLAIN = "plain"
 SCHEDULED = "DSpark, scheduled"

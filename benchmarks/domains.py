@@ -30,8 +30,8 @@ from hf_dspark import (
     regenerate,
 )
 from hf_dspark.data.prompts import read_json_lines
-from hf_dspark.evaluation.tables import markdown_table, number
 from hf_dspark.files import differences, digest
+from hf_dspark.measuring.tables import markdown_table, number
 from hf_dspark.provenance import provenance
 from hf_dspark.targets.fingerprint import fingerprint
 

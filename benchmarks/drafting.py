@@ -48,9 +48,9 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, fast_linears
-from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.sampling.distributions import greedy_sampler
 
 GEOMETRY = "qwen3-0.6b"
 SAMPLERS = {"greedy": greedy_sampler, "temperature 1": plain_sampler}

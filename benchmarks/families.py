@@ -19,7 +19,7 @@ from pair import provenance_of, write_result
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.targets.layer_kinds import slot_cache_obstacle
+from hf_dspark.targets.support import slot_cache_obstacle
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.hybrids import AROUND, REFUSED, TEXT, build, known, stateful_families

@@ -3,9 +3,10 @@
 python benchmarks/few_rows.py --output few_rows.json
 
 PyTorch multiplies float32 by MKL, and bfloat16 by oneDNN with weights as they are. Interleaved; shapes that the
-shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. The tables in `hf_dspark/cpu/few_rows.py` (`ONEDNN_GAINS`,
-`TRANSPOSED_GAINS`, `PACKED_GAINS`) say from which sizes on each way is taken, by kind of CPU, and come from here. How
-long packing takes is measured as well. Three to six minutes; leave bfloat16 out where the CPU has no units for it.
+shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. The tables in `hf_dspark/cpu/small_batch_gemm.py`
+(`ONEDNN_GAINS`, `TRANSPOSED_GAINS`, `PACKED_GAINS`) say from which sizes on each way is taken, by kind of CPU, and
+come from here. How long packing takes is measured as well. Three to six minutes; leave bfloat16 out where the CPU has
+no units for it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.cpu.few_rows import MAX_ROWS, onednn_linear, packed_weight, transposed_linear
+from hf_dspark.cpu.small_batch_gemm import MAX_ROWS, onednn_linear, packed_weight, transposed_linear
 from hf_dspark.provenance import provenance
 
 SHAPES = [

@@ -58,9 +58,9 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_dspark import FullBlock, RoundStatistics
-from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.targets.layer_kinds import keeps_states
+from hf_dspark.sampling.distributions import greedy_sampler
+from hf_dspark.targets.support import keeps_states
 
 SAMPLINGS = {
     "greedy": {"do_sample": False},

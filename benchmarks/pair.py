@@ -38,13 +38,13 @@ from hf_dspark import (
 )
 from hf_dspark.decoding.hook import default_policy as default_policy
 from hf_dspark.decoding.loop import DecodingLoop
-from hf_dspark.evaluation.profile import _passes_by_columns as passes_by_columns  # noqa: F401
-from hf_dspark.evaluation.profile import _passes_by_slots as passes_by_slots  # noqa: F401
-from hf_dspark.evaluation.profile import _plain_sampler as plain_sampler  # noqa: F401
-from hf_dspark.maths.costs import StepCost
-from hf_dspark.maths.sampling import VerifiedBlock
-from hf_dspark.maths.trees import DraftTree
+from hf_dspark.measuring.profile import _passes_by_columns as passes_by_columns  # noqa: F401
+from hf_dspark.measuring.profile import _passes_by_slots as passes_by_slots  # noqa: F401
+from hf_dspark.measuring.profile import _plain_sampler as plain_sampler  # noqa: F401
 from hf_dspark.provenance import provenance
+from hf_dspark.sampling.distributions import VerifiedBlock
+from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.scheduling.costs import StepCost
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 RESULTS = Path(__file__).parent / "results"

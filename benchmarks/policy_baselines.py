@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_dspark.maths.costs import Load, StepCost
-from hf_dspark.maths.policies import Policy
-from hf_dspark.maths.ranking import Ranking
+from hf_dspark.scheduling.costs import Load, StepCost
+from hf_dspark.scheduling.policies import Policy
+from hf_dspark.scheduling.ranking import Ranking
 
 
 def first_drop(throughput: np.ndarray) -> int:

@@ -23,8 +23,8 @@ from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalSch
 from simulator import LINE, Recording, load_curves, load_rounds
 from tqdm import tqdm
 
-from hf_dspark.maths.costs import Load, StepCost, ThroughputTable
-from hf_dspark.maths.policies import (
+from hf_dspark.scheduling.costs import Load, StepCost, ThroughputTable
+from hf_dspark.scheduling.policies import (
     ConfidenceThreshold,
     FullBlock,
     LaggedScheduler,

@@ -31,8 +31,8 @@ from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalSch
 from tqdm import tqdm
 from traces import Arrival, MeanLengths, load_trace
 
-from hf_dspark.maths.costs import ForwardCost, LinearCost, Load, StepCost, ThroughputTable
-from hf_dspark.maths.policies import (
+from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, StepCost, ThroughputTable
+from hf_dspark.scheduling.policies import (
     SLO_MODES,
     ConfidenceThreshold,
     FullBlock,

@@ -56,9 +56,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_dspark import evaluate
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.data.suites import suite_files
-from hf_dspark.evaluation.calibrate import collect_rounds
-from hf_dspark.evaluation.tables import markdown_table, number
-from hf_dspark.maths.calibration import (
+from hf_dspark.measuring.calibrate import collect_rounds
+from hf_dspark.measuring.tables import markdown_table, number
+from hf_dspark.models.auto import load_draft
+from hf_dspark.models.modeling_draft import DraftModel
+from hf_dspark.scheduling.calibration import (
     CalibrationRounds,
     LogitFits,
     calibrated_confidence,
@@ -66,8 +68,6 @@ from hf_dspark.maths.calibration import (
     fit_confidence,
     measure_calibration,
 )
-from hf_dspark.models.auto import load_draft
-from hf_dspark.models.modeling_draft import DraftModel
 
 KINDS = ("dspark", "dflash", "eagle3")
 # The paper's three domains. No prompt of theirs was calibrated on.
@@ -226,7 +226,7 @@ def confidence(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         thresholds = replay(THRESHOLDS, known, rounds.num_accepted[whole])
         found = measure(rounds, fits) | {
             "mean_ece_of_a_true_head": mean_ece(as_predicted(rounds, fits), fits),
-            "auc_of_the_law": conditional_auc(replace(rounds, logits=rounds.acceptance.logit(eps=1e-6))),
+            "auc_of_the_distribution": conditional_auc(replace(rounds, logits=rounds.acceptance.logit(eps=1e-6))),
             "mean_ece_fitted_on_the_other_half": sum(
                 mean_ece(measured, fit_confidence(fitted)) for fitted, measured in (halves, halves[::-1])
             ) / 2,

@@ -11,7 +11,7 @@ from simulator import load_rounds
 from tqdm import tqdm
 
 from hf_dspark import ConfidenceThreshold, RoundStatistics
-from hf_dspark.maths.costs import Load
+from hf_dspark.scheduling.costs import Load
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

@@ -23,8 +23,8 @@ from pair import (
 from policy_baselines import GlobalScheduler
 
 from hf_dspark import Policy, PrefixScheduler, ThroughputTable
-from hf_dspark.evaluation.calibrate import collect_rounds
-from hf_dspark.maths.calibration import (
+from hf_dspark.measuring.calibrate import collect_rounds
+from hf_dspark.scheduling.calibration import (
     CalibrationRounds,
     calibrated_confidence,
     conditional_auc,
@@ -32,7 +32,7 @@ from hf_dspark.maths.calibration import (
     fits_of_temperatures,
     measure_calibration,
 )
-from hf_dspark.maths.costs import Load
+from hf_dspark.scheduling.costs import Load
 
 CONCURRENCY = (1, 4, 16, 64)
 

@@ -29,7 +29,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """Mean lengths where a trace has none; drawn from geometric laws."""
+    """Mean lengths where a trace has none; drawn from geometric distributions."""
 
     context_tokens: float = 512.0
     output_tokens: float = 128.0

@@ -22,8 +22,8 @@ from pair import provenance_of, synchronize, write_result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.maths.losses import DENOMINATOR_EPSILON, LossWeights
 from hf_dspark.models.block_attention import BlockLayout, visible_to_blocks
+from hf_dspark.models.losses import DENOMINATOR_EPSILON, LossWeights
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
 

@@ -72,21 +72,21 @@ from hf_dspark import (
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
 from hf_dspark.decoding.hook import scheduled_by
 from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
-from hf_dspark.evaluation.calibrate import collect_rounds, collect_siblings
-from hf_dspark.maths.block_verification import prefix_weights
-from hf_dspark.maths.costs import Load, ThroughputTable
-from hf_dspark.maths.policies import Policy, RoundOutcome
-from hf_dspark.maths.sampling import DraftBlock, TokenLaw, drafted_probabilities
-from hf_dspark.maths.tree_fit import fit_siblings
-from hf_dspark.maths.tree_plans import (
+from hf_dspark.measuring.calibrate import collect_rounds, collect_siblings
+from hf_dspark.models.modeling_draft import DraftModel
+from hf_dspark.sampling.block_verification import prefix_weights
+from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution, drafted_probabilities
+from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.policies import Policy, RoundOutcome
+from hf_dspark.scheduling.tree_fit import fit_siblings
+from hf_dspark.scheduling.tree_plans import (
     MOST_SIBLINGS,
     SiblingAcceptance,
     TreePlan,
     TreeProspects,
     usual_acceptance,
 )
-from hf_dspark.maths.trees import DraftTree
-from hf_dspark.models.modeling_draft import DraftModel
 
 BUDGETS = (7, 15, 31)
 LOOKED_UP = 10  # tokens at a time, as transformers' documentation has it
@@ -158,11 +158,11 @@ def blocks(options: argparse.Namespace, origin: dict[str, Any]) -> None:
             if length == 0:  # the answer ends here
                 jointly.append(1.0), singly.append(1.0)
                 return
-            law = TokenLaw(outcome.target_logits[0].float().softmax(-1))
-            block = DraftBlock(outcome.block.token_ids[:, :length], outcome.block.law[:, :length], None)
+            distribution = TokenDistribution(outcome.target_logits[0].float().softmax(-1))
+            block = DraftBlock(outcome.block.token_ids[:, :length], outcome.block.distribution[:, :length], None)
             first = torch.zeros(1, dtype=torch.long)
-            target_probs, draft_probs = drafted_probabilities(block, law, first)
-            jointly.append(float(prefix_weights(block, law, first).sum()))
+            target_probs, draft_probs = drafted_probabilities(block, distribution, first)
+            jointly.append(float(prefix_weights(block, distribution, first).sum()))
             singly.append(1.0 + float((target_probs / draft_probs).clamp_max(1.0).cumprod(dim=1).sum()))
 
         runs = []

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from hf_dspark import DSparkDraftModel, RoundStatistics
-from hf_dspark.evaluation.rounding import count_best, tolerance_of
+from hf_dspark.measuring.rounding import count_best, tolerance_of
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
 

@@ -25,7 +25,7 @@ from hf_dspark import (
     evaluate,
     regenerate,
 )
-from hf_dspark.evaluation.metrics import comparison_table
+from hf_dspark.measuring.metrics import comparison_table
 from hf_dspark.provenance import provenance
 from hf_dspark.training.resume import last_checkpoint
 

@@ -192,7 +192,7 @@ def steady_clock(monkeypatch) -> None:
         one_pass()
         return 0.001
 
-    monkeypatch.setattr("hf_dspark.evaluation.profile._seconds_of", seconds_of)
+    monkeypatch.setattr("hf_dspark.measuring.profile._seconds_of", seconds_of)
 
 
 @pytest.fixture(scope="module")

@@ -132,8 +132,8 @@ def help_example(command: str) -> str:
 
 def run_everything(folder: Path) -> dict[str, list[str]]:
     """Run all that is printed; return what ran, what failed with its error, and what was left out with the reason."""
-    from hf_dspark.evaluation import profile
-    from hf_dspark_cli.words import COMMANDS
+    from hf_dspark.measuring import profile
+    from hf_dspark_cli.parser import COMMANDS
 
     profile._seconds_of = _steady(profile._seconds_of)
     found: dict[str, list[str]] = {"ran": [], "failed": [], "left out": []}

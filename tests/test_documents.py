@@ -11,8 +11,8 @@ import pytest
 
 import hf_dspark
 from hf_dspark.decoding.step_costs import forget_profiles
+from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.printed import LEFT_OUT, PAGES, ROOT, SMALL, SUBSTITUTES, blocks, make_checkout, substituted
-from tests.sharing.loopback_hub import TOKEN, LoopbackHub
 
 # Pages whose blocks need neither minutes nor a Hub; the slow test runs the others, too.
 QUICK = [page for page in PAGES[1] if not page.endswith(("training.md", "sharing.md"))]
@@ -112,7 +112,7 @@ def test_all_that_is_printed_runs_in_order(tmp_path):
 
 def test_substitutes_and_what_is_left_out_are_still_printed():
     printed = "\n".join((ROOT / page).read_text() for part in PAGES for page in part)
-    printed += (ROOT / "src" / "hf_dspark_cli" / "words.py").read_text()
+    printed += (ROOT / "src" / "hf_dspark_cli" / "parser.py").read_text()
     printed += "".join(inspect.getdoc(getattr(hf_dspark, name)) for name in hf_dspark.__all__)
     assert [text for text in (*SUBSTITUTES, *LEFT_OUT) if text not in printed] == []
 

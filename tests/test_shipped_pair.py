@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_dspark
 from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock, PrefixScheduler, ThroughputTable
 from hf_dspark.decoding.step_costs import Machine, ThroughputProfile
-from hf_dspark.maths.costs import ForwardCost, LinearCost
+from hf_dspark.scheduling.costs import ForwardCost, LinearCost
 from tests.rows import assert_rows, padded
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"

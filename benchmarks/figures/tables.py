@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.measuring.tables import markdown_table, number
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,7 +110,7 @@ def speed() -> Table:
                 number(cell["tau"]),
                 number(cell["proposed_per_round"]),
                 number(cell["tokens_per_second"], 0),
-                "same law" if same is None else f"{same} of {result['num_prompts']}",
+                "same distribution" if same is None else f"{same} of {result['num_prompts']}",
             ]
         )
     head = ("", "same kernels", "as it is", "τ", "verified per round", "tokens/s", "identical outputs")
@@ -126,7 +126,7 @@ def readme() -> Table:
         speedup = min(cell[name] for name in names if cell.get(name))
         rates = [number(rate, 0) for rate in (cell["tokens_per_second"] / speedup, cell["tokens_per_second"])]
         same = cell["identical_outputs"]
-        outputs = "same law" if same is None else f"{same} of {result['num_prompts']}"
+        outputs = "same distribution" if same is None else f"{same} of {result['num_prompts']}"
         rows.append([regime(temperature), number(cell["tau"]), *rates, f"**{number(speedup)}**", outputs])
     both = all(cell.get(name) for cell in cells.values() for name in names)
     plain = f"plain generate(), {'the faster baseline' if both else 'as it is'}: tokens/s"
@@ -527,13 +527,18 @@ def smollm2_confidence() -> Table:
     return Table(head, rows, ["smollm2_confidence"])
 
 
-def smollm2_law() -> Table:
+def smollm2_distribution() -> Table:
     """How well acceptance can be told at temperature 1: by the head, and by the probability of acceptance itself."""
     rows = [
-        [row["domain"], f"{row['num_rounds']:,}", number(row["conditional_auc"]), number(row["auc_of_the_law"])]
-        for row in load("smollm2_law")["rows"]
+        [
+            row["domain"],
+            f"{row['num_rounds']:,}",
+            number(row["conditional_auc"]),
+            number(row["auc_of_the_distribution"]),
+        ]
+        for row in load("smollm2_distribution")["rows"]
     ]
-    return Table(("", "rounds", "AUC of the head", "of the law itself"), rows, ["smollm2_law"])
+    return Table(("", "rounds", "AUC of the head", "of the distribution itself"), rows, ["smollm2_distribution"])
 
 
 # ---- the rest
@@ -594,7 +599,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         candidate_tau, block_sizes, longer_blocks, kinds_of_drafts, calibration, decisions, few_rows, resources,
         finetune, readme_chat_model, smollm2_paper, smollm2_spec_bench, smollm2_kinds, smollm2_confidence,
         smollm2_ways, smollm2_avx2, smollm2_earlier, smollm2_trials, smollm2_trials_second, smollm2_trials_third,
-        smollm2_trials_fourth, smollm2_kinds_second, smollm2_kinds_speed, smollm2_law,
+        smollm2_trials_fourth, smollm2_kinds_second, smollm2_kinds_speed, smollm2_distribution,
     )
 }  # fmt: skip
 

@@ -17,27 +17,27 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .cpu import fast_linears as fast_linears
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
-    from .decoding.regenerate import regenerate as regenerate
-    from .decoding.rounds import RoundStatistics as RoundStatistics
-    from .evaluation.calibrate import calibrate as calibrate
-    from .evaluation.evaluate import evaluate as evaluate
-    from .evaluation.profile import profile_throughput as profile_throughput
-    from .maths.costs import ThroughputTable as ThroughputTable
-    from .maths.policies import AdaptiveDrafting as AdaptiveDrafting
-    from .maths.policies import ConfidenceThreshold as ConfidenceThreshold
-    from .maths.policies import FullBlock as FullBlock
-    from .maths.policies import LaggedScheduler as LaggedScheduler
-    from .maths.policies import Policy as Policy
-    from .maths.policies import PrefixScheduler as PrefixScheduler
-    from .maths.policies import SLOLimit as SLOLimit
-    from .maths.tree_policies import TreeBudget as TreeBudget
-    from .maths.tree_policies import TreeScheduler as TreeScheduler
+    from .decoding.statistics import RoundStatistics as RoundStatistics
+    from .hub.convert import convert_checkpoint as convert_checkpoint
+    from .hub.training import DSparkTrainer as DSparkTrainer
+    from .measuring.calibrate import calibrate as calibrate
+    from .measuring.evaluate import evaluate as evaluate
+    from .measuring.profile import profile_throughput as profile_throughput
+    from .measuring.regenerate import regenerate as regenerate
     from .models.modeling_dspark import DSparkDraftModel as DSparkDraftModel
     from .models.modeling_eagle3 import Eagle3DraftModel as Eagle3DraftModel
-    from .models.options import DecodingOptions as DecodingOptions
     from .models.prompt_lookup import PromptLookup as PromptLookup
-    from .sharing.convert import convert_checkpoint as convert_checkpoint
-    from .sharing.training import DSparkTrainer as DSparkTrainer
+    from .scheduling.costs import ThroughputTable as ThroughputTable
+    from .scheduling.options import DecodingOptions as DecodingOptions
+    from .scheduling.policies import AdaptiveDrafting as AdaptiveDrafting
+    from .scheduling.policies import ConfidenceThreshold as ConfidenceThreshold
+    from .scheduling.policies import FullBlock as FullBlock
+    from .scheduling.policies import LaggedScheduler as LaggedScheduler
+    from .scheduling.policies import Policy as Policy
+    from .scheduling.policies import PrefixScheduler as PrefixScheduler
+    from .scheduling.policies import SLOLimit as SLOLimit
+    from .scheduling.tree_policies import TreeBudget as TreeBudget
+    from .scheduling.tree_policies import TreeScheduler as TreeScheduler
     from .targets.check import check_target as check_target
     from .training.arguments import DSparkTrainingArguments as DSparkTrainingArguments
     from .training.feature_cache import cache_features as cache_features
@@ -49,22 +49,23 @@ _NAMES = {
     "cpu": "fast_linears",
     "decoding.hook": "decode_with",
     "decoding.many": "generate_many",
-    "decoding.regenerate": "regenerate",
-    "decoding.rounds": "RoundStatistics",
-    "evaluation.calibrate": "calibrate",
-    "evaluation.evaluate": "evaluate",
-    "evaluation.profile": "profile_throughput",
-    "maths.costs": "ThroughputTable",
-    "maths.policies": "AdaptiveDrafting ConfidenceThreshold FullBlock LaggedScheduler Policy PrefixScheduler SLOLimit",
-    "maths.tree_policies": "TreeBudget TreeScheduler",
+    "measuring.regenerate": "regenerate",
+    "decoding.statistics": "RoundStatistics",
+    "measuring.calibrate": "calibrate",
+    "measuring.evaluate": "evaluate",
+    "measuring.profile": "profile_throughput",
+    "scheduling.costs": "ThroughputTable",
+    "scheduling.policies": "AdaptiveDrafting ConfidenceThreshold FullBlock LaggedScheduler Policy PrefixScheduler "
+    "SLOLimit",
+    "scheduling.tree_policies": "TreeBudget TreeScheduler",
     "models.configuration_dspark": "DSparkConfig",
     "models.configuration_eagle3": "Eagle3Config",
     "models.modeling_dspark": "DSparkDraftModel",
     "models.modeling_eagle3": "Eagle3DraftModel",
-    "models.options": "DecodingOptions",
+    "scheduling.options": "DecodingOptions",
     "models.prompt_lookup": "PromptLookup",
-    "sharing.convert": "convert_checkpoint",
-    "sharing.training": "DSparkTrainer",
+    "hub.convert": "convert_checkpoint",
+    "hub.training": "DSparkTrainer",
     "targets.check": "check_target",
     "training.arguments": "DSparkTrainingArguments",
     "training.feature_cache": "cache_features",

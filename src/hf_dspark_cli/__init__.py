@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, TextIO
 
-from .words import PROGRAM, WRONG_WORDS, parse
+from .parser import PROGRAM, WRONG_WORDS, parse
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 MEASURING = ("measure", "train")  # whose commands need cores of their own

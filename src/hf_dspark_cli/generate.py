@@ -12,12 +12,12 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, token_ids
-from hf_dspark.decoding.endpoint import Endpoint
 from hf_dspark.decoding.many import Completion, generate_many
-from hf_dspark.decoding.regenerate import RegenerationReport, regenerate
-from hf_dspark.evaluation.results import describe_policy, describe_sampling
-from hf_dspark.evaluation.rounding import count_best, tolerance_of
-from hf_dspark.evaluation.timed_decoding import timed_call
+from hf_dspark.measuring.endpoint import Endpoint
+from hf_dspark.measuring.regenerate import RegenerationReport, regenerate
+from hf_dspark.measuring.results import describe_policy, describe_sampling
+from hf_dspark.measuring.rounding import count_best, tolerance_of
+from hf_dspark.measuring.timed_decoding import timed_call
 
 from . import Console, said
 from .models import Models, choose_policy, generate_kwargs, is_sampled, load_models, note_faults, values_of

@@ -10,17 +10,17 @@ from hf_dspark.cpu import fast_linears
 from hf_dspark.data.prompts import as_chat, read_prompt_file
 from hf_dspark.data.suites import suite_files
 from hf_dspark.decoding.step_costs import cache_folder, find_cost
-from hf_dspark.evaluation import results
-from hf_dspark.evaluation.calibrate import CALIBRATED, calibrate
-from hf_dspark.evaluation.evaluate import evaluate
-from hf_dspark.evaluation.profile import profile_throughput
-from hf_dspark.evaluation.tables import markdown_table
 from hf_dspark.formats.files import CONFIG_FILE, read_config
 from hf_dspark.formats.tables import OURS
-from hf_dspark.maths.costs import ThroughputTable
+from hf_dspark.hub.convert import detect_format
+from hf_dspark.hub.repository import RESULTS_FOLDER
+from hf_dspark.measuring import results
+from hf_dspark.measuring.calibrate import CALIBRATED, calibrate
+from hf_dspark.measuring.evaluate import evaluate
+from hf_dspark.measuring.profile import profile_throughput
+from hf_dspark.measuring.tables import markdown_table
 from hf_dspark.models.auto import load_draft
-from hf_dspark.sharing.convert import detect_format
-from hf_dspark.sharing.hub import RESULTS_FOLDER
+from hf_dspark.scheduling.costs import ThroughputTable
 
 from . import Console
 from .models import (

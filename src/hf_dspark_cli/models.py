@@ -14,17 +14,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_dspark.cpu.few_rows import lacks_bfloat16
+from hf_dspark.cpu.small_batch_gemm import lacks_bfloat16
 from hf_dspark.data.prompts import PromptFile
 from hf_dspark.decoding.hook import default_policy, scheduled_by
 from hf_dspark.decoding.step_costs import find_cost
-from hf_dspark.maths.policies import ConfidenceThreshold, FullBlock, Policy
-from hf_dspark.maths.tree_policies import TreeBudget
 from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
+from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock, Policy
+from hf_dspark.scheduling.tree_policies import TreeBudget
 
 from . import Console
-from .words import THRESHOLD, TREE
+from .parser import THRESHOLD, TREE
 
 
 @dataclass(frozen=True)

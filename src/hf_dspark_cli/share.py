@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from hf_dspark.sharing import convert, hub
+from hf_dspark.hub import convert, repository
 
 from . import Console
 from .models import values_of
@@ -25,12 +25,12 @@ def run_convert(options: Namespace, console: Console) -> bool:
 
 
 def run_push(options: Namespace, console: Console) -> bool:
-    beside = Path(options.folder) / hub.RESULTS_FOLDER
+    beside = Path(options.folder) / repository.RESULTS_FOLDER
     results = options.results or ([str(beside)] if beside.is_dir() else [])
     card = values_of(options, "target", "license")
     private = True if options.private else None  # else as the Hub does it: some organisations make everything private
     facts = card | {"private": private, "complete": not options.private}
-    url = hub.push_draft(options.folder, options.repository, results, **facts)
+    url = repository.push_draft(options.folder, options.repository, results, **facts)
     console.show(url)
     console.document({"repo_id": options.repository, "url": url, "results": results})
     return True

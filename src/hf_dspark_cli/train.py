@@ -12,22 +12,22 @@ import torch
 from transformers import HfArgumentParser, PreTrainedModel
 
 from hf_dspark.data.prompts import read_json_lines
-from hf_dspark.evaluation.results import read_results
-from hf_dspark.evaluation.tables import markdown_table, number
+from hf_dspark.hub.repository import RESULTS_FOLDER
+from hf_dspark.hub.training import DSparkTrainer
+from hf_dspark.measuring.results import read_results
+from hf_dspark.measuring.tables import markdown_table, number
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS, DSparkConfig
 from hf_dspark.models.configuration_eagle3 import Eagle3Config
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.models.modeling_dspark import DSparkDraftModel
 from hf_dspark.models.modeling_eagle3 import Eagle3DraftModel
-from hf_dspark.sharing.hub import RESULTS_FOLDER
-from hf_dspark.sharing.training import DSparkTrainer
 from hf_dspark.training.arguments import DSparkTrainingArguments
 from hf_dspark.training.resume import last_checkpoint
 
 from . import Console
 from .models import load_target, require_roles, values_of
-from .words import PROGRAM, Parser
+from .parser import PROGRAM, Parser
 
 LOSS_WEIGHTS = ("cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight")
 # What a new draft of another kind is trained with, in the order above, unless a weight is given.

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from hf_dspark.maths.costs import ForwardCost, LinearCost
-from hf_dspark.maths.policies import ConfidenceThreshold, FullBlock
+from hf_dspark.scheduling.costs import ForwardCost, LinearCost
+from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 simulator, scheduler = (importlib.import_module(name) for name in ("simulator", "scheduler"))

@@ -16,13 +16,13 @@ from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel, fast_linears
 from hf_dspark.data.suites import SUITES
-from hf_dspark.decoding import regenerate as regeneration
 from hf_dspark.decoding import step_costs
-from hf_dspark.evaluation import run as evaluation_run
-from hf_dspark.evaluation.results import read_results
+from hf_dspark.measuring import regenerate as regeneration
+from hf_dspark.measuring import run as evaluation_run
+from hf_dspark.measuring.results import read_results
 from hf_dspark_cli import Console, main, train
-from hf_dspark_cli.words import parse
-from tests.evaluation.interruption import interrupt_third_call
+from hf_dspark_cli.parser import parse
+from tests.measuring.interruption import interrupt_third_call
 
 PAIR = "--target target --draft draft --dtype float32"
 TRAIN = (
@@ -335,7 +335,7 @@ def test_the_machine_is_measured_with_the_copies_that_are_asked_for(answer, monk
 @pytest.mark.filterwarnings("always")
 def test_a_measurement_that_cannot_be_believed_is_not_kept_and_fails(capsys, monkeypatch):
     seconds = itertools.cycle((0.009, 0.001, 0.001, 0.009, 0.009))
-    monkeypatch.setattr("hf_dspark.evaluation.profile._seconds_of", lambda one_pass, device: next(seconds))
+    monkeypatch.setattr("hf_dspark.measuring.profile._seconds_of", lambda one_pass, device: next(seconds))
     words = f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 4 --output_file sps.json --quiet"
     assert main(shlex.split(words)) == 1
     printed = capsys.readouterr()
@@ -399,7 +399,7 @@ def test_push_hands_folder_and_results_to_the_hub(answer, refusal, monkeypatch):
         return "https://hub/me/mine"
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_dspark.sharing.hub.push_draft", push_draft)
+        patch.setattr("hf_dspark.hub.repository.push_draft", push_draft)
         assert answer("push draft me/mine --private")["url"] == "https://hub/me/mine"
     assert calls == [("draft", "me/mine", ["draft/results"], True)]
     line = refusal("push draft me/mine")

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dspark.cpu import few_rows
+from hf_dspark.cpu import small_batch_gemm
 
-ways = {name: getattr(few_rows, f"{name}_gain") for name in ("onednn", "transposed", "packed")}
+ways = {name: getattr(small_batch_gemm, f"{name}_gain") for name in ("onednn", "transposed", "packed")}
 
 
 def packs(dtype: torch.dtype) -> bool:
     try:
-        return few_rows.packed_weight(torch.ones(64, 64, dtype=dtype)) is not None
+        return small_batch_gemm.packed_weight(torch.ones(64, 64, dtype=dtype)) is not None
     except (RuntimeError, AttributeError):
         return False
 
@@ -35,7 +35,7 @@ def gains(monkeypatch):
     def set_gains(**by_way):
         for way in ways:
             known = dict.fromkeys((torch.float32, torch.bfloat16), by_way.get(way))
-            monkeypatch.setattr(few_rows, f"{way}_gain", known.get)
+            monkeypatch.setattr(small_batch_gemm, f"{way}_gain", known.get)
 
     set_gains()
     return set_gains
@@ -47,13 +47,13 @@ def products(monkeypatch):
     taken = []
 
     def record(way):
-        multiply = getattr(few_rows, f"{way}_linear")
+        multiply = getattr(small_batch_gemm, f"{way}_linear")
 
         def recorded(rows, weight, bias=None):
             taken.append("packed" if weight.is_mkldnn else way)
             return multiply(rows, weight, bias)
 
-        monkeypatch.setattr(few_rows, f"{way}_linear", recorded)
+        monkeypatch.setattr(small_batch_gemm, f"{way}_linear", recorded)
 
     record("onednn")
     record("transposed")

@@ -13,8 +13,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from hf_dspark import check_target
-from hf_dspark.cpu import fast_linears, few_rows
-from hf_dspark.cpu.few_rows import Gain
+from hf_dspark.cpu import fast_linears, small_batch_gemm
+from hf_dspark.cpu.small_batch_gemm import Gain
 from tests.cpu.conftest import each_dtype, linear, packs
 
 pytestmark = pytest.mark.skipif(not packs(torch.float32), reason="PyTorch or this CPU cannot pack")
@@ -31,8 +31,10 @@ def both_gain(gains):
 @pytest.fixture
 def packings(monkeypatch):
     """The shape of every matrix that was packed."""
-    done, original = [], few_rows.packed_weight
-    monkeypatch.setattr(few_rows, "packed_weight", lambda weight: done.append(tuple(weight.shape)) or original(weight))
+    done, original = [], small_batch_gemm.packed_weight
+    monkeypatch.setattr(
+        small_batch_gemm, "packed_weight", lambda weight: done.append(tuple(weight.shape)) or original(weight)
+    )
     return done
 
 
@@ -76,7 +78,7 @@ def test_an_error_leaves_layers_as_before(monkeypatch):
     with pytest.raises(RuntimeError, match="shapes|size"), fast_linears(layer, packed=True):
         layer(torch.randn(8, 3))
     assert is_untouched(layer)
-    monkeypatch.setattr(few_rows, "packed_weight", Mock(side_effect=RuntimeError("can't allocate memory")))
+    monkeypatch.setattr(small_batch_gemm, "packed_weight", Mock(side_effect=RuntimeError("can't allocate memory")))
     with pytest.raises(RuntimeError, match="allocate"), fast_linears(layer, packed=True):
         pass
     assert is_untouched(layer)
@@ -189,7 +191,7 @@ def test_drafted_generation_is_routed_unasked_and_writes_what_plain_decoding_wri
 
 
 def test_sampling_stays_the_same_with_either_product(wide_pair, gains):
-    """The coins are the same, and the laws but for rounding: so are the tokens, round for round."""
+    """The accept_uniforms are the same, and the distributions but for rounding: so are the tokens, round for round."""
     target, draft = wide_pair
     outputs = []
     for gain in (SMALL, None):

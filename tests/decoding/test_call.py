@@ -196,7 +196,7 @@ def test_processors_are_asked_only_about_prefixes_that_plain_decoding_visits(tar
 
 
 def test_nucleus_sampling_may_need_the_whole_vocabulary_at_some_slots(target, draft, prompts, monkeypatch):
-    monkeypatch.setattr("hf_dspark.decoding.processing.TOP_P_CANDIDATES", 6)
+    monkeypatch.setattr("hf_dspark.decoding.logits_processing.TOP_P_CANDIDATES", 6)
     output = target.generate(
         **padded(prompts), assistant_model=draft, do_sample=True, top_k=0, top_p=0.9, temperature=1.5,
         max_new_tokens=12, pad_token_id=0,
@@ -226,9 +226,9 @@ def test_truncated_scores_are_those_of_the_warpers(target, draft, prompts):
         ids, assistant_model=draft, do_sample=True, temperature=0.7, top_k=9, top_p=0.8, pad_token_id=0, **ask
     )
     for scores, logits in zip(output.scores, output.logits, strict=True):
-        law = (logits / 0.7).softmax(-1)
+        distribution = (logits / 0.7).softmax(-1)
         kept = scores[0] > -torch.inf
-        assert 1 <= kept.sum() <= 9 and law[0][kept].min() >= law[0][~kept].max()
+        assert 1 <= kept.sum() <= 9 and distribution[0][kept].min() >= distribution[0][~kept].max()
         torch.testing.assert_close(scores[0][kept], logits[0][kept] / 0.7)
 
 

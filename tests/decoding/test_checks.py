@@ -31,7 +31,7 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.decoding.request import copy_of
-from tests.laws import TABLE
+from tests.distributions import TABLE
 from tests.rows import GREEDY, alone, assert_no_hooks, assert_same_tokens, padded
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16, "pad_token_id": 0}

@@ -19,11 +19,11 @@ from hf_dspark import (
     ThroughputTable,
     generate_many,
 )
-from hf_dspark.maths.costs import ForwardCost, LinearCost
-from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.sampling.distributions import greedy_sampler
+from hf_dspark.scheduling.costs import ForwardCost, LinearCost
 from hf_dspark.targets.feature_capture import FeatureCapture
-from tests.laws import HEADS, PROMPT, STEEP, TABLE, EnumeratingSampler, make_pair
+from tests.distributions import HEADS, PROMPT, STEEP, TABLE, EnumeratingSampler, make_pair
 from tests.rows import GREEDY, EverySecond, alone, assert_same_tokens
 
 SLOW_DRAFT = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 6.0))
@@ -114,7 +114,7 @@ def test_blocks_end_where_nothing_more_can_be_sent(target, draft, prompt_ids, ki
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
-    """The same tokens, by the same laws, with the same confidences: only what cannot be sent is left out."""
+    """The same tokens, by the same distributions, with the same confidences: only what cannot be sent is left out."""
     target, draft = make_pair(make_target, gamma=3, **head)
     features = torch.randn(1, 4, len(draft.config.target_layer_ids) * draft.config.hidden_size)
     sampler = EnumeratingSampler((0, 2, 1), LogitsProcessorList())
@@ -122,7 +122,7 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
         draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count) for count in (None, 2)
     )
     assert torch.equal(short.token_ids, whole.token_ids[:, :2])
-    torch.testing.assert_close(short.law.probs, whole.law.probs[:, :2])
+    torch.testing.assert_close(short.distribution.probs, whole.distribution.probs[:, :2])
     torch.testing.assert_close(short.confidence_logits, whole.confidence_logits[:, :2])
 
 

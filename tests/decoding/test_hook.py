@@ -20,8 +20,8 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.decoding import hook, install
-from hf_dspark.maths.checked import CheckedPolicy
-from tests.laws import TABLE
+from hf_dspark.scheduling.checked import CheckedPolicy
+from tests.distributions import TABLE
 from tests.rows import GREEDY, assert_same_tokens, padded
 
 

@@ -19,14 +19,14 @@ from hf_dspark import DecodingOptions, generate_many
 from hf_dspark.cpu import linears
 from hf_dspark.decoding import assisted, hook, loop
 from hf_dspark.models import slot_cache
-from hf_dspark.targets import feature_capture, recurrent, row_attention, row_calls, slot_attention
+from hf_dspark.targets import feature_capture, patched_forward, recurrent, row_attention, slot_attention
 from tests.hybrids import HAVE_PROTOCOL
 from tests.targets.test_recurrent import pair_of
 
 # Where models are switched, hooked and put back. torch.no_grad() has a gap as it is entered, which plain `generate()`
 # has, too: it is not watched.
 WATCHED = (contextlib, slot_attention, feature_capture, linears, loop, assisted, hook, slot_cache)
-WATCHED += (torch.nn.modules.module, torch.utils.hooks, configuration_utils, recurrent, row_attention, row_calls)
+WATCHED += (torch.nn.modules.module, torch.utils.hooks, configuration_utils, recurrent, row_attention, patched_forward)
 FILES = {module.__file__ for module in WATCHED}
 
 

@@ -1,4 +1,5 @@
-"""The product: output law = target law. Exact enumeration of rounds, and chi-square tests of `generate()` itself.
+"""The product: output distribution = target distribution. Exact enumeration of rounds, and chi-square tests of
+`generate()` itself.
 
 Each positive statement has a negative control: the same measurement on a rule that is known to be lossy.
 """
@@ -21,22 +22,22 @@ from hf_dspark import (
     SLOLimit,
 )
 from hf_dspark.decoding import drafter as drafter_module
-from hf_dspark.maths.block_verification import verify_block
-from hf_dspark.maths.costs import ThroughputTable
-from hf_dspark.maths.sampling import DraftBlock, TokenLaw, residual_distribution
 from hf_dspark.models import modeling_dspark
-from tests.laws import (
+from hf_dspark.sampling.block_verification import verify_block
+from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution, residual_distribution
+from hf_dspark.scheduling.costs import ThroughputTable
+from tests.distributions import (
     CLIFF,
     HEADS,
     PROMPT,
     ROUNDING,
     VOCAB,
-    TargetLaw,
+    TargetDistribution,
     chi_square_p_value,
     distance_from_target,
+    distribution_of_drafts,
     each_block,
     extend,
-    law_of_drafts,
     make_pair,
     planned_length,
 )
@@ -58,11 +59,11 @@ SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), draft
 )
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-def test_round_leaves_the_target_law_unchanged(make_target, head, processors, policy):
+def test_round_leaves_the_target_distribution_unchanged(make_target, head, processors, policy):
     assert distance_from_target(*make_pair(make_target, **head), policy, processors) < ROUNDING
 
 
-def test_round_leaves_the_target_law_unchanged_at_gamma_three(make_target):
+def test_round_leaves_the_target_distribution_unchanged_at_gamma_three(make_target):
     assert distance_from_target(*make_pair(make_target, gamma=3, seed=3), ConfidenceThreshold(0.4)) < ROUNDING
 
 
@@ -91,34 +92,35 @@ def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
 
 
 def naming_the_worst(monkeypatch):
-    """Let the worst of guesses name the candidates: the law that they are drawn from must be known all the same."""
+    """Let the worst of guesses name the candidates: the distribution that they are drawn from must be known all the
+    same."""
     largest = modeling_dspark.largest
     monkeypatch.setattr(modeling_dspark, "largest", lambda base_logits, count: largest(-base_logits, count))
 
 
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_round_leaves_the_target_law_unchanged_whoever_names_the_candidates(
+def test_round_leaves_the_target_distribution_unchanged_whoever_names_the_candidates(
     make_target, head, processors, monkeypatch
 ):
     target, draft = make_pair(make_target, draft_top_k=2, markov_head_type=head)
-    of_the_best = law_of_drafts(target, draft)
+    of_the_best = distribution_of_drafts(target, draft)
     naming_the_worst(monkeypatch)
-    assert ((law_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
+    assert ((distribution_of_drafts(target, draft) > 0) != (of_the_best > 0)).any()
     assert distance_from_target(target, draft, FullBlock(), processors) < ROUNDING
 
 
-def test_enumeration_catches_the_law_of_other_candidates(make_target, monkeypatch):
+def test_enumeration_catches_the_distribution_of_other_candidates(make_target, monkeypatch):
     target, draft = make_pair(make_target, draft_top_k=2)
-    of_the_best = law_of_drafts(target, draft)
+    of_the_best = distribution_of_drafts(target, draft)
     naming_the_worst(monkeypatch)
-    assert distance_from_target(target, draft, FullBlock(), claimed_law=lambda block: of_the_best) > 0.01
+    assert distance_from_target(target, draft, FullBlock(), claimed_distribution=lambda block: of_the_best) > 0.01
 
 
-def test_enumeration_catches_a_test_against_the_wrong_draft_law(make_target):
+def test_enumeration_catches_a_test_against_the_wrong_draft_distribution(make_target):
     flat = torch.full((2, VOCAB), 1.0 / VOCAB, dtype=torch.double)
     pair = make_pair(make_target, draft_top_k=2)
-    assert distance_from_target(*pair, FullBlock(), claimed_law=lambda block: flat) > 0.01
+    assert distance_from_target(*pair, FullBlock(), claimed_distribution=lambda block: flat) > 0.01
 
 
 def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is_not():
@@ -126,16 +128,16 @@ def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is
     target, drafts = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
     steps_per_second, first = {1: 1.0, 2: 0.5, 3: 0.45}, 0.8
 
-    def law_of_first_token(admits):
-        law = torch.zeros(2)
+    def distribution_of_first_token(admits):
+        distribution = torch.zeros(2)
         for token in range(2):
             if admits(0.9 if token == 0 else 0.0):
                 accept = (target[token] / drafts[token]).clamp_max(1.0)
-                law[token] += drafts[token] * accept
-                law += drafts[token] * (1 - accept) * residual_distribution(target, drafts)
+                distribution[token] += drafts[token] * accept
+                distribution += drafts[token] * (1 - accept) * residual_distribution(target, drafts)
             else:
-                law += drafts[token] * target
-        return law
+                distribution += drafts[token] * target
+        return distribution
 
     def global_search(second):
         survival = [first, first * second]
@@ -145,19 +147,20 @@ def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is
     def early_stop(second):
         return (1 + first) * steps_per_second[2] > steps_per_second[1]
 
-    torch.testing.assert_close(law_of_first_token(global_search), torch.tensor([0.85, 0.15]))
-    torch.testing.assert_close(law_of_first_token(early_stop), torch.tensor([0.7, 0.3]))
+    torch.testing.assert_close(distribution_of_first_token(global_search), torch.tensor([0.85, 0.15]))
+    torch.testing.assert_close(distribution_of_first_token(early_stop), torch.tensor([0.7, 0.3]))
 
 
-def test_verify_block_draws_from_the_target_law():
+def test_verify_block_draws_from_the_target_distribution():
     generator = torch.Generator().manual_seed(0)
     draws, vocab = 40_000, 4
     target = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
     draft = torch.tensor([0.1, 0.4, 0.3, 0.2])
     token_ids = torch.multinomial(draft.expand(draws, -1), 1, generator=generator)
-    block = DraftBlock(token_ids, TokenLaw(draft.expand(draws, 1, vocab)), None)
+    block = DraftBlock(token_ids, TokenDistribution(draft.expand(draws, 1, vocab)), None)
     verified = verify_block(
-        block, torch.ones(draws, dtype=torch.long), TokenLaw(target.repeat(draws, 1)), 2 * torch.arange(draws),
+        block, torch.ones(draws, dtype=torch.long), TokenDistribution(target.repeat(draws, 1)),
+        2 * torch.arange(draws),
         torch.rand(draws, 1, generator=generator), torch.rand(draws, generator=generator),
     )  # fmt: skip
     first = torch.where(verified.num_accepted == 1, token_ids[:, 0], verified.next_token_ids)
@@ -183,11 +186,11 @@ def sampled_sequences(target, draft, num_draws, **options):
     [{}, {"assistant_confidence_threshold": 0.5}, {"temperature": 0.7}, {"num_assistant_tokens": 2}],
     ids=["full", "threshold", "cool", "short"],
 )
-def test_generate_samples_from_the_target_law(make_target, options):
+def test_generate_samples_from_the_target_distribution(make_target, options):
     target, draft = make_pair(make_target, gamma=3, seed=5)
     processors = LogitsProcessorList([TemperatureLogitsWarper(options.get("temperature", 1.0))])
     counts = sampled_sequences(target, draft, num_draws=700, **options)
-    assert chi_square_p_value(counts, extend(TargetLaw(target, processors), {(): 1.0}, 4)) > 1e-3
+    assert chi_square_p_value(counts, extend(TargetDistribution(target, processors), {(): 1.0}, 4)) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,7 @@ def test_generate_samples_from_the_target_law(make_target, options):
     ],
     ids=["hull_and_fill", "lagged", "adaptive_limited"],
 )
-def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, policy):
+def test_generate_samples_from_the_target_distribution_under_a_scheduler(make_target, policy):
     target, draft = make_pair(make_target, gamma=3, seed=5)
     proposed = {}
     for name, choice in (("full", FullBlock()), ("tested", policy)):
@@ -209,17 +212,17 @@ def test_generate_samples_from_the_target_law_under_a_scheduler(make_target, pol
         sampled_sequences(target, draft, num_draws=40)
     assert sum(proposed["tested"]) < 0.9 * sum(proposed["full"])  # the policy really decides
     counts = sampled_sequences(target, draft, num_draws=700)
-    assert chi_square_p_value(counts, extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)) > 1e-3
+    assert chi_square_p_value(counts, extend(TargetDistribution(target, LogitsProcessorList()), {(): 1.0}, 4)) > 1e-3
 
 
-def test_chi_square_catches_drafts_tested_against_a_wrong_law(make_target, monkeypatch):
+def test_chi_square_catches_drafts_tested_against_a_wrong_distribution(make_target, monkeypatch):
     target, draft = make_pair(make_target, gamma=3, seed=5)
     honest = drafter_module.ProcessedSampler.__call__
 
     def flattened(self, *arguments):
-        token_ids, law = honest(self, *arguments)
-        return token_ids, TokenLaw(torch.full_like(law.probs, 1 / VOCAB))
+        token_ids, distribution = honest(self, *arguments)
+        return token_ids, TokenDistribution(torch.full_like(distribution.probs, 1 / VOCAB))
 
     monkeypatch.setattr(drafter_module.ProcessedSampler, "__call__", flattened)
     counts = sampled_sequences(target, draft, num_draws=700)
-    assert chi_square_p_value(counts, extend(TargetLaw(target, LogitsProcessorList()), {(): 1.0}, 4)) < 1e-6
+    assert chi_square_p_value(counts, extend(TargetDistribution(target, LogitsProcessorList()), {(): 1.0}, 4)) < 1e-6

@@ -1,7 +1,8 @@
-"""The law of a batch is the product of its rows' laws: exact enumeration of the real loop, and chi-square tests.
+"""The distribution of a batch is the product of its rows' distributions: exact enumeration of the real loop, and
+chi-square tests.
 
 The rows share one verification budget, and the confidences depend on the drafted tokens: a row's length depends on its
-neighbour's draws, and its law must not.
+neighbour's draws, and its distribution must not.
 """
 
 import itertools
@@ -25,13 +26,13 @@ from hf_dspark.decoding.conversation import read_prompt
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.request import Call
-from hf_dspark.maths import block_verification, sampling
-from hf_dspark.maths.costs import ThroughputTable
 from hf_dspark.models.slot_cache import SlotCache
-from tests.laws import (
+from hf_dspark.sampling import block_verification
+from hf_dspark.scheduling.costs import ThroughputTable
+from tests.distributions import (
     CLIFF,
     Paths,
-    TargetLaw,
+    TargetDistribution,
     chi_square_p_value,
     decide_longest,
     decide_trees,
@@ -54,24 +55,26 @@ def enumerate_rounds(
 ):
     """Enumerate what rounds commit, continued by the target alone.
 
-    Returns how far the joint law of all rows is from the targets' own, its mass, and all lengths.
+    Returns how far the joint distribution of all rows is from the targets' own, its mass, and all lengths.
     """
     batch, length = padded(prompts), length or rounds * (GAMMA + 1)
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
-    paths, joint, lengths, laws = Paths(), {}, [], None
+    paths, joint, lengths, distributions = Paths(), {}, [], None
     options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), copies=copies)
     extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
     call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
-    honest_invert = sampling.invert
+    honest_invert = distributions.invert
 
     def invert(probs, uniform):
         return torch.tensor([[0 if row.isnan().any() else paths.choose(row.double())] for row in probs])
 
-    monkeypatch.setattr(block_verification, "longest_accepted", lambda chances, coins: decide_longest(paths, chances))
+    monkeypatch.setattr(
+        block_verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)
+    )
     decide_trees(monkeypatch, paths)
     for path in paths:
-        monkeypatch.setattr(sampling, "invert", honest_invert)
+        monkeypatch.setattr(distributions, "invert", honest_invert)
         torch.manual_seed(11)
         cache, drafter = SlotCache(len(prompts)), Drafter(target, draft, call, SlotCache(len(prompts)))
         read = [read_prompt(call, row, cache) for row in range(len(prompts))]
@@ -79,30 +82,37 @@ def enumerate_rounds(
         loop = DecodingLoop(target, drafter, call, cache)
         loop.admit(requests, [prompt.fed for prompt in read])  # the first tokens are the same on all paths
         starts = [request.length for request in requests]
-        laws = laws or [TargetLaw(target, processors, prompt=request.token_ids[None]) for request in requests]
-        monkeypatch.setattr(sampling, "invert", invert)
+        distributions = distributions or [
+            TargetDistribution(target, processors, prompt=request.token_ids[None]) for request in requests
+        ]
+        monkeypatch.setattr(distributions, "invert", invert)
         for _ in range(rounds):
             loop.run_round()
         news = [tuple(request.token_ids[start:].tolist()) for request, start in zip(requests, starts, strict=True)]
-        rows = [extend(law, {new: 1.0}, length) for law, new in zip(laws, news, strict=True)]
-        for key, mass in joint_law(rows).items():
+        rows = [
+            extend(distribution, {new: 1.0}, length) for distribution, new in zip(distributions, news, strict=True)
+        ]
+        for key, mass in joint_distribution(rows).items():
             joint[key] = joint.get(key, 0.0) + path.probability * mass
-    monkeypatch.setattr(sampling, "invert", honest_invert)
-    return total_variation(joint, product_of(laws, length)), sum(joint.values()), set(lengths)
+    monkeypatch.setattr(distributions, "invert", honest_invert)
+    return total_variation(joint, product_of(distributions, length)), sum(joint.values()), set(lengths)
 
 
-def product_of(laws, length):
-    return joint_law([extend(law, {(): 1.0}, length) for law in laws])
+def product_of(distributions, length):
+    return joint_distribution([extend(distribution, {(): 1.0}, length) for distribution in distributions])
 
 
-def joint_law(laws):
-    """Return the law of independent rows together."""
-    outcomes = (zip(*each, strict=True) for each in itertools.product(*(law.items() for law in laws)))
+def joint_distribution(distributions):
+    """Return the distribution of independent rows together."""
+    outcomes = (
+        zip(*each, strict=True)
+        for each in itertools.product(*(distribution.items() for distribution in distributions))
+    )
     return {sequences: math.prod(masses) for sequences, masses in outcomes}
 
 
 @pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE), PrefixScheduler(CLIFF)])
-def test_a_round_of_two_rows_has_the_joint_law_of_both_targets(monkeypatch, make_target, policy):
+def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypatch, make_target, policy):
     target, draft = make_pair(make_target, gamma=GAMMA)
     distance, mass, lengths = enumerate_rounds(
         monkeypatch, target, draft, policy, LogitsProcessorList([TopKLogitsWarper(2)])
@@ -114,7 +124,9 @@ def test_a_round_of_two_rows_has_the_joint_law_of_both_targets(monkeypatch, make
 
 @pytest.mark.filterwarnings("ignore:the draft .* NaN or infinite")
 @pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE)])
-def test_a_round_has_the_joint_law_when_the_draft_overflows_after_some_tokens(monkeypatch, make_target, policy):
+def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_tokens(
+    monkeypatch, make_target, policy
+):
     target, draft = make_pair(make_target, gamma=GAMMA)
     with torch.no_grad():
         draft.markov_head.markov_w1.weight[1] = torch.nan
@@ -151,7 +163,7 @@ def sampled_pairs(target, draft, calls, sequences=16):
 
 def joint_truth(target):
     prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
-    return product_of([TargetLaw(target, LogitsProcessorList(), prompt) for prompt in prompts], 2)
+    return product_of([TargetDistribution(target, LogitsProcessorList(), prompt) for prompt in prompts], 2)
 
 
 @pytest.fixture
@@ -162,7 +174,7 @@ def pair(make_target):
     return target, draft
 
 
-def test_generate_draws_neighbours_from_their_joint_law(target, draft):
+def test_generate_draws_neighbours_from_their_joint_distribution(target, draft):
     assert chi_square_p_value(sampled_pairs(target, draft, calls=120), joint_truth(target)) > 1e-3
 
 

@@ -31,7 +31,7 @@ from hf_dspark import (
     decode_with,
     generate_many,
 )
-from tests.laws import STEEP, TABLE
+from tests.distributions import STEEP, TABLE
 from tests.rows import EverySecond, padded
 
 VOCABULARY = 64

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hf_dspark import AdaptiveDrafting, PrefixScheduler, fast_linears, profile_throughput
-from hf_dspark.cpu import few_rows
-from hf_dspark.cpu.few_rows import Gain
+from hf_dspark.cpu import small_batch_gemm
+from hf_dspark.cpu.small_batch_gemm import Gain
 from hf_dspark.decoding import step_costs as profiling
 from hf_dspark.decoding.step_costs import Machine, Sample, ThroughputProfile, find_cost, known_profiles
-from hf_dspark.maths.checked import CheckedPolicy
-from hf_dspark.maths.costs import ThroughputTable
+from hf_dspark.scheduling.checked import CheckedPolicy
+from hf_dspark.scheduling.costs import ThroughputTable
 
 SHIPPED = profiling.SHIPPED_TABLES
 
@@ -111,7 +111,7 @@ def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_c
 
 def test_products_with_packed_copies_have_a_table_of_their_own(target, draft, profile, monkeypatch):
     for way, gain in {"onednn": None, "transposed": None, "packed": Gain(1, 1)}.items():
-        monkeypatch.setattr(few_rows, f"{way}_gain", {torch.float32: gain}.get)
+        monkeypatch.setattr(small_batch_gemm, f"{way}_gain", {torch.float32: gain}.get)
     with fast_linears(target, draft, packed=True):
         assert find_cost(target, draft).provenance["table"].endswith(f"{profile.machine.key}.json")  # better than none
         of_copies = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1)

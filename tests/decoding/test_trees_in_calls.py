@@ -6,9 +6,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, TreeBudget, generate_many
 from hf_dspark.decoding.hook import default_policy
-from hf_dspark.maths.checked import CheckedPolicy
-from hf_dspark.maths.tree_policies import TreeScheduler
-from tests.laws import TABLE
+from hf_dspark.scheduling.checked import CheckedPolicy
+from hf_dspark.scheduling.tree_policies import TreeScheduler
+from tests.distributions import TABLE
 from tests.rows import padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 import hf_dspark
 from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
-from hf_dspark.maths.sampling import greedy_sampler
+from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sharing.convert import convert_checkpoint
+from hf_dspark.sampling.distributions import greedy_sampler
 from hf_dspark.training.resume import require_same_run
 
 resource = pytest.importorskip("resource")  # not on Windows

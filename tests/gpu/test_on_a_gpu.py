@@ -82,8 +82,8 @@ def test_tokens_in_bfloat16_are_the_best_up_to_rounding(pair, device):
     assert ((logits.amax(dim=1) - chosen) <= 4 * rounding).all()
 
 
-def test_sampled_tokens_follow_the_targets_law(make_target, make_draft, device):
-    """The first two tokens of many rows, against the law that the target itself gives."""
+def test_sampled_tokens_follow_the_targets_distribution(make_target, make_draft, device):
+    """The first two tokens of many rows, against the distribution that the target itself gives."""
     target = make_target(vocab_size=8).to(device)
     draft = make_draft(target, block_size=3).to(device)
     rows = 4000
@@ -101,9 +101,9 @@ def test_sampled_tokens_follow_the_targets_law(make_target, make_draft, device):
     with torch.no_grad():
         first = target(ids).logits[0, -1].float().softmax(dim=-1)
         pairs = torch.cat([ids.expand(8, 3), torch.arange(8, device=device)[:, None]], dim=1)
-        law = first[:, None] * target(pairs).logits[:, -1].float().softmax(dim=-1)
+        distribution = first[:, None] * target(pairs).logits[:, -1].float().softmax(dim=-1)
     counts = torch.bincount(sampled[:, 0] * 8 + sampled[:, 1], minlength=64).float().cpu()
-    distance = 0.5 * (counts / rows - law.flatten().cpu()).abs().sum()
+    distance = 0.5 * (counts / rows - distribution.flatten().cpu()).abs().sum()
     assert distance < 3 * (64 / rows) ** 0.5 / 2
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.maths.sampling import greedy_sampler
 from hf_dspark.models.heads import Successors, with_successors
+from hf_dspark.sampling.distributions import greedy_sampler
 
 COUNT = 3
 

@@ -27,11 +27,11 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.maths.sampling import TokenLaw, greedy_sampler
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.modeling_dspark import DraftPass
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.sampling.distributions import TokenDistribution, greedy_sampler
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 NO_MARKOV = {"markov_rank": 0}
@@ -68,8 +68,8 @@ class ForcedSampler:
 
     def __call__(self, logits, candidate_ids, drafted_ids):
         self.scores.append(logits)
-        law = TokenLaw(logits.softmax(dim=-1), candidate_ids)
-        return self.token_ids[:, drafted_ids.shape[1]], law
+        distribution = TokenDistribution(logits.softmax(dim=-1), candidate_ids)
+        return self.token_ids[:, drafted_ids.shape[1]], distribution
 
 
 VOCAB = 48  # of the tiny target
@@ -114,7 +114,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
         length = cache.lengths[0]
         block = data.draft.draft_block(anchor, features, cache, greedy_sampler)
         assert torch.equal(block.token_ids, expected)
-        assert block.law is None
+        assert block.distribution is None
         cache.truncate(0, length)
         forced = ForcedSampler(expected)
         data.draft.draft_block(anchor, features, cache, forced)
@@ -126,14 +126,14 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
 
 
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
-def test_draft_block_reports_deepspecs_law_along_sampled_tokens(golden, name):
+def test_draft_block_reports_deepspecs_distribution_along_sampled_tokens(golden, name):
     data = golden(name)
     cache = SlotCache()
     for r in ("r1", "r2"):
         anchor, forced = data.io[f"{r}.draft_input_ids"][:, 0], ForcedSampler(data.io[f"{r}.t1_tokens"])
         block = data.draft.draft_block(anchor, data.io[f"{r}.context_hidden"], cache, forced)
         assert torch.equal(block.token_ids, data.io[f"{r}.t1_tokens"])
-        close(block.law.probs, data.io[f"{r}.t1_draft_probs"])
+        close(block.distribution.probs, data.io[f"{r}.t1_draft_probs"])
         if f"{r}.t1_confidence_logits" in data.io:
             close(block.confidence_logits, data.io[f"{r}.t1_confidence_logits"])
 
@@ -338,14 +338,14 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         stepwise = draft.draft_block(anchors, fresh, cache, ForcedSampler(forced))
         at_once = draft.draft_block(anchors, features[:, :committed], SlotCache(2), ForcedSampler(forced))
         assert cache.lengths == (committed, committed)
-        close(stepwise.law.probs.log(), at_once.law.probs.log())
+        close(stepwise.distribution.probs.log(), at_once.distribution.probs.log())
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
 @pytest.mark.parametrize(("attention", "layout"), ATTENDING)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, target, head, layout, attention):
+def test_training_pass_scores_the_distribution_that_inference_draws_from(make_draft, target, head, layout, attention):
     """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
     draft = make_draft(target, attn_implementation=attention, **HEADS[head], **LAYOUTS[layout])
     assert draft.config._attn_implementation == attention
@@ -362,9 +362,9 @@ def test_training_pass_scores_the_law_that_inference_draws_from(make_draft, targ
     for index, (start, own) in enumerate(anchors):
         forced, context = ForcedSampler(labels[:, index]), features[:, start : start + own]
         block = draft.draft_block(input_ids[:, start + own], context, SlotCache(), forced)
-        law = block.law.dense(VOCAB).probs
-        close(logits[:, index].log_softmax(-1), law[..., proposed].log(), atol=1e-5)
-        close(law[..., proposed].sum(-1), torch.ones(law.shape[:-1]), atol=1e-5)
+        distribution = block.distribution.dense(VOCAB).probs
+        close(logits[:, index].log_softmax(-1), distribution[..., proposed].log(), atol=1e-5)
+        close(distribution[..., proposed].sum(-1), torch.ones(distribution.shape[:-1]), atol=1e-5)
         if block.confidence_logits is not None:
             close(confidence[:, index], block.confidence_logits, atol=1e-4)
 
@@ -484,7 +484,7 @@ def test_untrained_markov_head_leaves_the_base_logits_alone(target):
 @pytest.mark.parametrize(("candidates", "num_successors"), [(1, 0), (2, 1), (5, 2), (9, 3), (48, 0)])
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(
+def test_draft_top_k_distribution_is_the_softmax_over_the_best_and_the_likely_successors(
     make_draft, target, head, candidates, num_successors
 ):
     tokens = torch.randint(0, 48, (2, 4))
@@ -492,7 +492,7 @@ def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(
     full, plain, few = ForcedSampler(tokens), make_draft(target, **HEADS[head]), ForcedSampler(tokens)
     plain.sample_block(hidden, base, anchors, full)
     block = make_draft(target, draft_top_k=candidates, **HEADS[head]).sample_block(hidden, base, anchors, few)
-    law = block.law.dense(VOCAB).probs
+    distribution = block.distribution.dense(VOCAB).probs
     for row in range(2):
         for slot in range(4):
             chosen = []
@@ -505,8 +505,8 @@ def test_draft_top_k_law_is_the_softmax_over_the_best_and_the_likely_successors(
             chosen += others[: candidates - len(chosen)]
             expected = torch.zeros(48)
             expected[chosen] = full.scores[slot][row][chosen].softmax(-1)
-            close(law[row, slot], expected, atol=1e-6)
-            assert (law[row, slot] > 0).sum() == candidates
+            close(distribution[row, slot], expected, atol=1e-6)
+            assert (distribution[row, slot] > 0).sum() == candidates
 
 
 def test_pruned_vocabularies_follow_the_weights_that_are_loaded(make_draft, target):
@@ -539,9 +539,11 @@ def test_pruned_drafts_propose_what_an_unpruned_one_restricted_to_their_tokens_w
     state["markov_head.markov_w2.weight"] = state["markov_head.markov_w2.weight"][kept]
     pruned.load_state_dict(state)
     anchors, features, forced = torch.tensor([5, 6]), torch.randn(2, 9, 64), kept[torch.tensor([[1, 2, 3, 4]] * 2)]
-    laws = [m.draft_block(anchors, features, SlotCache(2), ForcedSampler(forced)).law for m in (whole, pruned)]
-    restricted = laws[0].probs[..., kept] / laws[0].probs[..., kept].sum(-1, keepdim=True)
-    close(laws[1].dense(VOCAB).probs[..., kept], restricted)
+    distributions = [
+        m.draft_block(anchors, features, SlotCache(2), ForcedSampler(forced)).distribution for m in (whole, pruned)
+    ]
+    restricted = distributions[0].probs[..., kept] / distributions[0].probs[..., kept].sum(-1, keepdim=True)
+    close(distributions[1].dense(VOCAB).probs[..., kept], restricted)
 
 
 # ---- checkpoints
@@ -562,7 +564,9 @@ def test_saved_draft_loads_back_identical(make_draft, target, tmp_path, head):
         model.draft_block(torch.tensor([3]), torch.ones(1, 6, 64), SlotCache(), ForcedSampler(torch.ones(1, 4).long()))
         for model in (draft, loaded)
     )
-    close(block.law.probs, again.law.probs, atol=1e-6)  # some processors' products depend on the address
+    close(
+        block.distribution.probs, again.distribution.probs, atol=1e-6
+    )  # some processors' products depend on the address
 
 
 def test_auto_classes_load_a_saved_draft_in_the_dtype_asked_for(draft, tmp_path):

@@ -34,15 +34,15 @@ from hf_dspark import (
 from hf_dspark.decoding import drafter as generator_module
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.step_costs import Machine
-from hf_dspark.evaluation.calibrate import collect_rounds
-from hf_dspark.maths.losses import LossWeights, position_weights
-from hf_dspark.maths.sampling import DraftBlock, greedy_sampler
+from hf_dspark.measuring.calibrate import collect_rounds
 from hf_dspark.models import block_attention, modeling_eagle3
 from hf_dspark.models.block_attention import BlockLayout
+from hf_dspark.models.losses import LossWeights, position_weights
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.sampling.distributions import DraftBlock, greedy_sampler
+from tests.distributions import ROUNDING, TargetDistribution, extend, output_distribution, total_variation
 from tests.features import select_features
-from tests.laws import ROUNDING, TargetLaw, extend, output_law, total_variation
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5, 11], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -102,7 +102,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, folder):
         close(hidden, io[f"{r}.draft_hidden"][0])
         cache.truncate(0, before)
         block = golden.draft_block(ids[-1:], features, cache, greedy_sampler, None, ids)
-        assert block.law is None and block.confidence_logits is None
+        assert block.distribution is None and block.confidence_logits is None
         assert torch.equal(block.token_ids, io[f"{r}.verify_input_ids"][:, 1:])
         cache.truncate(0, before)
         forced = ForcedSampler(block.token_ids)
@@ -191,7 +191,9 @@ def blocks_of(ids, positions, anchors, real=None):
 
 @pytest.mark.parametrize("num_hidden_layers", [1, 2])
 @torch.no_grad()
-def test_training_law_is_the_decoding_law_in_packed_documents(monkeypatch, target, num_hidden_layers):
+def test_training_distribution_is_the_decoding_distribution_in_packed_documents(
+    monkeypatch, target, num_hidden_layers
+):
     monkeypatch.setattr(block_attention, "CHUNK_ROWS", 3)
     draft = make_eagle3(target, num_hidden_layers=num_hidden_layers)
     ids, features, positions = packed_documents(draft)
@@ -256,7 +258,7 @@ def test_packed_rows_are_drafted_as_if_each_were_alone(target, overrides):
             given = anchors[row : row + 1], features[row], alone[row], single, counts[row : row + 1], committed[row]
             expected = draft.draft_block(*given)
             close(torch.cat([scores[row] for scores in forced.scores]), torch.cat([s[0] for s in single.scores]))
-            close(block.law.probs[row], expected.law.probs[0])
+            close(block.distribution.probs[row], expected.distribution.probs[0])
         assert list(together.lengths) == [cache.lengths[0] for cache in alone]
 
 
@@ -287,7 +289,7 @@ class Watch:
                 slot = len(prefix) % (tokens.shape[1] + 2)
                 if slot < tokens.shape[1]:
                     tokens[row, slot] = (tokens[row, slot] + 1) % 48
-            return DraftBlock(tokens, block.law, block.confidence_logits)
+            return DraftBlock(tokens, block.distribution, block.confidence_logits)
 
         monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
 
@@ -437,19 +439,24 @@ def test_a_conversation_goes_on_with_the_whole_context(target, draft, watch, tur
 
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(2)]], ids=["none", "top_k"])
 @pytest.mark.parametrize("candidates", ["all", "the_best", "the_worst"])
-def test_round_leaves_the_target_law_unchanged(make_target, monkeypatch, candidates, processors):
+def test_round_leaves_the_target_distribution_unchanged(make_target, monkeypatch, candidates, processors):
     target = make_target(vocab_size=3, pad_token_id=None)
     draft = make_eagle3(target, block_size=3, draft_top_k=None if candidates == "all" else 2)
     if candidates == "the_worst":
         monkeypatch.setattr(modeling_eagle3, "largest", lambda logits, count: logits.topk(count, largest=False))
     processors = LogitsProcessorList(processors)
-    truth = extend(TargetLaw(target, processors), {(): 1.0}, 4)
-    assert total_variation(output_law(target, draft, FullBlock(), processors), truth) < ROUNDING
+    truth = extend(TargetDistribution(target, processors), {(): 1.0}, 4)
+    assert total_variation(output_distribution(target, draft, FullBlock(), processors), truth) < ROUNDING
 
     def flattened(block):
         return torch.full((3, 3), 1.0 / 3, dtype=torch.double)
 
-    assert total_variation(output_law(target, draft, FullBlock(), processors, claimed_law=flattened), truth) > 0.01
+    assert (
+        total_variation(
+            output_distribution(target, draft, FullBlock(), processors, claimed_distribution=flattened), truth
+        )
+        > 0.01
+    )
 
 
 # ---- loading and saving

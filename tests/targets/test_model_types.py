@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, TreeBudget, check_target
 from hf_dspark.decoding.drafter import Drafter
-from hf_dspark.maths.sampling import DraftBlock
-from hf_dspark.maths.trees import DraftTree
 from hf_dspark.models.slot_cache import SlotLayout
+from hf_dspark.sampling.distributions import DraftBlock
+from hf_dspark.sampling.trees import DraftTree
 from tests.rows import assert_same_tokens, padded
 
 COMMON = {
@@ -84,7 +84,7 @@ def know_the_answers(monkeypatch, answers):
             slot = (request.blocks * 3 + request.id) % (tokens.shape[1] + 2)
             if slot < tokens.shape[1]:
                 tokens[row, slot] = (tokens[row, slot] + 1) % 40
-        return DraftBlock(tokens, block.law, block.confidence_logits)
+        return DraftBlock(tokens, block.distribution, block.confidence_logits)
 
     monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
 

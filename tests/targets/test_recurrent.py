@@ -85,7 +85,7 @@ def test_the_state_of_a_rejected_token_left_in_place_would_be_seen(name, monkeyp
     attach = Mixer.attach
 
     def careless(self, cache, layout):
-        stays = type(layout)(layout.starts, layout.counts, layout.first_row, stays=True)
+        stays = type(layout)(layout.starts, layout.counts, layout.first_row, is_prefill=True)
         for row in cache.row_states:
             for state in row.values():
                 state.position = min([state.position, *layout.starts])  # so that nothing is read twice

@@ -12,7 +12,7 @@ from hf_dspark import DSparkConfig
 from hf_dspark.training import feature_cache
 from hf_dspark.training.feature_cache import FeatureCache, cache_features
 from hf_dspark.training.target_states import TargetStates, target_states
-from tests.evaluation.interruption import interrupt_third_call
+from tests.measuring.interruption import interrupt_third_call
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12], [3, 4, 5, 6, 7], [20], [21, 22, 23], [30, 31, 32, 33]]
 NUM_TOKENS = sum(map(len, ROWS))

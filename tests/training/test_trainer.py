@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer
-from hf_dspark.maths.calibration import expected_calibration_error
+from hf_dspark.scheduling.calibration import expected_calibration_error
 from hf_dspark.training.blocks import label_hidden
 from hf_dspark.training.target_states import target_states
 from tests.training.tiny import KINDS, tiny_arguments, tiny_draft
@@ -106,14 +106,14 @@ def test_compute_loss_is_the_weighted_objective_on_sampled_anchors(make_trainer,
     args, blocks = trainer.args, batch["blocks"]
     states = target_states(target, [0, 2], batch["input_ids"], batch["attention_mask"], draft.device, draft.dtype)
     logits, confidence_logits = draft.teacher_forced(batch["input_ids"], states.features, blocks.layout, blocks.labels)
-    draft_law = logits.compute(*logits.inputs).log_softmax(-1)
-    target_law = target.lm_head(label_hidden(states.last_hidden, blocks)).softmax(-1)
-    distance = (draft_law.exp() - target_law).abs().sum(-1)
+    draft_distribution = logits.compute(*logits.inputs).log_softmax(-1)
+    target_distribution = target.lm_head(label_hidden(states.last_hidden, blocks)).softmax(-1)
+    distance = (draft_distribution.exp() - target_distribution).abs().sum(-1)
     bce = torch.nn.functional.binary_cross_entropy_with_logits(confidence_logits, 1 - distance / 2, reduction="none")
     terms = (
-        args.cross_entropy_weight * -draft_law.gather(-1, blocks.labels[..., None])[..., 0]
+        args.cross_entropy_weight * -draft_distribution.gather(-1, blocks.labels[..., None])[..., 0]
         + args.l1_weight * distance + args.confidence_weight * bce
-        + args.soft_cross_entropy_weight * -(target_law * draft_law).sum(-1)
+        + args.soft_cross_entropy_weight * -(target_distribution * draft_distribution).sum(-1)
     )  # fmt: skip
     decay = 1.0 if args.position_decay is None else torch.exp(-torch.arange(4) / args.position_decay)
     share = blocks.supervised * decay

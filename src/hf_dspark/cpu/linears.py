@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .few_rows import PackedCopy, few_rows_linear, may_gain, packable
+from .small_batch_gemm import PackedCopy, may_gain, packable, small_batch_linear
 
 Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the forward that replaces its own
 
@@ -26,10 +26,10 @@ class fast_linears:
         target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
     ```
 
-    Nothing changes, and nothing is copied, on kinds of CPU that were not measured (`hf_dspark/cpu/few_rows.py` lists
-    them). Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose
-    `forward` was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of the
-    outer one as they are, so an outer `packed=True` stays in force.
+    Nothing changes, and nothing is copied, on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py`
+    lists them). Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers
+    whose `forward` was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of
+    the outer one as they are, so an outer `packed=True` stays in force.
 
     Packed copies belong to the weights as they were on entry. Whoever changes weights enters again: a copy is not used
     when PyTorch knows that its weight has changed, but merging adapters by `weight.data += ...` leaves no trace.
@@ -93,4 +93,4 @@ def holds_copies(model: nn.Module) -> bool:
 
 # A function of the module: compiled graphs take its bound methods for the same one in every round.
 def _forward(linear: nn.Linear, input: torch.Tensor, copy: PackedCopy | None = None) -> torch.Tensor:
-    return few_rows_linear(input, linear.weight, linear.bias, copy)
+    return small_batch_linear(input, linear.weight, linear.bias, copy)

@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
-from ..maths.sampling import VerifiedBlock
 from ..models.modeling_draft import DraftModel
+from ..sampling.distributions import VerifiedBlock
 from ..targets.feature_capture import FeatureCapture, remove_hook
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from .drafter import Drafter, Proposal
-from .processing import Scores, watched
+from .logits_processing import Scores, watched
 from .request import Call, Request, StopRule
-from .rounds import RoundSeconds
+from .statistics import RoundSeconds
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -74,8 +74,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
         """Draft one block after the committed tokens `[1, S]`, of which the last one is the anchor, and cut it.
 
-        Returns them with l draft tokens after them, `[1, S+l]`, and the log draft law `[1, l, V]`: `None` when l = 0
-        or when drafts are arg-max. The first call comes before the prefill, when there are no features yet.
+        Returns them with l draft tokens after them, `[1, S+l]`, and the log draft distribution `[1, l, V]`: `None`
+        when l = 0 or when drafts are arg-max. The first call comes before the prefill, when there are no features yet.
         """
         if is_first_iteration:
             return input_ids, None
@@ -102,9 +102,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if length == 0:
             return input_ids, None
         candidate_ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids.device)], dim=1)
-        if block.law is None:
+        if block.distribution is None:
             return candidate_ids, None
-        return candidate_ids, block.law[:, :length].dense(self.draft.config.vocab_size).probs.log()
+        return candidate_ids, block.distribution[:, :length].dense(self.draft.config.vocab_size).probs.log()
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int | torch.Tensor

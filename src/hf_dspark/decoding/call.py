@@ -12,9 +12,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..models.modeling_draft import DraftModel
 from .conversation import Conversation, PromptRow, num_layers, open_cache, read_prompt
 from .drafter import Drafter
+from .logits_processing import processors_of_row
 from .loop import DecodingLoop
-from .processing import processors_of_row
-from .recording import Recording
+from .outputs import Recording
 from .request import Call, Request, StopRule, own_criteria
 
 

@@ -10,12 +10,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
-from ..maths.policies import Policy
 from ..models.slot_cache import SlotCache
+from ..scheduling.policies import Policy
 from ..targets.adapters import adapter_obstacle, forget_adapters_by_row
-from ..targets.layer_kinds import is_stateful, keeps_states, slot_cache_obstacle, tree_obstacle
 from ..targets.slot_attention import rope_parameters, rope_switches
-from .processing import is_built_in
+from ..targets.support import is_stateful, keeps_states, slot_cache_obstacle, tree_obstacle
+from .logits_processing import is_built_in
 from .request import KNOWN_CRITERIA, Call, copy_of
 
 # Arguments that our loop reads or has its own answer to: of the target's forward, and of the assisted loop.

@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from ..maths.calibration import calibrated_confidence
-from ..maths.costs import Load
-from ..maths.noise import BlockNoise, block_noise
-from ..maths.policies import RoundOutcome
-from ..maths.sampling import DraftBlock, Grower, Sampler, VerifiedBlock
-from ..maths.tree_plans import TreePlan, TreeProspects, no_acceptance
-from ..maths.trees import DraftTree
 from ..models.modeling_draft import DraftModel, lm_head_of
 from ..models.slot_cache import SlotCache
-from ..targets.layer_kinds import tree_obstacle
+from ..sampling.distributions import DraftBlock, Grower, Sampler, VerifiedBlock
+from ..sampling.noise import BlockNoise, block_noise
+from ..sampling.trees import DraftTree
+from ..scheduling.calibration import calibrated_confidence
+from ..scheduling.costs import Load
+from ..scheduling.policies import RoundOutcome
+from ..scheduling.prompt_lookup import Copy, CopyFinder
+from ..scheduling.tree_plans import TreePlan, TreeProspects, no_acceptance
 from ..targets.slot_attention import rope_switches
-from .growing import BestTrees, DrawnTrees
-from .ngrams import Copy, CopyFinder
-from .processing import BlockProcessor, Scores
+from ..targets.support import tree_obstacle
+from .logits_processing import BlockProcessor, Scores
 from .request import Call, Request
-from .rounds import RoundSeconds, RoundStatistics
-from .sampler import ProcessedLaws, ProcessedSampler
+from .sampler import ProcessedDistributions, ProcessedSampler
+from .statistics import RoundSeconds, RoundStatistics
+from .tree_drafting import BestTrees, DrawnTrees
 
 WAITING_AT_MOST = 128
 
@@ -65,7 +65,7 @@ class Drafter:
         self.statistics = draft.last_stats = RoundStatistics(policy=self.policy)
         self._options = call.options
         processor = BlockProcessor(call.logits_processor, draft.config.vocab_size, tie_margin=0)
-        self._laws = ProcessedLaws(processor, draft.config.vocab_size)
+        self._distributions = ProcessedDistributions(processor, draft.config.vocab_size)
         self._do_sample = call.generation_config.do_sample
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
         eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
@@ -166,8 +166,8 @@ class Drafter:
         return int(self.policy.limit_lengths(max_lengths, load).max())
 
     def _draft_blocks(self, requests: Sequence[Request], noise: BlockNoise | None, num_tokens: int) -> DraftBlock:
-        uniform = None if noise is None else noise.draft
-        sampler = ProcessedSampler(self._laws, requests, uniform)
+        uniform = None if noise is None else noise.draft_uniforms
+        sampler = ProcessedSampler(self._distributions, requests, uniform)
         block = self._read(requests, sampler, num_tokens=num_tokens)
         return replace(block, broken=torch.stack(sampler.broken, dim=1))
 
@@ -180,7 +180,7 @@ class Drafter:
         copies: Sequence[Copy],
         started: float,
     ) -> Proposal:
-        common = requests, plan, self._siblings, self._laws, max_depths, self._ends, copies
+        common = requests, plan, self._siblings, self._distributions, max_depths, self._ends, copies
         if noise is None:
             grower = BestTrees(*common)
         else:
@@ -205,7 +205,7 @@ class Drafter:
         if not self._options.copies:
             return Copy()
         finder = self._finders.setdefault(request.id, CopyFinder())
-        return finder.find(request, min(self._room(request), self.policy.most_nodes))
+        return finder.find(request.token_ids, min(self._room(request), self.policy.most_nodes))
 
     def _read(
         self,
@@ -268,8 +268,8 @@ class Drafter:
         broken: torch.Tensor | None,
         lengths: torch.Tensor,
     ) -> torch.Tensor:
-        """Return lengths up to the first slot without a law, and up to and including the first end-of-sequence token.
-        That must stay: dropping a token because of its value would bias the output."""
+        """Return lengths up to the first slot without a distribution, and up to and including the first
+        end-of-sequence token. That must stay: dropping a token because of its value would bias the output."""
         rows = (token_ids if broken is None else token_ids.masked_fill(broken, -1)).tolist()  # one transfer
         if min(map(min, rows)) < 0:
             self._give_up(requests, [row[0] < 0 for row in rows])

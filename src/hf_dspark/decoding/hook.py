@@ -12,15 +12,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import CandidateGenerator, GenerationMode
 
-from ..maths.checked import CheckedPolicy
-from ..maths.costs import ThroughputTable
-from ..maths.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
-from ..maths.tree_policies import TreeBudget, TreeScheduler
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel, check_fits
-from ..models.options import DecodingOptions
-from ..targets.layer_kinds import check_state, is_stateful, tree_obstacle
+from ..scheduling.checked import CheckedPolicy
+from ..scheduling.costs import ThroughputTable
+from ..scheduling.options import DecodingOptions
+from ..scheduling.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
+from ..scheduling.tree_policies import TreeBudget, TreeScheduler
 from ..targets.slot_attention import heal
+from ..targets.support import check_state, is_stateful, tree_obstacle
 from .assisted import DSparkCandidateGenerator
 from .call import decode_call
 from .checks import (

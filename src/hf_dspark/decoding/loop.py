@@ -11,20 +11,20 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cpu import fast_linears
-from ..maths.block_verification import verify_block
-from ..maths.noise import BlockNoise
-from ..maths.sampling import TokenLaw, VerifiedBlock, draw, verify_greedily
-from ..maths.trees import DraftTree, verify_tree, walk_greedily
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
+from ..sampling.block_verification import verify_block
+from ..sampling.distributions import TokenDistribution, VerifiedBlock, draw, verify_greedily
+from ..sampling.noise import BlockNoise
+from ..sampling.trees import DraftTree, verify_tree, walk_greedily
 from ..targets.feature_capture import FeatureCapture
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from ..targets.slot_attention import PackedTarget
 from .drafter import Drafter, Proposal
-from .processing import BlockProcessor, Scores, require_token
-from .recording import Recording, TargetOutput
+from .logits_processing import BlockProcessor, Scores, require_token
+from .outputs import Recording, TargetOutput
 from .request import Call, Request
-from .rounds import RoundSeconds
+from .statistics import RoundSeconds
 
 
 def _at_work(step: Callable[..., None]) -> Callable[..., None]:
@@ -161,8 +161,8 @@ class DecodingLoop:
         first_rows = torch.tensor(layout.first_tokens, device=self._device)
         if noise is None:
             return verify_greedily(block, lengths, scores.best(), first_rows)
-        coins = noise.coins[:, : block.token_ids.shape[1]]
-        return verify_block(block, lengths, scores.law(), first_rows, coins, noise.following)
+        accept_uniforms = noise.accept_uniforms[:, : block.token_ids.shape[1]]
+        return verify_block(block, lengths, scores.distribution(), first_rows, accept_uniforms, noise.next_uniforms)
 
     def _verify_trees(
         self, trees: Sequence[DraftTree], scores: Scores, layout: SlotLayout, noise: BlockNoise | None
@@ -173,10 +173,16 @@ class DecodingLoop:
             walks = [walk_greedily(tree, best[span]) for tree, span in zip(trees, spans, strict=True)]
             paths, following = [path for path, _ in walks], torch.tensor([token for _, token in walks], device="cpu")
         else:
-            law, coins = scores.law(), noise.coins.tolist()
-            walks = [verify_tree(*row) for row in zip(trees, (law[span] for span in spans), coins, strict=True)]
-            paths, laws = [path for path, _ in walks], TokenLaw.stack([each[None] for _, each in walks])[0]
-            following = draw(laws, noise.following)
+            distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
+            walks = [
+                verify_tree(*row)
+                for row in zip(trees, (distribution[span] for span in spans), accept_uniforms, strict=True)
+            ]
+            paths, distributions = (
+                [path for path, _ in walks],
+                TokenDistribution.stack([each[None] for _, each in walks])[0],
+            )
+            following = draw(distributions, noise.next_uniforms)
         return VerifiedBlock(torch.tensor(list(map(len, paths)), device="cpu"), following, paths)
 
     def _commit(self, proposal: Proposal, verified: VerifiedBlock, scores: Scores, output: TargetOutput) -> list[int]:
@@ -280,7 +286,7 @@ class DecodingLoop:
         for offset in range(0, max(map(len, prompts)), chunk_size):
             parts = [prompt[offset : offset + chunk_size] for prompt in prompts]
             starts = [start + min(offset, len(prompt)) for start, prompt in zip(cached, prompts, strict=True)]
-            layout = SlotLayout(tuple(starts), tuple(map(len, parts)), first_row, stays=True)
+            layout = SlotLayout(tuple(starts), tuple(map(len, parts)), first_row, is_prefill=True)
             rows = [row for row, part in enumerate(parts) if len(part)]
             tokens = {row: slice(layout.first_tokens[row], layout.first_tokens[row] + len(parts[row])) for row in rows}
             last = [tokens[row].stop - 1 for row in rows]
@@ -294,4 +300,4 @@ class DecodingLoop:
 
 def _next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
     """Draw the token at each position from the target alone, `[n]`."""
-    return scores.best() if noise is None else draw(scores.law(), noise.following)
+    return scores.best() if noise is None else draw(scores.distribution(), noise.next_uniforms)

@@ -16,14 +16,14 @@ from ..data.prompts import read_prompt as as_prompt
 from ..data.prompts import several, token_ids
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel, input_device
-from ..models.options import DecodingOptions
 from ..models.slot_cache import SlotCache
+from ..scheduling.options import DecodingOptions
 from .call import make_request
 from .conversation import num_layers, read_prompt
 from .drafter import Drafter
 from .hook import prepare_with
+from .logits_processing import NoTokenError
 from .loop import DecodingLoop
-from .processing import NoTokenError
 from .request import Call, Request, copies_of, own_criteria
 
 

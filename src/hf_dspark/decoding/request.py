@@ -11,10 +11,10 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from ..maths.policies import Policy
-from ..models.options import DecodingOptions
 from ..models.slot_cache import SlotCache
-from .processing import Prefix
+from ..scheduling.options import DecodingOptions
+from ..scheduling.policies import Policy
+from .logits_processing import Prefix
 
 # Looked up without a call.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from ..cpu import holds_copies
 from ..files import replace_text
-from ..maths.checked import Evidence
-from ..maths.costs import ForwardCost, LinearCost, ThroughputTable
 from ..models.modeling_draft import DraftModel
 from ..provenance import device_name
+from ..scheduling.checked import Evidence
+from ..scheduling.costs import ForwardCost, LinearCost, ThroughputTable
 
 logger = logging.getLogger(__name__)
 

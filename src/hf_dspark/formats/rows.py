@@ -230,7 +230,10 @@ REASONS = dict.fromkeys(
     ("markov_rank", 0): "it has no Markov head",
     ("enable_confidence_head", False): "it has no confidence head",
     ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",
-    ("draft_top_k", None): "it has no field for draft_top_k, which changes the draft law: set draft_top_k = None",
+    (
+        "draft_top_k",
+        None,
+    ): "it has no field for draft_top_k, which changes the draft distribution: set draft_top_k = None",
     ("sample_from_anchor", False): "it drops the anchor's slot, from which this draft predicts its first token: every "
     "token would be read one position late. Train one with sample_from_anchor=False",
 }

@@ -16,8 +16,8 @@ from transformers.activations import ACT2FN
 from ..formats.files import HUB_ARGUMENTS, read_config, read_temperatures
 from ..formats.rows import ROPE_TYPES, full_attention_rope
 from ..formats.translate import config_from_format, recognise
-from ..maths.calibration import LogitFits, check_logit_fits, check_temperatures, fits_of_temperatures
 from ..messages import shortened
+from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures, fits_of_temperatures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,8 +72,9 @@ class DraftConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
-        draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated law is then the draft
-            law, so the output stays exact. Saves the Markov head's products with large vocabularies.
+        draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated distribution is then
+            the draft distribution, so the output stays exact. Saves the Markov head's products with large
+            vocabularies.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:

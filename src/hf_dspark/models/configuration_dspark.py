@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..maths.calibration import check_logit_fits, check_temperatures
-from ..maths.tree_plans import SiblingAcceptance, check_siblings, usual_acceptance
+from ..scheduling.calibration import check_logit_fits, check_temperatures
+from ..scheduling.tree_plans import SiblingAcceptance, check_siblings, usual_acceptance
 from .configuration_draft import DraftConfig, text_config
 
 if TYPE_CHECKING:

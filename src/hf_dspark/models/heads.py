@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..maths.sampling import largest
+from ..sampling.distributions import largest
 from .configuration_dspark import DSparkConfig
 
 State = torch.Tensor | None

@@ -22,12 +22,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..formats.files import HUB_ARGUMENTS, TensorInfo, load_tensors, open_checkpoint, read_tensor_infos
 from ..formats.tensors import NOT_OURS, compare_tensors, kept_tokens_mask, misfit, require_finite
-from ..maths.losses import BlockLosses, LossWeights, SlotLogits, block_losses
-from ..maths.sampling import DraftBlock, Sampler
 from ..messages import shortened
+from ..sampling.distributions import DraftBlock, Sampler
+from ..scheduling.options import DecodingOptions
 from .block_attention import BlockLayout
 from .configuration_draft import text_config
-from .options import DecodingOptions
+from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from .slot_cache import SlotCache
 
 # How to decode is not set on a draft itself, where nothing would read it; `load` was the name of `other_tokens`.
@@ -185,7 +185,7 @@ class DraftModel(PreTrainedModel):
             OSError: If the upload failed.
         """
         # Sharing stands above models, which import nothing of it: it is loaded when a draft is published.
-        return import_module("hf_dspark.sharing.hub").push_draft(self, repo_id, results, **kwargs)
+        return import_module("hf_dspark.hub.repository").push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a `TypeError` that says what to call: a draft only proposes what its target decodes."""

@@ -16,12 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..formats.tensors import kept_token_ids
-from ..maths.losses import SlotLogits
-from ..maths.sampling import DraftBlock, Grower, Sampler, TokenLaw, largest
+from ..sampling.distributions import DraftBlock, Grower, Sampler, TokenDistribution, largest
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
 from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, version_of, with_successors
+from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
 
@@ -388,7 +388,7 @@ class DSparkDraftModel(DraftModel):
         committed_ids: torch.Tensor | None = None,
     ) -> None:
         """Read the new context as [`~DraftModel.draft_block`] does, and run the sequential stage level by level: the
-        law of a node's children is softmax(U_k + B_k), whatever branch it is in. DSpark Eq. 4."""
+        distribution of a node's children is softmax(U_k + B_k), whatever branch it is in. DSpark Eq. 4."""
         hidden = self.read_block(anchor_ids, features, cache, num_features)
         base_logits = self.base_logits(self.predicting(hidden)[:, : grower.max_depth])
         top_k, state, tokens = self.config.draft_top_k, None, anchor_ids.to(self.device)
@@ -452,7 +452,7 @@ class DSparkDraftModel(DraftModel):
             _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
         hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
         tokens = anchor_ids.new_empty(base_logits.shape[:2])
-        laws, embeddings = [], []
+        distributions, embeddings = [], []
         for slot, scores in enumerate(base_logits.unbind(dim=1)):
             candidates = None if best is None else best[:, slot]
             if successors is not None:
@@ -462,14 +462,16 @@ class DSparkDraftModel(DraftModel):
                 embeddings.append(self.markov_head.markov_w1(previous))
                 transition, state = self.markov_head.transition(embeddings[-1], hidden[:, slot], state)
                 scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
-            previous, law = sampler(scores.float(), self._target_ids(candidates, len(tokens)), tokens[:, :slot])
+            previous, distribution = sampler(
+                scores.float(), self._target_ids(candidates, len(tokens)), tokens[:, :slot]
+            )
             tokens[:, slot] = previous
-            laws.append(law)
-        law = None if laws[0] is None else TokenLaw.stack(laws)
+            distributions.append(distribution)
+        distribution = None if distributions[0] is None else TokenDistribution.stack(distributions)
         if self.confidence_head is None:
-            return DraftBlock(tokens, law, None)
+            return DraftBlock(tokens, distribution, None)
         stacked = torch.stack(embeddings, dim=1) if embeddings else None
-        return DraftBlock(tokens, law, self.confidence_head(hidden, stacked).float())  # Eq. 7
+        return DraftBlock(tokens, distribution, self.confidence_head(hidden, stacked).float())  # Eq. 7
 
     def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""

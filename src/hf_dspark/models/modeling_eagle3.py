@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..maths.losses import SlotLogits
-from ..maths.sampling import DraftBlock, Sampler, TokenLaw, largest
+from ..sampling.distributions import DraftBlock, Sampler, TokenDistribution, largest
 from .attention import fold_mask, grouped_attention
 from .block_attention import BlockLayout, KeyRanges, KeysValues, append_own
 from .configuration_eagle3 import Eagle3Config
+from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, rotate
 from .slot_cache import SlotCache, SlotLayout
@@ -161,7 +161,7 @@ class Eagle3DraftModel(DraftModel):
         tokens = anchor_ids.new_empty(len(anchor_ids), num_tokens, device=self.device)
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
-        laws = []
+        distributions = []
         for slot in range(num_tokens):
             if slot > 0:
                 layout = SlotLayout(tuple(start + slot - 1 for start in starts), (1,) * len(starts))
@@ -169,9 +169,9 @@ class Eagle3DraftModel(DraftModel):
             scores, candidate_ids = self.base_logits(self.norm(hidden)), None
             if top_k is not None:
                 scores, candidate_ids = largest(scores, top_k)
-            tokens[:, slot], law = sampler(scores.float(), candidate_ids, tokens[:, :slot])
-            laws.append(law)
-        return DraftBlock(tokens, None if laws[0] is None else TokenLaw.stack(laws), None)
+            tokens[:, slot], distribution = sampler(scores.float(), candidate_ids, tokens[:, :slot])
+            distributions.append(distribution)
+        return DraftBlock(tokens, None if distributions[0] is None else TokenDistribution.stack(distributions), None)
 
     @torch.no_grad()
     def read_block(

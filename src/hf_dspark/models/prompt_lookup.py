@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from ..maths.sampling import Grower
+from ..sampling.distributions import Grower
 from .configuration_dspark import DSparkConfig
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache

@@ -30,7 +30,7 @@ class SlotLayout:
     starts: tuple[int, ...]  # first slot of each row
     counts: tuple[int, ...]  # tokens of each row in this pass; 0 where a row has come to its end
     first_row: int = 0  # cache row of the first row; the others follow it
-    stays: bool = False  # whether all tokens of this pass will be committed, as a prompt's are
+    is_prefill: bool = False  # whether all tokens of this pass will be committed, as a prompt's are
     # Of trees: the column of each token's parent in its row, 0 for the first one. `None`: each follows the one before.
     parents: tuple[tuple[int, ...], ...] | None = None
 

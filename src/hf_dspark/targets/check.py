@@ -10,8 +10,8 @@ from ..cpu import fast_linears
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from .int8_outliers import has_outliers, outliers_of_each
-from .layer_kinds import check_state, slot_cache_obstacle
 from .slot_attention import PackedTarget, cache_argument
+from .support import check_state, slot_cache_obstacle
 
 # Largest difference of logits, as a part of the largest logit.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -78,7 +78,7 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
     rolled_back = [prompts[0] + 1, *prompts[1:]]
     with fast_linears(target):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
-            layout = SlotLayout(tuple(starts), tuple(counts), stays=starts == [0, 0, 0])
+            layout = SlotLayout(tuple(starts), tuple(counts), is_prefill=starts == [0, 0, 0])
             spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
             tokens = torch.cat([row[span] for row, span in zip(rows, spans, strict=True)])
             expected = torch.cat([logits[span] for logits, span in zip(alone, spans, strict=True)])

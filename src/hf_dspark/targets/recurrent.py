@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from ..models.slot_cache import RowState, SlotCache, SlotLayout
-from .row_calls import Replacement, copied, joined, part_of, put_back, row_of, successive
+from .patched_forward import Replacement, copied, joined, part_of, put_back, row_of, successive
 
 # Settings of Mamba 2 layers in blocks. The rule for single tokens, which plain decoding follows, knows no limit.
 BLOCK_SETTINGS = {"chunk_size": None, "time_step_limit": (0.0, float("inf"))}
@@ -134,7 +134,7 @@ class Mixer:
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
         self._cache, self._layout = cache, layout
         Replacement(self.module, self._forward)
-        if not self._keeps_window and not layout.stays:
+        if not self._keeps_window and not layout.is_prefill:
             self._products.attach()
 
     def detach(self) -> None:
@@ -159,7 +159,7 @@ class Mixer:
             output, after, products = self._read(parts, [rows[row].states for row in group], count)
             for place, row in enumerate(group):
                 outputs[row] = tree_map(lambda leaf, place=place: row_of(leaf, place), output)
-                if layout.stays:
+                if layout.is_prefill:
                     rows[row].position, rows[row].states = layout.starts[row] + count, after[place].states
                 else:
                     of_row = {name: product[place : place + 1] for name, product in products.items()}
@@ -215,7 +215,7 @@ class Mixer:
         # Joining copies, which is needed: kernels for one token write into the states that they are given.
         found = States({name: torch.cat([row[name] for row in states]) for name in states[0]}, self._keeps_window)
         args, kwargs = tree_map(lambda leaf: found if leaf is _CACHE else leaf, inputs)
-        if count > 1 and not self._layout.stays:
+        if count > 1 and not self._layout.is_prefill:
             settings = BLOCK_SETTINGS
             # transformers' own code fills chunks up to 64 or 256 tokens; kernels on accelerators have their own sizes.
             if next(self.module.parameters()).device.type == "cpu":

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from ..models.slot_cache import RowState, SlotCache, SlotLayout
-from .row_calls import Replacement, part_of, put_back, successive
+from .patched_forward import Replacement, part_of, put_back, successive
 
 
 class RowAttention:

@@ -20,8 +20,8 @@ from transformers.masking_utils import causal_mask_function
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
 from .feature_capture import FeatureCapture
-from .layer_kinds import called_by_rows
-from .row_calls import put_back
+from .patched_forward import put_back
+from .support import called_by_rows
 
 NAME = "hf_dspark_slots"
 

@@ -6,7 +6,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..maths.losses import LossWeights
+from ..models.losses import LossWeights
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..maths.losses import position_weights
 from ..models.block_attention import BlockLayout
+from ..models.losses import position_weights
 from ..models.modeling_draft import AnchoredBlocks
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ..maths.calibration import NUM_BINS
-from ..maths.losses import DENOMINATOR_EPSILON, BlockLosses, LossWeights
+from ..models.losses import DENOMINATOR_EPSILON, BlockLosses, LossWeights
+from ..scheduling.calibration import NUM_BINS
 
 # Confidences are compared by histogram: 1000 steps change the area under the curve by less than 1e-3.
 CONFIDENCE_STEPS = 1000

@@ -81,7 +81,7 @@ def require_same_logits(target: PreTrainedModel, draft: DraftModel) -> None:
     """Raise a `ValueError` if a bound draft computes other logits from the target's last hidden states.
 
     Families differ in what they do around the LM head. With a factor that the draft's config does not know, the draft
-    would learn, and draft from, a wrong law.
+    would learn, and draft from, a wrong distribution.
     """
     home, vocab_size = input_device(target.get_input_embeddings()), draft.config.vocab_size
     input_ids = torch.arange(1, 9, device=home)[None] % vocab_size

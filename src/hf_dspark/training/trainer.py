@@ -1,6 +1,6 @@
 """transformers' `Trainer` for drafts; one training step reads top to bottom in [`DraftTrainer.compute_loss`].
 
-Users meet it as `DSparkTrainer` (`sharing/training.py`), which also publishes what was trained.
+Users meet it as `DSparkTrainer` (`hub/training.py`), which also publishes what was trained.
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..data.conversations import prepare_rows
-from ..maths.losses import BlockLosses, LossWeights
 from ..models.auto import load_draft, require_draft
 from ..models.configuration_draft import CALIBRATED
+from ..models.losses import BlockLosses, LossWeights
 from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
 from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
@@ -339,7 +339,7 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
     if args.soft_cross_entropy_weight > 0 and draft.draft_token_ids() is not None:
         raise ValueError(
             "a draft with a pruned vocabulary gives some tokens no probability, so its cross-entropy to the target's "
-            f"law is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
+            f"distribution is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
         )
     return draft
 

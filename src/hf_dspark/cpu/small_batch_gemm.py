@@ -1,0 +1,209 @@
+"""Products of few rows with large matrices on a CPU, in about the time that reading the matrix once takes.
+
+PyTorch multiplies float32 on x86 by MKL, which has no fast way for few rows. oneDNN, which comes with it, has one. It
+is faster still on weights in its own layout; those of bfloat16 it reorders with each product. Two need no other layout
+if the factors are exchanged: AMX units in bfloat16, and MKL with AVX2 for two to four rows.
+"""
+
+import functools
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+MAX_ROWS = 128  # with more, all ways take the same time
+PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to MAX_ROWS well
+
+
+class Gain(NamedTuple):
+    """Which products another way is faster for."""
+
+    least_rows: int
+    least_weights: int  # entries of the matrix; below, the call itself takes as long as the product
+    most_rows: int = MAX_ROWS
+
+
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"  # as CPUs name their makers
+# By maker, vector units and dtype, from `benchmarks/few_rows.py`; other CPUs were not measured and keep PyTorch's way.
+# AMX does nothing for float32: CPUs with it are listed again beside those with AVX-512 alone.
+ONEDNN_GAINS = {
+    (AMD, "AVX2", torch.float32): Gain(1, 2**20),
+    (AMD, "AVX512", torch.float32): Gain(1, 2**17),
+    (INTEL, "AVX512", torch.float32): Gain(4, 2**21),
+    (INTEL, "AMX", torch.float32): Gain(4, 2**21),
+}
+TRANSPOSED_GAINS = {
+    (AMD, "AVX2", torch.float32): Gain(2, 2**16, most_rows=4),
+    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32),
+}
+# In float32, single rows gain nothing by another layout.
+PACKED_GAINS = {
+    (AMD, "AVX2", torch.float32): Gain(2, 2**17),
+    (AMD, "AVX512", torch.float32): Gain(2, 2**16),
+    (AMD, "AVX512", torch.bfloat16): Gain(1, 2**16),
+    (INTEL, "AMX", torch.float32): Gain(4, 2**20),
+    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**16),
+}
+
+
+class PackedCopy:
+    """A copy of a weight in oneDNN's own layout, which no other operator can read."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._state = _state(weight)
+        self._copy = packed_weight(weight)
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy; `None` if the weight has changed since in a way that PyTorch notices."""
+        return self._copy if _state(weight) == self._state else None
+
+
+def packed_weight(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), PACKED_FOR)
+
+
+def _state(weight: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, int]:
+    return weight.data_ptr(), weight.dtype, weight.shape, 0 if weight.is_inference() else weight._version
+
+
+def small_batch_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, copy: PackedCopy | None = None
+) -> torch.Tensor:
+    """Multiply as `torch.nn.functional.linear` does, but for rounding; `copy` is the weight's."""
+    if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
+        return F.linear(input, weight, bias)
+    num_rows, dtype = input.shape[:-1].numel(), weight.dtype
+    if copy is not None and _gains(packed_gain(dtype), num_rows, weight):
+        packed = copy.of(weight)
+        if packed is not None:
+            return onednn_linear(input, packed, bias)
+    if _gains(transposed_gain(dtype), num_rows, weight):
+        return transposed_linear(input, weight, bias)
+    if _gains(onednn_gain(dtype), num_rows, weight):
+        return onednn_linear(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply by oneDNN, even where that is slower; the weight may be packed."""
+    # `.default`: choosing among the overloads would take as long as a small product.
+    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
+
+
+def transposed_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with the factors exchanged, even where that is slower."""
+    # AMX units read their left factor as it lies in memory, and their right one by pairs of rows: oneDNN reorders that
+    # with each product, and here it is the smaller one.
+    rows = input.reshape(-1, input.shape[-1])
+    if len(rows) > 1:
+        transposed = torch.mm(weight, rows.t()) if bias is None else torch.addmm(bias[:, None], weight, rows.t())
+    elif bias is None:
+        transposed = onednn_linear(weight, rows)  # of one column, PyTorch would make the slow product again
+    else:  # a bias that is added after the product would be rounded twice
+        return F.linear(input, weight, bias)
+    # Row by row: of columns that lie apart, `contiguous` takes twice as long.
+    return transposed.t().index_select(0, _first_integers(len(rows))).view(*input.shape[:-1], len(weight))
+
+
+@functools.cache  # making them takes as long as a small product
+def _first_integers(count: int) -> torch.Tensor:
+    return torch.arange(count, device="cpu")
+
+
+def may_gain(weight: torch.Tensor | None, packed: bool) -> bool:
+    """Tell whether products with a weight may be faster in another way."""
+    if weight is None:  # of compressed layers, before they are first called
+        return False
+    gains = (onednn_gain(weight.dtype), transposed_gain(weight.dtype))
+    return any(_is_large(weight, gain) for gain in gains) or (packed and packable(weight))
+
+
+def packable(weight: torch.Tensor) -> bool:
+    """Tell whether products with a weight gain by a packed copy."""
+    return _is_large(weight, packed_gain(weight.dtype))
+
+
+def _gains(gain: Gain | None, num_rows: int, weight: torch.Tensor) -> bool:
+    return gain is not None and gain.least_rows <= num_rows <= gain.most_rows and _is_large(weight, gain)
+
+
+def _is_large(weight: torch.Tensor, gain: Gain | None) -> bool:
+    """Tell whether a weight is a large matrix in CPU memory, without strides. Subclasses stand for something else."""
+    return (
+        gain is not None
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and weight.device.type == "cpu"
+        and weight.layout == torch.strided
+        and weight.dim() == 2
+        and weight.numel() >= gain.least_weights
+        and weight.is_contiguous()
+    )
+
+
+def _is_served(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Tell whether oneDNN can serve a product of few rows."""
+    # It knows no backward pass and no autocast, reads a bias without strides, and cannot say which shapes are wrong.
+    return (
+        0 < input.shape[:-1].numel() <= MAX_ROWS
+        and input.dtype == weight.dtype
+        and input.shape[-1] == weight.shape[-1]
+        and (bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1] and bias.dtype == weight.dtype))
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+    )
+
+
+@functools.cache
+def onednn_gain(dtype: torch.dtype) -> Gain | None:
+    """Return when oneDNN is faster than PyTorch's own way on this CPU; `None` if never, or not measured."""
+    return _measured(ONEDNN_GAINS, dtype)
+
+
+@functools.cache
+def transposed_gain(dtype: torch.dtype) -> Gain | None:
+    """Return when exchanged factors are faster on this CPU; `None` if never, or not measured."""
+    return _measured(TRANSPOSED_GAINS, dtype)
+
+
+@functools.cache
+def packed_gain(dtype: torch.dtype) -> Gain | None:
+    """Return when packed copies are faster than all other ways on this CPU; `None` if never, or not measured."""
+    return _measured(PACKED_GAINS, dtype) if hasattr(torch.ops.mkldnn, "_reorder_linear_weight") else None
+
+
+def _measured(gains: dict[tuple[str, str, torch.dtype], Gain], dtype: torch.dtype) -> Gain | None:
+    is_served = has_both() and (dtype != torch.bfloat16 or multiplies_bfloat16())
+    return gains.get((*cpu_kind(), dtype)) if is_served else None
+
+
+def has_both() -> bool:
+    """Tell whether PyTorch has MKL and oneDNN's operator; without MKL it multiplies in ways that were not measured."""
+    # The operator is the one that torch.compile asks for; it has no public name.
+    with_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return with_onednn and torch.backends.mkl.is_available()
+
+
+def multiplies_bfloat16() -> bool:
+    """Tell whether oneDNN multiplies bfloat16 here; the environment may keep it from newer units."""
+    return has_both() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def lacks_bfloat16() -> bool:
+    """Tell whether this is a processor on which bfloat16 was measured to be far slower than float32."""
+    return has_both() and cpu_kind()[0] is not None and not multiplies_bfloat16()
+
+
+def cpu_kind() -> tuple[str | None, str]:
+    """Return the CPU's maker, `AMD`, `INTEL` or `None` for others, and the best vector units that PyTorch uses."""
+    try:
+        description = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        description = platform.processor()
+    maker = next((maker for maker in (AMD, INTEL) if maker in description), None)
+    units = torch.backends.cpu.get_cpu_capability()
+    # oneDNN uses AMX unasked where the system lets it; then the system lists it.
+    return maker, "AMX" if units == "AVX512" and "amx_bf16" in description else units

@@ -1,0 +1,378 @@
+"""From logits to distributions: the processors of a `generate()` call, applied to many positions at once, each
+sequence as if alone. Temperature, top-k, top-p and min-p are computed together on the few tokens that survive."""
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..models.heads import version_of
+from ..sampling.distributions import TokenDistribution, best_tokens, largest, scatter_to_vocabulary
+
+FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Read the scores alone, so a scatter to the vocabulary changes nothing for them.
+READ_SCORES_ONLY = (*FUSED, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, LogitNormalization)
+READ_NO_PREFIX = (*READ_SCORES_ONLY, SuppressTokensLogitsProcessor)
+# Lengths that count the padding of a batch: the attributes that hold them.
+PADDED_LENGTHS = {
+    "MinLengthLogitsProcessor": "min_length",
+    "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
+    "ForcedEOSTokenLogitsProcessor": "max_length",
+    "ExponentialDecayLengthPenalty": "regulation_start",
+    "SuppressTokensAtBeginLogitsProcessor": "begin_index",
+}
+TIE_MARGIN = 32
+ROUNDING = 1e-6  # of a sum of probabilities
+SMALL_CONTAINER = 64  # items; of larger ones, only the length is watched
+TOP_P_CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Processed scores of n positions."""
+
+    values: torch.Tensor  # `[n, V]` or `[n, candidates]`, not normalised; minus infinity is impossible
+    candidate_ids: torch.Tensor | None = None  # `[n, candidates]`; `None` means all tokens
+
+    def __getitem__(self, positions: slice | list[int]) -> "Scores":
+        return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
+
+    def distribution(self) -> TokenDistribution:
+        return TokenDistribution(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
+
+    def best(self) -> torch.Tensor:
+        return best_tokens(self.values, self.candidate_ids)
+
+    def dense(self, vocab_size: int) -> torch.Tensor:
+        """Return the scores over the whole vocabulary, `[n, V]`, in float32."""
+        values = self.values.float()
+        return values if self.candidate_ids is None else scatter_to_vocabulary(values, self.candidate_ids, vocab_size)
+
+
+class NoTokenError(RuntimeError):
+    """Raised where no token can be drawn from the target; begins as PyTorch's error in plain decoding does."""
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        super().__init__(
+            "probability tensor contains either `inf`, `nan` or element < 0: logits processors forbid every token, or "
+            f"the target's logits are no numbers, in sequence {request_id}. Plain generate() fails here, too"
+        )
+
+
+def require_token(request_id: int, token_id: int) -> None:
+    if token_id < 0:
+        raise NoTokenError(request_id)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    token_ids: torch.Tensor  # `[1, S]`, without padding
+    processors: LogitsProcessorList  # of its request
+    parent: int | None = None  # of a node of a tree: the position, earlier in the same call, whose child it is
+
+
+class BlockProcessor:
+    """Applies the processors of a call, which are stateless, to a block of positions.
+
+    Their kinds decide what is done position by position and what at once. `tie_margin` candidates are looked at after
+    the k-th, in case they tie with it: the target's distribution needs them; drafts may come from any distribution,
+    and save the work.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, vocab_size: int, tie_margin: int = TIE_MARGIN) -> None:
+        kinds = [type(processor) for processor in processors]
+        # Whether any processor looks at the tokens before a position.
+        self.reads_prefixes = any(kind not in READ_NO_PREFIX for kind in kinds)
+        # Whether some candidates may all be impossible although not all tokens are.
+        self.may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
+        self._processors = processors
+        self._vocab_size = vocab_size
+        self._fused_from, self._truncation = len(processors), None
+        while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], tie_margin)):
+            self._fused_from, self._truncation = self._fused_from - 1, longer
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
+    ) -> Scores:
+        """Process raw logits `[n, V]` or `[n, candidates]`, without changing them. Each position has a prefix if
+        `reads_prefixes`; it is `None` where plain decoding never comes to: nothing is processed."""
+        if not self._processors:
+            return Scores(logits, candidate_ids)
+        if self._fused_from > 0:  # processors may write into their argument, and expect float32
+            logits = logits.to(torch.float32, copy=True)
+        start = 0
+        for at_once, group in groupby(self._processors[: self._fused_from], lambda each: type(each) in READ_NO_PREFIX):
+            processors = list(group)
+            stretch = slice(start, start := start + len(processors))
+            if candidate_ids is not None and any(type(each) not in READ_SCORES_ONLY for each in processors):
+                logits, candidate_ids = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size), None
+            logits = _at_once(logits, processors) if at_once else _one_by_one(logits, stretch, prefixes)
+        if self._truncation is None:
+            return Scores(logits, candidate_ids)
+        truncated = self._truncation(logits)
+        if truncated is None:  # more ties, or a flatter distribution, than the candidates have room for
+            logits = logits.to(torch.float32, copy=True)
+            return Scores(_at_once(logits, self._processors[self._fused_from :]), candidate_ids)
+        if candidate_ids is None:
+            return truncated
+        if truncated.candidate_ids is not None:
+            candidate_ids = candidate_ids.gather(-1, truncated.candidate_ids)
+        return Scores(truncated.values, candidate_ids)
+
+
+def _at_once(scores: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
+    no_ids = torch.empty(scores.shape[0], 0, dtype=torch.long, device=scores.device)
+    for processor in processors:
+        scores = processor(no_ids, scores)
+    return scores
+
+
+def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix | None]) -> torch.Tensor:
+    unreachable = set()  # nodes whose token their parent's processors forbid, and those below
+    for index, prefix in enumerate(prefixes):
+        if prefix is None:
+            continue
+        # Where prompts are embeddings, the prefix of a root has no tokens.
+        if (parent := prefix.parent) is not None:
+            is_forbidden = bool(scores[parent, prefix.token_ids[0, -1]] == -torch.inf)
+            if is_forbidden or parent in unreachable:
+                unreachable.add(index)
+                continue
+        row = scores[index : index + 1]
+        for processor in prefix.processors[stretch]:
+            row = processor(prefix.token_ids, row.to(prefix.token_ids.device))
+        scores[index] = row[0]
+    return scores
+
+
+def _can_fuse(warper: LogitsProcessor) -> bool:
+    return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -torch.inf) == -torch.inf
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Temperature, top-k, top-p and min-p in one go, on the tokens that can survive. Without a tie margin, ties are
+    broken, and top-p is content with the best candidates: that is for drafts, whose distribution may be any."""
+
+    temperature: float = 1.0
+    top_k: int | None = None  # keeps those tied with the last one, too
+    top_p: float | None = None
+    min_p: float | None = None
+    tie_margin: int = TIE_MARGIN
+
+    @classmethod
+    def of(cls, warpers: Sequence[LogitsProcessor], tie_margin: int) -> "Truncation | None":
+        """Return the truncation that a chain of warpers makes; `None` for other processors, or another order."""
+        kinds = [type(warper) for warper in warpers]
+        if kinds != [kind for kind in FUSED if kind in kinds] or not all(map(_can_fuse, warpers)):
+            return None
+        names = dict(zip(FUSED, ("temperature", "top_k", "top_p", "min_p"), strict=True))
+        values = {names[type(warper)]: getattr(warper, names[type(warper)]) for warper in warpers}
+        return cls(**values, tie_margin=tie_margin)
+
+    def __call__(self, logits: torch.Tensor) -> Scores | None:
+        """Truncate scores `[n, V]`, in any float type; `None` if some survivors may not be among the candidates, which
+        cannot be without a tie margin."""
+        if self.top_k is None and self.top_p is None:
+            scores = logits.float() / self.temperature
+            return Scores(scores if self.min_p is None else self._above_min_p(scores))
+        size = logits.shape[-1]
+        wanted = TOP_P_CANDIDATES if self.top_k is None else self.top_k + self.tie_margin
+        best, candidate_ids = largest(logits, min(size, wanted))
+        scores = best.float() / self.temperature
+        is_whole = scores.shape[-1] == size
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            last_kept = scores[:, self.top_k - 1, None]
+            if not is_whole and self.tie_margin and bool((scores[:, -1:] >= last_kept).any()):
+                return None
+            scores = scores.masked_fill(scores < last_kept, -torch.inf)
+        if self.top_p is not None:
+            probs, rest = scores.softmax(dim=-1), 0.0
+            if self.top_k is None and not is_whole:
+                probs = (scores - (logits.float() / self.temperature).logsumexp(dim=-1, keepdim=True)).exp()
+                rest = 1.0 - probs.sum(dim=-1, keepdim=True)  # of the tokens that are no candidates
+            above_edge = probs.flip(-1).cumsum(dim=-1).flip(-1) + rest - (1.0 - self.top_p)
+            removed = above_edge <= 0.0  # the worst tokens, as long as their mass allows
+            removed[:, 0] = False
+            if self.tie_margin:
+                if self.top_k is None and not is_whole:
+                    last_kept = scores.masked_fill(removed, torch.inf).amin(dim=-1)
+                    if bool((scores[:, -1] >= last_kept).any()):
+                        return None  # the candidates do not reach p, or what ties at the edge goes on after them
+                self._settle_edges(logits, scores, candidate_ids, above_edge, removed)
+            scores = scores.masked_fill(removed, -torch.inf)
+        return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
+
+    def _settle_edges(
+        self,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        above_edge: torch.Tensor,
+        removed: torch.Tensor,
+    ) -> None:
+        """Correct what top-p removes where equal scores or rounding decide: transformers sorts the whole vocabulary,
+        and which of equal scores are removed is up to that sort."""
+        is_edge = removed[:, 1:] != removed[:, :-1]
+        ties = is_edge & (scores[:, 1:] == scores[:, :-1])
+        unsure = (ties | (above_edge[:, 1:].abs() < ROUNDING)).any(dim=-1)
+        if not bool(unsure.any()):
+            return
+        ids = candidate_ids[unsure]
+        if self.top_k is None:
+            whole = logits[unsure].float() / self.temperature
+        else:
+            whole = scatter_to_vocabulary(scores[unsure], ids, logits.shape[-1])
+        removed[unsure] = TopPLogitsWarper(self.top_p)(None, whole).gather(-1, ids) == -torch.inf
+
+    def _above_min_p(self, scores: torch.Tensor) -> torch.Tensor:
+        probs = scores.softmax(dim=-1)
+        return scores.masked_fill(probs < self.min_p * probs.amax(dim=-1, keepdim=True), -torch.inf)
+
+
+def is_built_in(processor: LogitsProcessor) -> bool:
+    """Tell whether transformers' authors wrote a processor; a user's subclass may do anything."""
+    return type(processor).__module__.startswith("transformers.")
+
+
+class UsersProcessor:
+    """Calls what a user wrote, and sees that it keeps no state: it is called on tokens that may be rejected. It is
+    shown what plain decoding would: the columns of a padded prompt, `[1, S]`, in place of the prompt's tokens."""
+
+    def __init__(
+        self, processor: LogitsProcessor, columns: torch.Tensor | None = None, prompt_length: int = 0
+    ) -> None:
+        self._processor, self._columns, self._prompt_length = processor, columns, prompt_length
+        self._attributes: dict[str, Any] | None = None  # after the first call, which may set things up
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._columns is not None:
+            input_ids = torch.cat([self._columns, input_ids[:, self._prompt_length :]], dim=1)
+        before = _random_states(scores.device)
+        scores = self._processor(input_ids, scores)
+        has_drawn = not all(map(torch.equal, before, _random_states(scores.device)))  # it, or another thread
+        if has_drawn and self._is_random(input_ids, scores):
+            raise ValueError(
+                f"the result of the logits processor {type(self._processor).__name__} is random: make it depend on "
+                "its arguments alone (a torch.Generator seeded from input_ids in each call is fine), drop it, or drop "
+                "assistant_model"
+            )
+        self._require_no_state()
+        return scores
+
+    def _is_random(self, input_ids: torch.Tensor, scores: torch.Tensor) -> bool:
+        first, second = (self._processor(input_ids, scores.clone()).nan_to_num() for _ in range(2))
+        return not torch.equal(first, second)
+
+    def _require_no_state(self) -> None:
+        attributes = plain_attributes(self._processor)
+        if self._attributes is None:
+            self._attributes = attributes
+        elif attributes != self._attributes:
+            changed = {key for key, value in attributes.items() if self._attributes.get(key, self) != value}
+            what = ", ".join(sorted(changed | (self._attributes.keys() - attributes.keys())))
+            raise ValueError(
+                f"the logits processor {type(self._processor).__name__} changed its attribute {what} while it was "
+                "called on tokens that may be rejected: make its result depend on its arguments alone, drop it, or "
+                "drop assistant_model"
+            )
+
+
+def watched(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Return the same processors, and watch those of the user."""
+    return LogitsProcessorList(each if is_built_in(each) else UsersProcessor(each) for each in processors)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of PyTorch's global generators, the CPU's and the device's."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
+
+
+def plain_attributes(processor: LogitsProcessor) -> dict[str, Any]:
+    """Return what can be compared in microseconds: numbers, strings, tensors and small containers of them."""
+    return {name: _comparable(value) for name, value in getattr(processor, "__dict__", {}).items()}
+
+
+def _comparable(value: Any, depth: int = 3) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+        return _Same(value)
+    if depth == 0 or len(value) > SMALL_CONTAINER:
+        return len(value)
+    parts = value.items() if isinstance(value, dict) else value
+    return [_comparable(part, depth - 1) for part in parts]
+
+
+class _Same:
+    """Equal to the same object, unless it is a tensor that was written to, and to one that reads the same."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._version = version_of(value) if isinstance(value, torch.Tensor) else 0
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        if self._value is other._value:
+            return self._version == other._version
+        return repr(self._value) == repr(other._value)
+
+
+def processors_of_row(
+    processors: LogitsProcessorList, input_ids: torch.Tensor, row: int, prompt_ids: torch.Tensor
+) -> LogitsProcessorList:
+    """Return the processors of a padded batch `[B, S]` as they are for one of its rows, of which `prompt_ids` `[1, n]`
+    have no padding. Several sequences per prompt count as rows. What the user wrote is shown the padding."""
+    num_rows, left_padding = len(input_ids), input_ids.shape[1] - prompt_ids.shape[1]
+    columns = input_ids[row : row + 1] if left_padding else None
+    row_processors = LogitsProcessorList()
+    for processor in processors:
+        name = type(processor).__name__
+        if isinstance(processor, PrefixConstrainedLogitsProcessor):
+            allowed = processor._prefix_allowed_tokens_fn
+            own = PrefixConstrainedLogitsProcessor(lambda _, ids, allowed=allowed: allowed(row, ids), num_beams=1)
+            own = UsersProcessor(own, columns, prompt_ids.shape[1])
+        elif not is_built_in(processor) or isinstance(getattr(processor, "prompt_ignore_length", None), int):
+            own = UsersProcessor(processor, columns, prompt_ids.shape[1])  # which may count the columns
+        elif name == "EncoderRepetitionPenaltyLogitsProcessor":
+            # Plain decoding takes the padding for a part of the prompt here.
+            own = _changed(processor, encoder_input_ids=prompt_ids if columns is None else columns)
+        elif name == "EncoderNoRepeatNGramLogitsProcessor":
+            prompt = row // (num_rows // processor.batch_size)
+            own = _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[prompt]])
+        elif name == "RepetitionPenaltyLogitsProcessor" and processor.prompt_ignore_length is not None:
+            own = _changed(processor, prompt_ignore_length=None)  # the padding of each row, of which there is none
+        elif name in PADDED_LENGTHS and left_padding:
+            attribute = PADDED_LENGTHS[name]
+            own = _changed(processor, **{attribute: getattr(processor, attribute) - left_padding})
+        else:
+            own = processor
+        row_processors.append(own)
+    return row_processors
+
+
+def _changed(processor: LogitsProcessor, **attributes: Any) -> LogitsProcessor:
+    own = copy.copy(processor)
+    own.__dict__ |= attributes
+    return own

@@ -1,0 +1,104 @@
+"""What a call asked to get back besides tokens: scores, logits and hidden states of each generated token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..models.slot_cache import SlotLayout
+from .logits_processing import Scores
+from .request import Call, Request
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one packed forward pass through the target gave."""
+
+    layout: SlotLayout
+    logits: torch.Tensor  # `[n, V]`, at the tokens where they were wanted
+    features: torch.Tensor  # `[T, m*d]`, tapped layers
+    hidden_states: tuple[torch.Tensor, ...] | None  # of all layers, `[T, d]` each
+
+    def states_of(self, tokens: slice | list[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the hidden states of some tokens one by one, by layer `[1, d]`; nothing if there are none."""
+        if self.hidden_states is None:
+            return []
+        return list(zip(*(layer[tokens].split(1) for layer in self.hidden_states), strict=True))
+
+
+@dataclass
+class Recording:
+    """What a call asked to get back besides tokens; one entry per generated token of each request, by its id."""
+
+    wants_scores: bool = False
+    wants_logits: bool = False
+    wants_hidden_states: bool = False
+    wants_rows: bool = False  # the caches' rows of requests that ended
+    scores: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    # Of each pass, by layer, `[tokens, d]`; the prompt's first, then one entry per generated token.
+    hidden_states: dict[int, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: Call) -> "Recording":
+        config = call.generation_config
+        wanted = (config.output_scores, config.output_logits, config.output_hidden_states)
+        returned = bool(config.return_dict_in_generate)
+        return cls(*(bool(returned and each) for each in wanted), returned or call.fills_users_cache)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether anything is kept of each generated token."""
+        return self.wants_scores or self.wants_logits or self.wants_hidden_states
+
+    def add_prompt(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
+        """Keep the hidden states of a stretch of a prompt; all stretches are one step."""
+        if output.hidden_states is not None:
+            states = tuple(layer[tokens] for layer in output.hidden_states)
+            if request_id in self.hidden_states:
+                before = self.hidden_states[request_id][0]
+                states = tuple(torch.cat(pair) for pair in zip(before, states, strict=True))
+            self.hidden_states[request_id] = [states]
+
+    def add(
+        self, request_id: int, logits: torch.Tensor, scores: Scores, states: Sequence[tuple[torch.Tensor, ...]] = ()
+    ) -> None:
+        """Keep what was computed of some generated tokens: logits `[n, V]`, scores of as many, and hidden states."""
+        if self.wants_scores:
+            self.scores.setdefault(request_id, []).extend(scores.dense(logits.shape[-1]))
+        if self.wants_logits:
+            self.logits.setdefault(request_id, []).extend(logits.float())
+        if self.wants_hidden_states:
+            self.hidden_states[request_id].extend(states)
+
+    def forget(self, request_id: int, count: int) -> None:
+        """Drop the last tokens, which stand after a request's end."""
+        for kept in (self.scores, self.logits, self.hidden_states):
+            if count and request_id in kept:
+                del kept[request_id][-count:]
+
+    def by_step(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return scores, logits and hidden states by step, as plain `generate()` does; zeros after a row's end."""
+        steps: dict[str, Any] = {"scores": None, "logits": None, "hidden_states": None}
+        for name, kept in (("scores", self.scores), ("logits", self.logits)):
+            if kept:
+                rows = [torch.stack(kept[request.id]) for request in requests]
+                steps[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).unbind(dim=1)
+        if self.wants_hidden_states:
+            rows = [self.hidden_states[request.id] for request in requests]
+            steps["hidden_states"] = tuple(_hidden_step(rows, step) for step in range(max(map(len, rows))))
+        return steps
+
+
+def _hidden_step(rows: Sequence[list[tuple[torch.Tensor, ...]]], step: int) -> tuple[torch.Tensor, ...]:
+    """Return one step's hidden states `[B, n, d]` of all layers, rows aligned on the right."""
+    width = max(len(row[step][0]) for row in rows if step < len(row))
+    layers = []
+    for layer, like in enumerate(rows[0][0]):
+        states = like.new_zeros(len(rows), width, like.shape[-1])
+        for index, row in enumerate(rows):
+            if step < len(row):
+                states[index, width - len(row[step][layer]) :] = row[step][layer]
+        layers.append(states)
+    return tuple(layers)

@@ -1,1 +1,0 @@
-"""Evaluate, calibrate, profile: rounds that were recorded, to numbers."""

@@ -1,0 +1,190 @@
+"""Sharing a draft: its repository, as a folder or on the Hub.
+
+A repository holds the draft's weights and config, a model card with the result files that it is made of, and one file
+of code, with which transformers alone decodes with the draft. There is no `generation_config.json`: how to sample
+belongs to the target.
+"""
+
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard
+
+from ..files import replace_text
+from ..formats.files import CONFIG_FILE, read_json
+from ..measuring.results import UNFINISHED, read_results, result_files
+from ..models.auto import DRAFTS, load_draft
+from ..models.modeling_draft import DraftModel
+from ..models.modeling_dspark import DSparkDraftModel
+from .card import missing_facts, model_card
+from .picture import draw_picture
+
+CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
+DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
+RESULTS_FOLDER = "results"
+CARD_FILE, PICTURE_FILE = "README.md", f"{RESULTS_FOLDER}/card.png"
+WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
+CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
+# All that is published; a training's folder has more in it, pickled arguments among others.
+REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, PICTURE_FILE, f"{RESULTS_FOLDER}/*.json")
+# What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
+STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
+UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
+
+
+def push_draft(
+    draft: DraftModel | str | Path, repo_id: str, results: Iterable[str | Path] = (), **options: Any
+) -> str:
+    """Publish a draft, or what a folder or repository holds, with its result files; returns the URL of the commit.
+
+    One commit replaces what the repository held before. `options` are those of [`upload_repository`]; all others are
+    for [`save_repository`] and [`~model_card.model_card`].
+    """
+    upload = {name: options.pop(name) for name in UPLOAD_OPTIONS if name in options}
+    with tempfile.TemporaryDirectory() as folder:
+        save_repository(draft, folder, results, **{"repo_id": repo_id} | options)
+        return upload_repository(folder, repo_id, **upload)
+
+
+def save_repository(
+    draft: DraftModel | str | Path,
+    folder: str | Path,
+    results: Iterable[str | Path] = (),
+    *,
+    max_shard_size: int | str = "5GB",
+    complete: bool = False,
+    **card: Any,
+) -> Path:
+    """Write everything that [`push_draft`] publishes into a folder; other files in it stay. Returns the folder.
+
+    What the card lacks is warned about; `complete` raises a `ValueError` instead, before anything is written.
+    """
+    draft, folder, files = _loaded(draft), Path(folder), result_files(results)
+    readme, picture = _card(draft, files, folder, card)
+    if missing := missing_facts(readme):
+        lacking = f"the model card does not name {', and not '.join(missing)}"
+        if complete:
+            raise ValueError(f"{lacking}. Nobody can use a draft without: give that, or publish it with --private")
+        warnings.warn(lacking, stacklevel=2)
+    draft.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_remote_code(folder)
+    _copy_results(files, folder / RESULTS_FOLDER)
+    _write_card(folder, readme, picture)
+    return folder
+
+
+def write_card(
+    draft: DraftModel | str | Path, folder: str | Path, results: Iterable[str | Path] = (), **card: Any
+) -> Path:
+    """Write the model card of a draft into its folder, under the folder's name; returns the path of the file."""
+    folder = Path(folder).resolve()
+    return _write_card(folder, *_card(_loaded(draft), result_files(results), folder, card))
+
+
+def _card(
+    draft: DraftModel, results: list[Path], folder: Path, facts: Mapping[str, Any]
+) -> tuple[ModelCard, bytes | None]:
+    """Return a draft's model card, and its picture if there is one."""
+    facts = dict(facts) | {"repo_id": facts.get("repo_id") or folder.name}
+    try:
+        title, picture = draw_picture(read_results(results)) or (None, None)
+        return model_card(draft, results, picture=title and (title, PICTURE_FILE), **facts), picture
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # not every value in them is checked
+        if not results:
+            raise
+        files = ", ".join(str(path) for path in results)  # whole: the user has to find them
+        raise ValueError(f"a result file is damaged ({error}): measure again, or leave out one of {files}") from None
+
+
+def _write_card(folder: Path, card: ModelCard, picture: bytes | None) -> Path:
+    (folder / PICTURE_FILE).unlink(missing_ok=True)  # an earlier card's
+    if picture is not None:
+        (folder / PICTURE_FILE).parent.mkdir(exist_ok=True)
+        (folder / PICTURE_FILE).write_bytes(picture)
+    replace_text(folder / CARD_FILE, str(card))
+    return folder / CARD_FILE
+
+
+def write_remote_code(folder: str | Path) -> Path:
+    """Copy the one-file decoder into a draft's folder, for decoding where this package is not installed.
+
+    `config.json` then names the file's classes, so that `AutoModel` finds them with `trust_remote_code=True`. The file
+    has none for Eagle3. Returns the path of the copy.
+    """
+    folder = Path(folder)
+    config, code = read_json(folder / CONFIG_FILE), folder / CODE_FOLDER
+    model = DRAFTS.get(config.get("model_type"))
+    if model is None:
+        raise ValueError(
+            f"{folder} holds a {config.get('model_type')!r} model, a draft is one of {sorted(DRAFTS)}: convert it "
+            "with hf_dspark.convert_checkpoint"
+        )
+    code.mkdir(exist_ok=True)
+    for stale in code.glob("*.py"):
+        stale.unlink()
+    (code / "LICENSE").write_text(_license(), encoding="utf-8")
+    if model is DSparkDraftModel:
+        classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
+        config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
+        replace_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return Path(shutil.copyfile(DECODER, code / DECODER.name))
+
+
+def _license() -> str:
+    try:
+        return distribution("hf_dspark").read_text("licenses/LICENSE")
+    except PackageNotFoundError:  # run from its sources
+        return (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
+
+
+def upload_repository(
+    folder: str | Path, repo_id: str, *, private: bool | None = None, token: str | bool | None = None, **commit: Any
+) -> str:
+    """Upload what [`save_repository`] wrote, in one commit that also removes what it replaces; returns its URL.
+
+    The repository is made if it does not exist, `private` or not. What shall be private is not uploaded to one that
+    is public. A failed upload leaves it as it was, or new and empty, and raises an `OSError`. `commit` holds
+    `revision`, `create_pr`, `commit_message`, `commit_description`.
+    """
+    api, branch = HfApi(token=token), None if commit.get("create_pr") else commit.get("revision")
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(repo_id).private:  # one that exists stays what it is
+            raise PermissionError("it is public: make it private in its settings, or choose another name")
+        if branch is not None:
+            api.create_branch(repo_id, branch=branch, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, allow_patterns=list(REPOSITORY_FILES),
+            ignore_patterns=f"{RESULTS_FOLDER}/{UNFINISHED}", delete_patterns=list(STALE_FILES),
+            **{"commit_message": "Upload draft"} | commit,
+        )  # fmt: skip
+    except Exception as error:  # of the server, the network or the disk; their classes have no common base
+        raise OSError(
+            f"the draft could not be uploaded to {repo_id} on {api.endpoint}, whose files are as they were: {error}. "
+            "Check the name, the network, and that the token may write (`hf auth login`), and push again."
+        ) from error
+    return done.pr_url or done.commit_url
+
+
+def _loaded(draft: DraftModel | str | Path) -> DraftModel:
+    """Return the draft of a folder or repository, in the dtype it was saved in; a draft is returned as it is."""
+    return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
+
+
+def _copy_results(files: list[Path], folder: Path) -> None:
+    contents: dict[str, bytes] = {}  # all are read before one is written: they may lie in this folder
+    for file in files:
+        name, number = f"{file.stem}.json", 1
+        while name in contents:
+            number += 1
+            name = f"{file.stem}_{number}.json"
+        contents[name] = file.read_bytes()
+    for name, content in contents.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)

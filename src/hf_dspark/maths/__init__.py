@@ -1,1 +1,0 @@
-"""Sampling, noise, policies, costs, calibration and losses: torch and numpy only."""

@@ -1,0 +1,323 @@
+"""`calibrate(target, draft, prompts, ...)`: real rounds with whole blocks, and the calibration that they ask for.
+Then rounds with trees, and what to expect of their nodes."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
+
+from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, several, token_ids
+from ..decoding.call import effective_config
+from ..files import Journal, digest, plain_json
+from ..models.auto import require_pair
+from ..models.configuration_draft import CALIBRATED
+from ..models.modeling_draft import DraftModel, input_device
+from ..sampling.block_verification import prefix_weights
+from ..sampling.distributions import DraftBlock, TokenDistribution
+from ..scheduling.calibration import (
+    CalibrationRounds,
+    LogitFits,
+    PositionCalibration,
+    TemperatureScaling,
+    conditional_auc,
+    fit_confidence,
+    fit_temperatures,
+    measure_calibration,
+)
+from ..scheduling.policies import FullBlock, Policy, RoundOutcome
+from ..scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
+from ..scheduling.tree_policies import TreeBudget
+from ..targets.fingerprint import fingerprint
+from ..targets.support import tree_obstacle
+from .timed_decoding import decoding_as
+
+DEFAULT_DOMAIN = "default"
+DEFAULT_NEW_TOKENS = 128
+FEW_ROUNDS = 500
+RECORDED_NODES = 31  # of the trees that acceptances are fitted on
+NOT_RECORDED = (*CALIBRATED, "_name_or_path", "transformers_version")  # what decides nothing about the rounds
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What calibration found, on the rounds it was fitted on."""
+
+    domain: str  # the name under which the temperatures are kept
+    scaling: TemperatureScaling  # for serving engines
+    fits: LogitFits  # slope and offset by position, which `generate()` uses
+    before: list[PositionCalibration]  # raw
+    after: list[PositionCalibration]  # calibrated
+    auc: float | None  # of c_k against acceptance over all reached slots
+
+    @property
+    def mean_ece(self) -> tuple[float, float]:
+        """Mean ECE over the positions, raw and calibrated."""
+        return tuple(sum(part.ece for part in side) / len(side) for side in (self.before, self.after))
+
+
+def calibrate(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    domain: str | None = None,
+    realised: bool = False,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> CalibrationReport:
+    """Fit the draft's confidences on real rounds, and what to expect of the nodes of trees.
+
+    Both are kept in its config.
+
+    `generate()` uses them from then on; `draft.save_pretrained` stores them.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DraftModel`]): Its draft, with a confidence head.
+        prompts (`Iterable`): Held-out prompts of the domain: texts, which are continued as they are; token ids;
+            messages; or rows with `prompt`, `question`, `messages`, `conversations`, `input_ids` or `turns`. Of
+            several turns each is answered, and its rounds count.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
+            token ids.
+        domain (`str`, *optional*): The name under which the calibration is kept. Unless given, `sampled` or
+            `greedy`, as these rounds are decoded; calls that decode so use them by themselves. Another name is used
+            where the draft's `domain` says so; `math/greedy` comes before `math`. The first calibration also becomes
+            the default, and so does each later one of its domain.
+        realised (`bool`): Fit on realised acceptance instead of the one with the last uniform integrated out.
+        output_file (`str`, *optional*): Where rounds are recorded, to resume.
+        seed (`int`): Of all draws.
+        generate_kwargs: For `generate()`, such as `do_sample=True, temperature=0.7`; `max_new_tokens=128` unless
+            given.
+
+    Returns:
+        [`CalibrationReport`]
+
+    Raises:
+        TypeError: If `prompts` is a single one.
+        ValueError: If there is nothing to calibrate on, or `max_new_tokens` leaves no room for a whole block.
+
+    Example:
+
+    ```python
+    report = calibrate(target, draft, prompts, tokenizer, do_sample=False, max_new_tokens=64)
+    print(report.mean_ece)  # before and after
+    draft.save_pretrained("out/calibrated")
+    ```
+
+    DSpark Section 3.2.1.
+    """
+    prompts = list(several(prompts))  # they are read twice
+    rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
+    if len(rounds.num_accepted) < FEW_ROUNDS:
+        warnings.warn(
+            f"a calibration on {len(rounds.num_accepted)} rounds says little, and schedulers will rely on them: "
+            f"give prompts for {FEW_ROUNDS} rounds or more",
+            stacklevel=2,
+        )
+    if domain is None:
+        domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
+    scaling = fit_temperatures(rounds, realised)
+    fits = fit_confidence(rounds, realised)
+    config = draft.config
+    earlier = {name: getattr(config, name) for name in CALIBRATED}
+    config.sts_temperatures = _with_domain(config.sts_temperatures, domain, list(scaling.temperatures))
+    config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
+    try:  # trees grow by the new fits
+        if draft.grows_trees and tree_obstacle(target) is None:
+            chain = rounds.survivals()
+            _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs, chain)
+    except BaseException:  # interruptions, too: a config holds a whole calibration or none of it
+        config.update(earlier)
+        raise
+    before, after = measure_calibration(rounds), measure_calibration(rounds, fits)
+    return CalibrationReport(domain, scaling, fits, before, after, conditional_auc(rounds))
+
+
+def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> dict[str, list]:
+    """Return what is known by domain with what was found for one; a default that came from it goes along."""
+    known = dict(known or {})
+    if known.get(DEFAULT_DOMAIN) in (None, known.get(domain)):
+        known[DEFAULT_DOMAIN] = found
+    return known | {domain: found}
+
+
+def _fit_siblings(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None,
+    output_file: str | Path | None,
+    seed: int,
+    generate_kwargs: Mapping[str, Any],
+    chain: Sequence[float],
+) -> None:
+    """Fit what is expected of the nodes of trees on the same prompts, and keep it in the draft's config, beside the
+    survivals of chains."""
+    is_drawn = effective_config(target, generate_kwargs).do_sample
+    tests = collect_siblings(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
+    fitted = fit_siblings(tests, is_drawn, draft.config.block_size, chain)
+    known = dict(draft.config.sibling_acceptance or {})
+    draft.config.sibling_acceptance = known | {"sampled" if is_drawn else "greedy": fitted.to_dict()}
+
+
+def collect_rounds(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> CalibrationRounds:
+    """Decode prompts with whole blocks and record every round; see [`calibrate`].
+
+    `output_file` gets a JSON line per prompt as they come; prompts already in it are not decoded again. A prompt's
+    draws depend on the seed and its place.
+    """
+    require_pair(target, draft)
+    if not draft.config.enable_confidence_head:
+        raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
+    # A prompt's first token is the target's own, and so is the last one of a round.
+    limit, needed = generate_kwargs.get("max_new_tokens"), draft.config.block_size + 2
+    if limit is not None and limit < needed:
+        raise ValueError(
+            f"answers of max_new_tokens={limit} have no room for a whole block of {draft.config.block_size} draft "
+            f"tokens: give {needed} or more"
+        )
+    # Set on the call, so that a threshold in the target's generation config does not count.
+    whole = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
+    record = partial(_record, draft.config.block_size)
+    parts = _decode_and_record(
+        target, draft, prompts, processing_class, output_file, seed, FullBlock(), record, generate_kwargs, whole
+    )
+    return CalibrationRounds.concatenate(
+        [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
+    )
+
+
+def collect_siblings(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None = None,
+    output_file: str | Path | None = None,
+    seed: int = 0,
+    **generate_kwargs: Any,
+) -> list[SiblingTest]:
+    """Decode prompts with large trees and record every test of a node; resumed as [`collect_rounds`] is."""
+    policy, name = TreeBudget(RECORDED_NODES), None
+    if output_file is not None:
+        name = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
+    parts = _decode_and_record(
+        target, draft, prompts, processing_class, name, seed, policy, _record_siblings, generate_kwargs, {}
+    )
+    return [SiblingTest(*part) for part in parts]
+
+
+def _decode_and_record(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompts: Iterable[Any],
+    processing_class: PreTrainedTokenizerBase | None,
+    output_file: str | Path | None,
+    seed: int,
+    policy: Policy,
+    record: Callable[[list, RoundOutcome], None],
+    generate_kwargs: Mapping[str, Any],
+    call_options: Mapping[str, Any],
+) -> list[Any]:
+    """Return what `record` has written of all rounds, prompt after prompt."""
+    read = [as_chat(row, processing_class) if row.later_turns else row for row in read_prompts(prompts)]
+    first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
+    cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
+    if cut_off:
+        raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
+    journal, done = None, {}
+    if output_file is not None:
+        config = draft.config.to_dict()
+        settings = {
+            "prompts": digest([first_turns, [prompt.later_turns for prompt in read]]),
+            "options": plain_json(options),
+            "target_options": plain_json(target.generation_config),
+            "seed": seed,
+            "block_size": draft.config.block_size,
+            "draft": fingerprint(draft),
+            "draft_config": digest({name: each for name, each in config.items() if name not in NOT_RECORDED}),
+            "target": fingerprint(target),
+        }
+        if policy.most_nodes > 0:  # trees grow by the confidence
+            settings["fits"] = config["confidence_fits"]
+        journal = Journal(output_file, settings)
+        done = {entry["index"]: entry["rounds"] for entry in journal.entries}
+    options |= call_options
+    for index, prompt in enumerate(tqdm(read, desc="collecting rounds", disable=None)):
+        if index in done:
+            continue
+        rounds = done[index] = []
+        observer = partial(record, rounds)
+        with decoding_as(draft, policy=policy, copies=False, domain=None, observer=observer), torch.random.fork_rng():
+            torch.manual_seed(seed + index)
+            _answer(target, draft, prompt, processing_class, options)
+        if journal is not None:
+            journal.append({"index": index, "rounds": rounds})
+    return [part for index in sorted(done) for part in done[index]]
+
+
+def _answer(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    prompt: Prompt,
+    processing_class: PreTrainedTokenizerBase | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Answer a conversation turn by turn."""
+    ids = torch.tensor([token_ids(prompt, processing_class)], device=input_device(target.get_input_embeddings()))
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
+    if prompt.later_turns:
+        answer = processing_class.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        _answer(target, draft, next_turn(prompt, answer), processing_class, options)
+
+
+def _record_siblings(tests: list[tuple[int, int, float, bool]], outcome: RoundOutcome) -> None:
+    for tree, path in zip(outcome.trees or (), outcome.paths or (), strict=True):
+        tests += recorded_tests(tree, path)
+
+
+def _record(block_size: int, rounds: list[dict[str, Any]], outcome: RoundOutcome) -> None:
+    """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
+    if outcome.drafted:
+        rounds.append({name: value.tolist() for name, value in vars(recorded_round(outcome, block_size)).items()})
+
+
+def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
+    """Return what one drafted round of one request says about its confidences."""
+    num_verified = int(outcome.lengths[0])
+    acceptance, logits = torch.zeros(2, 1, block_size)  # blocks end early where the sequence does
+    acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
+    logits[:, : outcome.block.token_ids.shape[1]] = outcome.block.confidence_logits.float().cpu()
+    return CalibrationRounds(logits, acceptance, outcome.num_accepted, outcome.lengths)
+
+
+def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tensor:
+    """Return with what probability each verified slot is accepted if those before it are, over all tokens that could
+    have been drawn there: sum min(p_t, p_d / p_{k-1}), `[1, num_verified]`. With p_{k-1} = 1 that is DSpark Eq. 8."""
+    target_logits = outcome.target_logits[:, :num_verified].float()
+    drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
+    if (
+        outcome.block.distribution is None
+    ):  # arg-max drafts have a one-hot distribution, and so has a target that decodes greedily
+        return (target_logits.argmax(dim=-1) == drafted).float().cpu()
+    draft_distribution = outcome.block.distribution[:, :num_verified].dense(target_logits.shape[-1])
+    block = DraftBlock(drafted, TokenDistribution(draft_distribution.probs.to(target_logits.device)), None)
+    target_probs = target_logits.softmax(dim=-1)
+    before = prefix_weights(block, TokenDistribution(target_probs[0]), drafted.new_zeros(1))[:, :-1, None]
+    shared = torch.minimum(before * target_probs, block.distribution.probs).sum(dim=-1)
+    return (shared / before[..., 0].clamp_min(torch.finfo(before.dtype).tiny)).clamp_max(1.0).cpu()

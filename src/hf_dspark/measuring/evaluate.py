@@ -1,0 +1,216 @@
+"""How fast a target decodes, and how much of its drafts it accepts: tasks in, one result file out."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, read_task
+from ..decoding.batch import refuse_made_here
+from ..files import Journal, digest, plain_json
+from ..messages import shortened
+from ..models.auto import require_pair
+from ..models.modeling_draft import DraftModel
+from ..provenance import provenance
+from ..scheduling.policies import FullBlock, Policy
+from ..targets.fingerprint import fingerprint
+from .metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
+from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
+from .rounding import tolerance_of
+from .run import EvaluationRun, FailedPrompt, Setup
+from .timed_decoding import decoding_as
+
+ALL = "all"  # the name of the tasks together
+DEFAULT_NEW_TOKENS = 128
+CUT_OFFS = ("assistant_confidence_threshold", "num_assistant_tokens")
+Task = str | Path | PromptFile | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What evaluating showed."""
+
+    metrics: dict[str, Metrics]  # of each task, and of `all` together
+    records: list[TurnRecord]  # every answered turn with its rounds, by task, prompt and turn
+    failed: list[FailedPrompt]  # what was left out
+    facts: dict[str, Any]  # who was measured, and how: the rest of the result file
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the result file holds; kind and provenance only if a file was written."""
+        return self.facts | {
+            "tasks": {name: part.to_dict() for name, part in self.metrics.items()},
+            "failed": [asdict(part) for part in self.failed],
+            "records": [record.to_dict() for record in self.records],
+        }
+
+    def table(self) -> str:
+        """Return a Markdown table, one row per task; `all` only if there are several."""
+        shown = {name: part for name, part in self.metrics.items() if name != ALL or len(self.metrics) > 2}
+        rounding = self.facts["rounding"]
+        return metrics_table(shown) + (f"\n\nBest up to rounding: {rounding}." if rounding else "")
+
+
+def evaluate(
+    target: PreTrainedModel,
+    draft: DraftModel | None,
+    tasks: Mapping[str, Task],
+    processing_class: PreTrainedTokenizerBase,
+    output_file: str | Path | None = None,
+    policy: Policy | None = None,
+    batch_size: int = 1,
+    compare_plain: bool = False,
+    seed: int = 0,
+    enable_thinking: bool | None = None,
+    packed: bool = False,
+    **generate_kwargs: Any,
+) -> Evaluation:
+    """Decode the prompts of some tasks, record every round, and sum up.
+
+    Each prompt may have several turns: the target's own answer goes into the conversation before the next one. With a
+    chat template, a text is a user's message. Without one, a conversation is one text: each answer continues it, and
+    the next turn follows after an empty line. `batch_size` conversations of a task are decoded in one `generate()`
+    call per turn; one that has little room left in the target's context has a call of its own.
+
+    A line that is malformed, a prompt without room for an answer, or one that fails, is listed in `failed`; the others
+    go on. Finished turns are written to `<output_file>.partial.jsonl` as they come. After an interruption the same
+    call goes on from there. The file is deleted when the result is written. `seed`, task, prompt and turn decide all
+    draws, so an interruption changes no token; policies that look at the clock may cut blocks differently.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes.
+        draft ([`DraftModel`], *optional*): Its draft; `None` measures plain decoding.
+        tasks (`Mapping`): Prompts of each task: a JSON Lines file, or a list of strings or of rows with `turns`,
+            `prompt`, `question`, `messages` or `conversations`.
+        processing_class (`PreTrainedTokenizerBase`): The target's tokenizer.
+        output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; replaces what was there.
+        policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
+        batch_size (`int`): Conversations decoded together.
+        compare_plain (`bool`): Decode each turn without the draft, too, right before. Answers are the draft's. Of
+            greedy ones, those that are identical are counted, and the tokens that are the target's best up to
+            rounding ([`count_best`]): in bfloat16 an answer may differ where two tokens are as good.
+        seed (`int`): Of all draws.
+        enable_thinking (`bool`, *optional*): For the chat template, if given.
+        packed (`bool`): Whether target and draft multiply by packed copies of their weights, see [`fast_linears`],
+            without the draft, too: on a CPU the stronger baseline.
+        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config` among
+            them, and never more than the target's context has room for.
+
+    Returns:
+        [`Evaluation`]
+
+    Raises:
+        TypeError: If tasks are no mapping, or a task is a single prompt.
+        ValueError: If a file is missing or holds no prompt, the draft does not fit, an option is not for many prompts,
+            an unfinished run had other settings (naming them), or no prompt could be answered.
+
+    Example:
+
+    ```python
+    tasks = {"math": prompts, "code": "code.jsonl"}
+    found = evaluate(target, draft, tasks, tokenizer, "out/eval.json", compare_plain=True, max_new_tokens=64)
+    print(found.table(), found.metrics["math"].tau)
+    ```
+    """
+    if not isinstance(tasks, Mapping):
+        raise TypeError(f"tasks must map names to prompts, got {type(tasks).__name__}: pass {{'math': 'math.jsonl'}}")
+    if not tasks:
+        raise ValueError("there is no task: pass {'name': 'prompts.jsonl'}")
+    if ALL in tasks:
+        raise ValueError(f"a task cannot be called {ALL!r}, which stands for all of them: choose another name")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    if draft is None and (compare_plain or policy is not None):
+        given = "compare_plain" if compare_plain else "a policy"
+        raise ValueError(f"{given} needs a draft, got draft=None: pass one, or drop {given}")
+    refuse_made_here("evaluate", generate_kwargs)
+    for name in CUT_OFFS:
+        if generate_kwargs.get(name) is not None:
+            raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")
+    given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
+    length = None if given is None else given.max_new_tokens
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
+    setup = Setup(target, draft, processing_class, batch_size, compare_plain, seed, enable_thinking, packed, options)
+    if draft is not None:
+        require_pair(target, draft)
+        draft.bind(target)
+        policy = policy or FullBlock()
+    read = {name: _read_task(name, task) for name, task in tasks.items()}
+    prompts = {name: [as_chat(prompt, processing_class) for prompt in part.prompts] for name, part in read.items()}
+    journal = None
+    if output_file is not None:
+        journal = Journal(f"{output_file}.partial.jsonl", _settings(setup, prompts, policy))
+    run = EvaluationRun(setup, journal)
+    with decoding_as(draft, policy=policy), setup.kernels():
+        run.answer(prompts)
+    evaluation = _summed_up(run, setup, read, policy)
+    if journal is not None:
+        written = write_result(output_file, "evaluation", **evaluation.to_dict())
+        journal.remove()
+        facts = evaluation.facts | {name: written[name] for name in ("kind", "provenance")}
+        evaluation = replace(evaluation, facts=facts)
+    return evaluation
+
+
+def _read_task(name: str, task: Task) -> PromptFile:
+    if isinstance(task, PromptFile):
+        return task
+    if not isinstance(task, str | Path):
+        return read_task(name, task)
+    if str(task) != STDIN and not Path(task).is_file():
+        wanted = "name a JSON Lines file, or pass a list of prompts"
+        raise ValueError(f"task {name!r}: there is no file {shortened(task, quote=False)}: {wanted}")
+    return read_prompt_file(str(task))
+
+
+def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Policy | None) -> dict[str, Any]:
+    """Return the settings that an unfinished run must share to be continued; long values by their hash."""
+    target, draft = setup.target, setup.draft
+    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.decoding.domain}
+    origin = provenance(target.device)
+    generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
+    return {
+        "tasks": {name: digest([asdict(prompt) for prompt in part]) for name, part in prompts.items()},
+        "target": fingerprint(target),
+        "draft": None if draft is None else fingerprint(draft),
+        "draft_config": digest(config),
+        "generation_config": digest(generation),
+        "chat_template": digest(setup.processing_class.chat_template),
+        "vocabulary": digest(setup.processing_class.get_vocab()),
+        "policy": None if policy is None else describe_policy(policy),
+        "loop": None if draft is None else draft.decoding.use_transformers_loop,
+        "batch_size": setup.batch_size,
+        "compare_plain": setup.compare_plain,
+        "seed": setup.seed,
+        "enable_thinking": setup.enable_thinking,
+        "packed": setup.packed,
+        "options": {name: plain_json(value) for name, value in sorted(setup.generate_kwargs.items())},
+        **{name: origin[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
+    }
+
+
+def _summed_up(run: EvaluationRun, setup: Setup, read: Mapping[str, PromptFile], policy: Policy | None) -> Evaluation:
+    order = {name: place for place, name in enumerate(read)}
+    records = sorted(run.records.values(), key=lambda record: (order[record.task], record.prompt, record.turn))
+    malformed = [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
+    failed = sorted([*malformed, *run.failed], key=lambda part: (order[part.task], part.line))
+    if not records:
+        first = failed[0]
+        raise ValueError(f"no prompt could be answered; the first: {first.task} line {first.line}: {first.error}")
+    draft, options = setup.draft, setup.generate_kwargs
+    described = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
+    others = {name: plain_json(value) for name, value in options.items() if name not in described}
+    sampling = describe_sampling(options, setup.target, setup.seed)
+    facts = {
+        "target": describe_target(setup.target),
+        "draft": {} if draft is None else describe_draft(draft),
+        "sampling": sampling | {name: value for name, value in others.items() if value is not None},
+        "policy": None if policy is None else describe_policy(policy),
+        "max_new_tokens": options["max_new_tokens"],
+        "batch_size": setup.batch_size,
+        "packed": setup.packed,
+        "rounding": tolerance_of(setup.target.dtype) if setup.compare_plain and not sampling["do_sample"] else None,
+    }
+    block_size = 0 if draft is None else draft.config.block_size
+    return Evaluation(metrics_by_task(records, read, block_size), records, failed, facts)

@@ -1,0 +1,294 @@
+"""What turns of decoding come to: tau, acceptance and survival by position, calibration, speed."""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..decoding.statistics import RoundStatistics
+from ..scheduling.calibration import CalibrationRounds, PositionCalibration, conditional_auc, measure_calibration
+from .tables import markdown_table, number
+
+# Confidences are kept to 6 digits, so that 1 may be anything above this.
+LARGEST_CONFIDENCE = 1 - 1e-6
+COLUMNS = (
+    "task", "prompts", "turns", "tokens", "rounds", "tau", "acceptance by position", "ECE", "tokens/s",
+    "draft / verify / rest, ms", "first token, ms",
+)  # fmt: skip
+COMPARED_COLUMNS = ("speed-up, median over median (quartiles of single turns)", "identical", "best up to rounding")
+
+
+@dataclass(frozen=True)
+class TurnRounds:
+    """The rounds of one turn, in their order."""
+
+    proposed: list[int]  # draft tokens verified
+    accepted: list[int]  # of them, without the bonus token
+    committed: list[int]  # tokens gained, the bonus token included, up to the end of the turn
+    confidence: list[list[float] | None] | None  # calibrated c_1..c_γ; `None` for a round that drafted nothing
+    draft_seconds: list[float]  # of the whole round, not of the turn's part in it
+    verify_seconds: list[float]
+    total_seconds: list[float]
+    num_requests: list[int]  # turns that the round served together
+    depths: list[int] | None = None  # of the longest paths that were verified; `None` where all were chains
+
+    @classmethod
+    def of(cls, statistics: RoundStatistics, request_id: int) -> "TurnRounds":
+        """Take the rounds of one request out of those of its call."""
+        places = [place for place, id_ in enumerate(statistics.request_ids) if id_ == request_id]
+        all_seconds = statistics.seconds_of_entries()
+        seconds = [all_seconds[place] for place in places]
+        said = [statistics.confidence[place] for place in places]
+        rounded = [None if each is None else [round(value, 6) for value in each.tolist()] for each in said]
+        return cls(
+            *([column[place] for place in places] for column in (statistics.proposed, statistics.accepted)),
+            committed=[statistics.committed[place] for place in places],
+            confidence=None if all(each is None for each in said) else rounded,
+            draft_seconds=[part.draft for part in seconds],
+            verify_seconds=[part.verify for part in seconds],
+            total_seconds=[part.total for part in seconds],
+            num_requests=[part.num_requests for part in seconds],
+            depths=[statistics.depths[place] for place in places],
+        )
+
+
+@dataclass(frozen=True)
+class PlainTurn:
+    """The same turn, decoded by the target alone."""
+
+    num_tokens: int
+    prefill_seconds: float
+    seconds: float
+    identical: bool | None  # whether the tokens are the same; `None` where both are drawn at random
+    num_best: int | None = None  # drafted tokens that are the target's best up to rounding; `None` if not checked
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One answered turn."""
+
+    task: str
+    prompt: int  # its conversation among the sound ones of the task, from 0
+    turn: int  # its place in the conversation, from 0
+    num_prompt_tokens: int  # of the conversation before it
+    num_tokens: int  # written
+    prefill_seconds: float  # from the call until its first new token
+    seconds: float  # its share of the call's duration, in proportion to its tokens
+    rows_together: int  # turns that its call decoded
+    peak_memory_mib: float | None  # allocated by the call on an accelerator; by the process so far on a CPU
+    rounds: TurnRounds  # empty without a draft
+    plain: PlainTurn | None = None  # the turn without a draft, if compared
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a JSON file holds; `plain` only if compared."""
+        return {name: value for name, value in asdict(self).items() if name != "plain" or value is not None}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "TurnRecord":
+        """Read what `to_dict` returned."""
+        plain = PlainTurn(**record["plain"]) if "plain" in record else None
+        return cls(**(dict(record) | {"rounds": TurnRounds(**record["rounds"]), "plain": plain}))
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Mean seconds of a round, however many requests it served."""
+
+    draft: float
+    verify: float
+    rest: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How much faster than plain decoding of the same turns."""
+
+    ratio_of_medians: float  # median seconds per token over the turns, plain over drafted
+    lower_quartile: float  # of the ratios of single turns
+    median: float
+    upper_quartile: float
+    plain_tokens_per_second: float  # tokens over seconds of all turns
+    plain_time_to_first_token: float  # median over the turns, in seconds
+    identical: int | None  # turns whose tokens are the same; `None` if sampled
+    best_tokens: int | None  # drafted tokens that are the target's best up to rounding; `None` if not checked
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What some turns come to; `None` where nothing was measured."""
+
+    prompts: int  # conversations answered
+    turns: int
+    rounds: int
+    tokens: int  # written
+    tau: float | None  # mean tokens per round, with the bonus token; the first token of a turn is the prefill's
+    acceptance: list[float | None]  # by position: accepted of the rounds that verified it after an accepted prefix
+    survival: list[float | None]  # by position k: rounds that accepted k tokens, of those that proposed k or more
+    reached: list[int]  # by position: rounds that verified it after an accepted prefix
+    acceptance_rate: float | None  # accepted over proposed draft tokens
+    proposed_per_round: float | None
+    ece: list[float | None]  # by position: of the survival that the confidences predict
+    ece_mean: float | None  # over the positions that were proposed
+    brier: float | None  # mean squared error over the same positions
+    auc: float | None  # of c_k against acceptance, over all slots after an accepted prefix
+    calibration: list[PositionCalibration]  # with the bins of a reliability diagram
+    tokens_per_second: float | None  # over all turns, prefill included
+    seconds_per_round: RoundTimes | None  # a round of several requests counts once
+    time_to_first_token: float | None  # median over the turns, in seconds
+    peak_memory_mib: float | None  # highest of all turns
+    speedup: Speedup | None  # against plain decoding, if compared
+
+    @classmethod
+    def of(cls, records: Sequence[TurnRecord], block_size: int) -> "Metrics":
+        """Sum up turns; γ is 0 without a draft."""
+        parts = [record.rounds for record in records]
+        rounds = RoundStatistics.joined(
+            RoundStatistics(part.proposed, part.depths or part.proposed, part.accepted, part.committed)
+            for part in parts
+        )
+        confidences = predicted_rounds(records)
+        calibration = [] if confidences is None else measure_calibration(confidences)
+        calibration = [part for part in calibration if part.num_rounds]
+        ece = {part.position: part.ece for part in calibration}
+        positions = range(1, block_size + 1)
+        seconds = sum(record.seconds for record in records)
+        tokens = sum(record.num_tokens for record in records)
+        memory = [record.peak_memory_mib for record in records if record.peak_memory_mib is not None]
+        return cls(
+            prompts=len({(record.task, record.prompt) for record in records}),
+            turns=len(records),
+            rounds=rounds.rounds,
+            tokens=tokens,
+            tau=_known(rounds.tau),
+            acceptance=[_known(share) for share in rounds.conditional_acceptance(block_size)],
+            survival=[_known(share) for share in rounds.survival(block_size)],
+            reached=[rounds.reached(position) for position in positions],
+            acceptance_rate=_known(rounds.acceptance_rate),
+            proposed_per_round=sum(rounds.proposed) / rounds.rounds if rounds.rounds else None,
+            ece=[ece.get(position) for position in positions] if calibration else [],
+            ece_mean=_mean([part.ece for part in calibration]),
+            brier=_mean([part.brier for part in calibration]),
+            auc=None if confidences is None else conditional_auc(confidences),
+            calibration=calibration,
+            tokens_per_second=tokens / seconds if seconds else None,
+            seconds_per_round=round_times(records),
+            time_to_first_token=statistics.median(record.prefill_seconds for record in records) if records else None,
+            peak_memory_mib=max(memory, default=None),
+            speedup=speedup(records),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a JSON file holds."""
+        return asdict(self)
+
+
+def metrics_by_task(records: Sequence[TurnRecord], tasks: Iterable[str], block_size: int) -> dict[str, Metrics]:
+    """Return the metrics of each task, and of `all` of them together."""
+    found = {task: Metrics.of([record for record in records if record.task == task], block_size) for task in tasks}
+    return found | {"all": Metrics.of(records, block_size)}
+
+
+def predicted_rounds(records: Iterable[TurnRecord]) -> CalibrationRounds | None:
+    """Return what confidences said beside what happened; `None` if there are no confidences."""
+    rounds = [
+        (torch.tensor(said, dtype=torch.double), proposed, accepted)
+        for turn in (record.rounds for record in records)
+        for said, proposed, accepted in zip(turn.confidence or (), turn.proposed, turn.accepted, strict=False)
+        if said is not None
+    ]
+    if not rounds:
+        return None
+    confidence, proposed, accepted = zip(*rounds, strict=True)
+    # Blocks end early where their sequence does.
+    padded = torch.nn.utils.rnn.pad_sequence(confidence, batch_first=True, padding_value=0.5)
+    logits, num_accepted = padded.logit(eps=1 - LARGEST_CONFIDENCE), torch.tensor(accepted)
+    realised = (torch.arange(logits.shape[1]) < num_accepted[:, None]).double()
+    return CalibrationRounds(logits, realised, num_accepted, torch.tensor(proposed))
+
+
+def round_times(records: Iterable[TurnRecord]) -> RoundTimes | None:
+    """Return the mean seconds of a round; `None` without rounds.
+
+    A round of R turns is recorded R times, so each record counts 1/R.
+    """
+    columns = ([], [], [], [])
+    for rounds in (record.rounds for record in records):
+        parts = (rounds.num_requests, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds)
+        for column, part in zip(columns, parts, strict=True):
+            column += part
+    if not columns[0]:
+        return None
+    requests, *seconds = (torch.tensor(column, dtype=torch.double) for column in columns)
+    draft, verify, total = (float((each / requests).sum() / (1 / requests).sum()) for each in seconds)
+    return RoundTimes(draft, verify, total - draft - verify, total)
+
+
+def speedup(records: Iterable[TurnRecord]) -> Speedup | None:
+    """Compare the turns that were decoded both ways; `None` if none was."""
+    pairs = [(record, record.plain) for record in records if record.plain is not None]
+    if not pairs:
+        return None
+    drafted = [record.seconds / record.num_tokens for record, _ in pairs]
+    plain = [turn.seconds / turn.num_tokens for _, turn in pairs]
+    ratios = torch.tensor([slow / fast for slow, fast in zip(plain, drafted, strict=True)], dtype=torch.double)
+    quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double)).tolist()
+    same = [turn.identical for _, turn in pairs if turn.identical is not None]
+    best = [turn.num_best for _, turn in pairs]
+    return Speedup(
+        statistics.median(plain) / statistics.median(drafted),
+        *quartiles,
+        plain_tokens_per_second=sum(turn.num_tokens for _, turn in pairs) / sum(turn.seconds for _, turn in pairs),
+        plain_time_to_first_token=statistics.median(turn.prefill_seconds for _, turn in pairs),
+        identical=sum(same) if same else None,
+        best_tokens=None if None in best else sum(best),
+    )
+
+
+def metrics_table(metrics: Mapping[str, Metrics]) -> str:
+    """Return a Markdown table, one row per task."""
+    compared = any(part.speedup is not None for part in metrics.values())
+    head = [*COLUMNS, *(COMPARED_COLUMNS if compared else ())]
+    return markdown_table(head, [_row(name, part, compared) for name, part in metrics.items()])
+
+
+def comparison_table(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a Markdown table of tau and of the acceptance at the first and last position, before and after.
+
+    `before` and `after` are metrics of the same tasks, as [`Metrics.to_dict`] returns them.
+    """
+    rows = []
+    for name, old in before.items():
+        new = after[name]
+        ends = [f"{number(old['acceptance'][place])} → {number(new['acceptance'][place])}" for place in (0, -1)]
+        change = f"{new['tau'] / old['tau'] - 1:+.0%}" if old["tau"] and new["tau"] else None
+        rows.append((name, number(old["tau"]), number(new["tau"]), change, *ends))
+    return markdown_table(("task", "tau before", "tau after", "change", "position 1", "last position"), rows)
+
+
+def _row(name: str, part: Metrics, compared: bool) -> list[Any]:
+    times, first, speed = part.seconds_per_round, part.time_to_first_token, part.speedup
+    cells = [
+        name, part.prompts, part.turns, part.tokens, part.rounds, number(part.tau),
+        " ".join(map(number, part.acceptance)) or None,
+        None if part.ece_mean is None else f"{part.ece_mean:.1%}",
+        number(part.tokens_per_second, 1),
+        times and " / ".join(f"{1e3 * seconds:.2f}" for seconds in (times.draft, times.verify, times.rest)),
+        None if first is None else f"{1e3 * first:.1f}",
+    ]  # fmt: skip
+    if not compared or speed is None:
+        return cells + [None] * (3 * compared)
+    spread = f"{speed.ratio_of_medians:.2f}× ({speed.lower_quartile:.2f}–{speed.upper_quartile:.2f})"
+    counts = ((speed.identical, f"{part.turns} turns"), (speed.best_tokens, f"{part.tokens} tokens"))
+    return [*cells, spread, *(None if count is None else f"{count} of {whole}" for count, whole in counts)]
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,350 @@
+"""`profile_throughput(target, draft)`: times the passes of target and draft, for the table that schedulers read."""
+
+import functools
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import StoppingCriteriaList
+from transformers.utils.logging import tqdm
+
+from ..cpu import fast_linears
+from ..decoding.drafter import Drafter
+from ..decoding.loop import DecodingLoop
+from ..decoding.request import Call, Request, StopRule
+from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, forget_profiles
+from ..models.auto import require_pair
+from ..models.modeling_draft import DraftModel
+from ..models.slot_cache import SlotCache, SlotLayout
+from ..provenance import load_hint
+from ..sampling.distributions import TokenDistribution, draw
+from ..scheduling.costs import ForwardCost, LinearCost, ThroughputTable
+from ..scheduling.options import DecodingOptions
+from ..scheduling.policies import FullBlock, Policy
+from ..scheduling.tree_plans import MOST_NODES
+from ..scheduling.tree_policies import TreeBudget
+from ..targets.slot_attention import PackedTarget
+from ..targets.support import keeps_states, slot_cache_obstacle, tree_obstacle
+from .timed_decoding import synchronize
+
+TREE_NODES = (7, 15, 31)
+# Samples of whole rounds of one request: with a chain, and with trees.
+OF_DRAWN, OF_BEST = ("chains", "trees"), ("best_chains", "best_trees")
+ATTEMPTS = 3  # at a setting whose samples cannot be believed
+
+
+@torch.inference_mode()
+def profile_throughput(
+    target: PreTrainedModel,
+    draft: DraftModel,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16),
+    context_lengths: Sequence[int] = (64, 512),
+    repetitions: int = 9,
+    cache: bool = True,
+) -> ThroughputProfile:
+    """Measure what drafting and verifying cost on this machine, and remember it.
+
+    Afterwards `generate()` schedules by the result whenever the draft is calibrated. The models' passes and the
+    drawing of sampled tokens are timed. Where trees can be verified, so are whole rounds of one request, as the
+    decoding loop runs them: what it spends around the passes counts in all rounds.
+
+    Args:
+        target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
+        draft ([`DraftModel`]): Its draft.
+        batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
+        context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
+        repetitions (`int`): Timed passes of each kind, in turns, after one that warms up.
+        cache (`bool`): Store the result for [`find_cost`]. One with a fault after three attempts is not stored, and a
+            warning says so: repetitions far apart, or few tokens that take longer than many, show that other work
+            held the machine.
+
+    Returns:
+        [`ThroughputProfile`]
+
+    Raises:
+        ValueError: If the settings are empty, not increasing, or longer than the target's context.
+
+    Example:
+
+    ```python
+    profile = profile_throughput(target, draft, batch_sizes=(1, 4))
+    draft.decoding = DecodingOptions(policy=PrefixScheduler(profile.table))
+    ```
+    """
+    require_pair(target, draft)
+    if not draft.drafts_blocks:
+        raise ValueError(f"{type(draft).__name__} runs no draft that could be measured: measure the target with one")
+    _check_settings(target, batch_sizes, context_lengths, repetitions)
+    draft.bind(target)
+    gamma, last_stats = draft.config.block_size, draft.last_stats
+    samples: dict[str, list[Sample]] = {name: [] for name in ("target", "draft", *OF_DRAWN, *OF_BEST)}
+    lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
+    settings = list(itertools.product(context_lengths, batch_sizes))
+    # transformers' own loop, which decodes the others, keeps PyTorch's products.
+    fast = fast_linears(target, draft) if slot_cache_obstacle(target) is None else nullcontext()
+    with fast:
+        for context_length, requests in tqdm(settings, desc="profiling", disable=None):
+            setting = (requests, context_length)
+            with _verify_passes(target, lengths[requests], *setting) as passes:
+                passes = [*passes, _draft_pass(draft, *setting)]
+                if requests == 1 and draft.grows_trees and tree_obstacle(target) is None:
+                    passes += _rounds(target, draft, context_length)
+                for name, part in _believable(passes, *setting, repetitions, draft.device).items():
+                    samples[name] += part
+    draft.last_stats = last_stats  # the user's
+    profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
+    if profile.fault is not None:
+        again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
+        warnings.warn(f"this measurement is not kept: {profile.fault}, {ATTEMPTS} times; {again}", stacklevel=3)
+    elif cache:
+        profile.save(cache_folder() / f"{profile.machine.key}.json")
+        forget_profiles()
+    return profile
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One kind of pass, ready to run again and again."""
+
+    samples: str  # which ones it belongs to
+    verify_tokens: int
+    run: Callable[[], None]
+
+
+def _believable(passes: Sequence[_Pass], *setting: Any) -> dict[str, list[Sample]]:
+    """Measure until the samples can be believed, a few times at most."""
+    for _ in range(ATTEMPTS):
+        found = _measured(passes, *setting)
+        if not any(map(fault_of, found.values())):
+            break
+    return found
+
+
+def _measured(
+    passes: Sequence[_Pass], requests: int, context_length: int, repetitions: int, device: torch.device
+) -> dict[str, list[Sample]]:
+    """Time all passes in turns, after one round that warms up: what slows the machine for a while slows all alike."""
+    rounds = [[_seconds_of(each.run, device) for each in passes] for _ in range(1 + repetitions)][1:]
+    found: dict[str, list[Sample]] = {each.samples: [] for each in passes}
+    for each, times in zip(passes, zip(*rounds, strict=True), strict=True):
+        sample = Sample(requests, each.verify_tokens, requests * context_length, *_middle(times))
+        found[each.samples].append(sample)
+    return found
+
+
+def _middle(times: Sequence[float]) -> tuple[float, float]:
+    """Return the median, and how far apart the middle half lies, as a part of it."""
+    if len(times) == 1:
+        return times[0], 0.0
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return median, (upper - lower) / median
+
+
+def _check_settings(
+    target: PreTrainedModel, batch_sizes: Sequence[int], context_lengths: Sequence[int], repetitions: int
+) -> None:
+    for name, values in (("batch_sizes", batch_sizes), ("context_lengths", context_lengths)):
+        if not values or min(values) < 1 or list(values) != sorted(set(values)):
+            raise ValueError(f"{name} must be increasing whole numbers from 1 up, got {list(values)}")
+    if batch_sizes[0] != 1:
+        raise ValueError(f"batch_sizes must begin with 1, got {list(batch_sizes)}: the table begins with one request")
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and context_lengths[-1] >= longest:
+        raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
+    if len(batch_sizes) < 2 or len(context_lengths) < 2:
+        raise ValueError(
+            "telling tokens, context and overhead apart takes at least two batch sizes and two context lengths, got "
+            f"{list(batch_sizes)} and {list(context_lengths)}"
+        )
+    if repetitions < 1:
+        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
+
+
+@contextmanager
+def _verify_passes(
+    target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int
+) -> Iterator[list[_Pass]]:
+    """Prefill, and yield a pass over 1 + length tokens per request for each draft length."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    start_pass = _passes_by_slots if slot_cache_obstacle(target) is None else _passes_by_columns
+    prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
+    blocks = [torch.arange(requests * (1 + length), device=target.device) % vocab_size for length in lengths]
+    with start_pass(target, prompt, requests) as run:
+        yield [_Pass("target", len(block), functools.partial(run, block.view(requests, -1))) for block in blocks]
+
+
+@contextmanager
+def _passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Iterator[Callable[..., None]]:
+    """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt.
+
+    Recurrent layers read accepted tokens again in the next pass. So half of each block is `accepted`, unless given.
+    """
+    packed, cache = PackedTarget(target), SlotCache(requests)
+    start, part = 0, 0.5 if keeps_states(target) else 0.0
+
+    def run(tokens: torch.Tensor, accepted: int | None = None, is_prefill: bool = False, **options: Any) -> None:
+        nonlocal start
+        width = tokens.shape[1]
+        layout = SlotLayout((start,) * requests, (width,) * requests, is_prefill=is_prefill)
+        position_ids = layout.position_ids(tokens.device)
+        packed(cache, layout, input_ids=tokens.reshape(1, -1), position_ids=position_ids, **options)
+        start += math.ceil(part * width) if accepted is None else accepted
+
+    run(prompt.expand(requests, -1), accepted=prompt.shape[1], is_prefill=True, logits_to_keep=1)
+    yield run
+
+
+@contextmanager
+def _passes_by_columns(
+    target: PreTrainedModel, prompt: torch.Tensor, requests: int
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """The same as transformers' assisted loop does it."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache.batch_repeat_interleave(requests)
+    if hasattr(cache, "activate_past_recording"):  # else sliding layers forget what cropping brings back
+        cache.activate_past_recording()
+
+    def run(tokens: torch.Tensor) -> None:
+        target(tokens, past_key_values=cache, use_cache=True)
+        cache.crop(-tokens.shape[1])
+
+    yield run
+
+
+def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
+    """Let the draft read contexts; return the drafting of a block each, three tokens committed since the last one."""
+    width = len(draft.config.target_layer_ids) * draft.config.hidden_size
+    cache = SlotCache(requests)
+    anchors = torch.zeros(requests, dtype=torch.long, device=draft.device)
+
+    def draft_blocks(num_features: int) -> None:
+        features = torch.ones(requests, num_features, width, device=draft.device, dtype=draft.dtype)
+        committed_ids = torch.zeros(requests * num_features, dtype=torch.long, device=draft.device)
+        draft.draft_block(anchors, features, cache, _plain_sampler, committed_ids=committed_ids)
+
+    def one_pass() -> None:
+        draft_blocks(3)
+        for row in range(requests):
+            cache.truncate(row, context_length)
+
+    draft_blocks(context_length)
+    return _Pass("draft", requests, one_pass)
+
+
+def _rounds(target: PreTrainedModel, draft: DraftModel, context_length: int) -> list[_Pass]:
+    """Let both read a context; return rounds of one request as `generate()` runs them, with blocks and with trees,
+    drawn ones and those of the draft's best tokens."""
+    gamma, passes = draft.config.block_size, []
+    for do_sample, (chains, trees) in ((True, OF_DRAWN), (False, OF_BEST)):
+        rounds = functools.partial(_round, target, draft, context_length, do_sample)
+        passes.append(_Pass(chains, 1 + gamma, rounds(FullBlock())))
+        passes += [_Pass(trees, 1 + nodes, rounds(TreeBudget(nodes))) for nodes in TREE_NODES]
+    return passes
+
+
+def _round(
+    target: PreTrainedModel, draft: DraftModel, context_length: int, do_sample: bool, policy: Policy
+) -> Callable[[], None]:
+    """Prefill; return a round that is undone after it ran, three tokens committed since the last one."""
+    prompt = torch.arange(context_length, device=target.device)[None] % draft.config.vocab_size
+    config, nothing = GenerationConfig(do_sample=do_sample), LogitsProcessorList()
+    options = DecodingOptions(copies=False)
+    call = Call(prompt, nothing, StoppingCriteriaList(), config, {}, policy, options=options)
+    endless = context_length + 2 * (1 + MOST_NODES)
+    request = Request(0, prompt[0].cpu(), endless, nothing, StopRule(StoppingCriteriaList()))
+    drafter = Drafter(target, draft, call)
+    loop = DecodingLoop(target, drafter, call, SlotCache())
+    loop.admit([request], [prompt[0]])
+    token_ids, features = request.token_ids, torch.cat(request.features)[-3:]
+
+    def one_round() -> None:
+        loop.run_round()
+        request.token_ids, request.features = token_ids, [features]
+        loop.cache.truncate(0, context_length)
+        drafter.cache.truncate(0, context_length - len(features))
+
+    return one_round
+
+
+def _plain_sampler(
+    logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+) -> tuple[torch.Tensor, TokenDistribution]:
+    """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
+    distribution = TokenDistribution(logits.softmax(dim=-1), candidate_ids)
+    return draw(distribution, torch.rand(len(logits), device=logits.device)), distribution
+
+
+def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    one_pass()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputProfile:
+    (target_cost, target_fit), (draft_cost, draft_fit) = (
+        ForwardCost.fit(
+            [sample.context_tokens for sample in part],
+            [sample.verify_tokens for sample in part],
+            [sample.seconds for sample in part],
+        )
+        for part in (samples["target"], samples["draft"])
+    )
+    provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
+    provenance["measured"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
+    table = _table(samples, shortest, gamma, target_cost.alpha + draft_cost.alpha, provenance)
+    fit = {"target": target_fit, "draft": draft_fit}
+    return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)
+
+
+def _table(
+    samples: dict[str, list[Sample]], shortest: int, gamma: int, context_seconds: float, provenance: dict[str, Any]
+) -> ThroughputTable:
+    """Return each point at the shortest context, less what that context costs: the table adds the actual one."""
+
+    def known(name: str) -> list[tuple[Sample, float]]:
+        part = [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
+        less = [sample.seconds - context_seconds * sample.context_tokens for sample in part]
+        return [(sample, max(seconds, sample.seconds / 2)) for sample, seconds in zip(part, less, strict=True)]
+
+    drafting = {sample.requests: sample.seconds for sample, _ in known("draft")}
+    rounds = {
+        sample.verify_tokens: seconds + drafting[sample.requests]
+        for sample, seconds in known("target")
+        if sample.requests == 1 or sample.verify_tokens == sample.requests * (1 + gamma)
+    }
+    around, faster = _beside_passes(samples)
+    tokens = tuple(sorted(rounds))
+    rates = tuple(1 / (rounds[count] + around) for count in tokens)
+    return ThroughputTable(
+        tokens, rates, min(drafting[1], 0.9 / max(rates)), context_seconds, provenance,
+        trees=tuple((sample.verify_tokens - 1, seconds) for sample, seconds in known(OF_DRAWN[1])),
+        best_trees=tuple((sample.verify_tokens - 1, seconds + faster) for sample, seconds in known(OF_BEST[1])),
+    )  # fmt: skip
+
+
+def _beside_passes(samples: dict[str, list[Sample]]) -> tuple[float, float]:
+    """Return the seconds that the loop spends around the passes of a round, what these lose by taking turns included;
+    and how much faster chains of best tokens are drafted than drawn ones, as they are in all rounds of the table.
+    The least of all contexts: a round that is slow because of where its memory lies is so in every repetition."""
+    drawn, best = samples[OF_DRAWN[0]], samples[OF_BEST[0]]
+    passes = {(sample.context_tokens, sample.verify_tokens): sample.seconds for sample in samples["target"]}
+    drafting = {sample.context_tokens: sample.seconds for sample in samples["draft"] if sample.requests == 1}
+    around = [
+        chain.seconds - passes[chain.context_tokens, chain.verify_tokens] - drafting[chain.context_tokens]
+        for chain in drawn
+    ]
+    faster = [chain.seconds - other.seconds for chain, other in zip(drawn, best, strict=True)]
+    return max(0.0, min(around, default=0.0)), max(0.0, min(faster, default=0.0))

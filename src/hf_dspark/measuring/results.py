@@ -1,0 +1,178 @@
+"""Result files: what was measured, of which pair, with its provenance. Cards and figures are made of nothing else."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..decoding.call import effective_config
+from ..files import digest, replace_text
+from ..formats.files import read_json
+from ..models.modeling_draft import DraftModel, input_device
+from ..provenance import provenance
+from ..scheduling.costs import StepCost
+from ..scheduling.policies import Policy
+from ..targets.fingerprint import weight_hash
+
+# What a result file of each kind must hold, besides who was measured and where.
+REQUIRED = {
+    "acceptance": {"sampling": dict, "policy": str, "domains": dict},
+    "evaluation": {
+        "sampling": dict, "policy": str | None, "max_new_tokens": int | None, "batch_size": int, "tasks": dict,
+        "failed": list, "records": list,
+    },
+    "calibration": {
+        "domain": str, "num_prompts": int, "ece_before": list, "ece_after": list, "auc": float | int | None,
+    },
+    "training": {"arguments": dict, "num_rows": int | None, "steps": int, "metrics": dict},
+}  # fmt: skip
+WHOLE_BLOCK = "FullBlock()"
+COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
+MAX_BYTES = 2**29  # an evaluation keeps every round
+UNFINISHED = "*.settings.json"  # beside what an interrupted run has finished: no result
+# How `generate()` samples unless its arguments or the target's generation config say something else.
+SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50}
+
+
+def describe_target(target: PreTrainedModel) -> dict[str, Any]:
+    """Return what identifies a target: where it was loaded from, at which revision, in which dtype; where it is."""
+    return {
+        "name": _name(target),
+        "revision": getattr(target.config, "_commit_hash", None),
+        "dtype": str(target.dtype),
+        "device": str(input_device(target.get_input_embeddings())),
+    }
+
+
+def describe_draft(draft: DraftModel) -> dict[str, Any]:
+    """Return what identifies a draft, and the facts of its architecture that a reader of a result wants."""
+    config = draft.config
+    return {
+        "name": _name(draft),
+        "revision": getattr(config, "_commit_hash", None),
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "markov_head": getattr(config, "markov_head_type", None) if config.markov_rank else None,
+        "markov_rank": config.markov_rank,
+        "num_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "weights": weight_hash(draft),
+    }
+
+
+def describe_policy(policy: Policy) -> str:
+    """Return what identifies a policy: its values, of a whole table of costs a hash."""
+    values = (
+        {part.name: getattr(policy, part.name) for part in fields(policy) if part.repr}
+        if is_dataclass(policy)
+        else {name: value for name, value in vars(policy).items() if isinstance(value, (str, int, float))}
+    )
+    return f"{type(policy).__name__}({', '.join(f'{name}={_described(value)}' for name, value in values.items())})"
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "plan_verify"):
+        return describe_policy(value)
+    return f"{type(value).__name__}[{digest(repr(value))[:8]}]" if isinstance(value, StepCost) else repr(value)
+
+
+def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
+    """Return how a target decodes: `do_sample`, the distribution that is sampled with the seed, and
+    `max_new_tokens`."""
+    config = effective_config(target, generate_kwargs)
+    if not config.do_sample:
+        return {"do_sample": False, "max_new_tokens": config.max_new_tokens}
+    named = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    found = {name: value for name, value in named.items() if value is not None}
+    return {"do_sample": True} | SAMPLED_BY_DEFAULT | found | {"max_new_tokens": config.max_new_tokens, "seed": seed}
+
+
+def write_result(
+    path: str | Path, kind: str, target: Mapping[str, Any], draft: Mapping[str, Any], **found: Any
+) -> dict[str, Any]:
+    """Write a result file of one of the [`REQUIRED`] kinds at once, or not at all; return what it holds."""
+    origin = provenance(target.get("device", "cpu"))
+    result = {"kind": kind, "provenance": origin, "target": dict(target), "draft": dict(draft), **found}
+    _check(result, str(path))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    replace_text(Path(path), _as_text(result))
+    return result
+
+
+def _as_text(result: Mapping[str, Any]) -> str:
+    """Return the JSON of a result; records, which are many and long, in a line each."""
+    records = ",\n".join(json.dumps(record, allow_nan=False) for record in result.get("records", ()))
+    rest = {name: value for name, value in result.items() if name != "records"}
+    text = json.dumps(rest, indent=1, allow_nan=False)
+    return f'{text[:-2]},\n "records": [\n{records}\n ]\n}}\n' if "records" in result else f"{text}\n"
+
+
+def result_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Return result files, all `*.json` files of folders among them; a `ValueError` names what is not there."""
+    files: list[Path] = []
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
+        if not path.exists():
+            raise ValueError(f"there is no result file and no folder {path}: hf-dspark eval and calibrate write some")
+        files += sorted({*path.glob("*.json")} - {*path.glob(UNFINISHED)}) if path.is_dir() else [path]
+    return files
+
+
+def read_results(paths: str | Path | Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Read result files, and all `*.json` files of folders; a `ValueError` says what another file lacks."""
+    files = result_files(paths)
+    results = [read_json(file, MAX_BYTES) for file in files]
+    for file, result in zip(files, results, strict=True):
+        _check(result, str(file))
+    return results
+
+
+def _check(result: dict[str, Any], where: str) -> None:
+    kind = result.get("kind")
+    if not isinstance(kind, str) or kind not in REQUIRED:
+        raise ValueError(f"{where}: a result file says of which kind it is, one of {sorted(REQUIRED)}, got {kind!r}")
+    needed = COMMON | REQUIRED[kind]
+    lacking = [name for name in needed if name not in result]
+    if lacking:
+        raise ValueError(f"{where}: a result of the kind {kind!r} needs {', '.join(lacking)}")
+    wrong = [name for name, types in needed.items() if not isinstance(result[name], types)]
+    for parts in (result.get("domains"), result.get("tasks")):
+        if isinstance(parts, dict):
+            wrong += [name for name, part in parts.items() if not isinstance(part, dict)]
+    if wrong:
+        raise ValueError(f"{where}: {', '.join(wrong)} of a result of the kind {kind!r} are of another type")
+
+
+def _name(model: PreTrainedModel) -> str:
+    """Return the Hub id of a model, or the last part of the folder it was loaded from; nothing of the disk."""
+    name = model.config._name_or_path
+    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
+
+
+def regime_of(sampling: Mapping[str, Any]) -> str:
+    """Return what `generate()`'s arguments mean for drawing: greedy, or temperature and truncation."""
+    if not sampling.get("do_sample", False):
+        return "greedy"
+    parts = [f"temperature {sampling.get('temperature') or 1:g}"]
+    parts += [f"top-k {sampling['top_k']}"] if sampling.get("top_k") else []
+    parts += [f"top-p {sampling['top_p']:g}"] if (sampling.get("top_p") or 1) < 1 else []
+    parts += [f"min-p {sampling['min_p']:g}"] if sampling.get("min_p") else []
+    return ", ".join(parts)
+
+
+def short_policy(policy: str | None) -> str:
+    """Return a policy's repr without the tables inside it."""
+    text = policy or WHOLE_BLOCK
+    threshold = re.search(r"ConfidenceThreshold\(threshold=([\d.eE+-]+), cumulative=(True|False)\)", text)
+    if threshold:
+        return f"{'survival' if threshold[2] == 'True' else 'confidence'} threshold {float(threshold[1]):g}"
+    names = re.findall(r"([A-Z]\w*(?:Block|Scheduler|Drafting|Limit))\b", text)
+    if not names or names[0] == "FullBlock":
+        return "whole block" if names else text
+    limits = re.findall(r"tpot_seconds=([\d.eE+-]+), mode='(\w+)'", text)
+    shown = [f"{1e3 * float(seconds):g} ms, {mode}" for seconds, mode in limits]
+    shown += [f"lag {lag}" for lag in re.findall(r"\blag=(\d+)", text)]
+    return ", ".join([" of ".join(names), *shown])

@@ -1,0 +1,1 @@
+"""Token distributions, draft trees, rejection sampling and noise: torch and numpy only."""

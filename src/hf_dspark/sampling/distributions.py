@@ -1,0 +1,246 @@
+"""Draft blocks, distributions of tokens, and what is drawn from them.
+
+Shape letters used in the whole package: B requests, S context positions, N anchors, γ draft tokens in a block
+(`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+# `largest` and `arg_max` on a CPU: vocabularies from this size on are searched by groups of so many tokens.
+LARGE_VOCABULARY = 2**15
+GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class TokenDistribution:
+    """Distributions over the vocabulary, one per row, dense or on a few candidates."""
+
+    probs: torch.Tensor  # [..., n]
+    candidate_ids: torch.Tensor | None = None  # [..., n], distinct; other tokens are impossible. `None`: n = V
+
+    @classmethod
+    def stack(cls, distributions: "list[TokenDistribution]") -> "TokenDistribution":
+        """Return distributions `[B, n]` as one `[B, len(distributions), n]`."""
+        candidates = (
+            None
+            if distributions[0].candidate_ids is None
+            else torch.stack([distribution.candidate_ids for distribution in distributions], dim=1)
+        )
+        return cls(torch.stack([distribution.probs for distribution in distributions], dim=1), candidates)
+
+    def __getitem__(self, index) -> "TokenDistribution":
+        """Select rows by an index into the leading dimensions."""
+        return TokenDistribution(self.probs[index], None if self.candidate_ids is None else self.candidate_ids[index])
+
+    def dense(self, vocab_size: int) -> "TokenDistribution":
+        """Return the same distributions over the whole vocabulary, `[..., V]`."""
+        if self.candidate_ids is None:
+            return self
+        full = self.probs.new_zeros(*self.probs.shape[:-1], vocab_size)
+        return TokenDistribution(full.scatter(-1, self.candidate_ids, self.probs))
+
+    def probability(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the probabilities of some tokens of each row, `[..., m]` for `[..., m]`."""
+        if self.candidate_ids is None:
+            return self.probs.gather(-1, token_ids)
+        same = token_ids[..., :, None] == self.candidate_ids[..., None, :]
+        return (same * self.probs[..., None, :]).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """One drafted block per request, before any of it is verified."""
+
+    token_ids: torch.Tensor  # x_1..x_γ, [B, γ]
+    # [B, γ], what each token was drawn from: after temperature, truncation and all processors. `None` when the tokens
+    # are arg-max: then the distribution is one-hot, and any cut-off is lossless.
+    distribution: TokenDistribution | None
+    confidence_logits: torch.Tensor | None  # of c_k, [B, γ], known before x_k was drawn; `None` without such a head
+    # Slots for which the draft gave no distribution, since its numbers overflowed, [B, γ]; known before x_k was drawn,
+    # too.
+    broken: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class VerifiedBlock:
+    """What the target made of a block."""
+
+    num_accepted: torch.Tensor  # draft tokens, without the bonus token, [B]
+    # [B]: the residual draw after a rejection, else the bonus token; -1 if the target has no distribution there.
+    next_token_ids: torch.Tensor
+    paths: "list[list[int]] | None" = None  # the accepted places, where trees were drafted
+
+
+class Sampler(Protocol):
+    """Draws one draft token per request; supplied by the caller so that drafts and target share their processors."""
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, TokenDistribution | None]:
+        """Draw token ids `[B]` from `softmax(logits)`, `[B, n]`, processed; return them with their distribution.
+
+        `drafted_ids` `[B, k-1]` is the block so far, without the anchor. The distribution of an arg-max draw is
+        `None`.
+        """
+
+
+class Grower(Protocol):
+    """Draws the children of one level of trees after another; supplied by the caller, as a [`Sampler`] is."""
+
+    max_depth: int
+    reads_confidence: bool
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[list[int], list[int]]:
+        """Draw children of the nodes of a level from `softmax(logits)`, `[F, n]`, processed. The confidences are those
+        of c_k after each node, `[F]`. Return the next level: the number of each node's parent, and its token."""
+
+
+def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest scores `[..., count]` of each row, the best first, and their ids: `topk` for vocabularies.
+
+    On a CPU `topk` looks at every entry of a large vocabulary with its index beside it. The best of each group of
+    tokens are found in a fraction of that time; a token can be among the `count` largest only in one of the `count`
+    best groups, so that what is left to search is small. Which of several equal scores are named may differ.
+    """
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size < LARGE_VOCABULARY or size // GROUP_SIZE < 4 * count:
+        return scores.topk(count, dim=-1)
+    members = _members(_group_maxima(scores).topk(count, dim=-1, sorted=False).indices, size)
+    values, index = scores.gather(-1, members).topk(count, dim=-1)
+    return values, members.gather(-1, index)
+
+
+def arg_max(scores: torch.Tensor) -> torch.Tensor:
+    """Return the id of the largest of scores `[..., V]`, of equal ones the first, by groups as in [`largest`]."""
+    if scores.device.type != "cpu" or scores.shape[-1] < LARGE_VOCABULARY:
+        return scores.argmax(dim=-1)
+    members = _members(_group_maxima(scores).argmax(dim=-1, keepdim=True), scores.shape[-1])
+    return members.gather(-1, scores.gather(-1, members).argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+
+def best_tokens(scores: torch.Tensor, candidate_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the token of the largest score of each row, `[n]`, of equal ones the first of the vocabulary; the scores
+    are those of the candidates, if given."""
+    if candidate_ids is None:
+        return arg_max(scores)
+    is_less = scores < scores.amax(dim=-1, keepdim=True)  # nothing is less than NaN
+    return candidate_ids.masked_fill(is_less, torch.iinfo(candidate_ids.dtype).max).amin(dim=-1)
+
+
+def _group_maxima(scores: torch.Tensor) -> torch.Tensor:
+    """Return the best score of each whole group of tokens, `[..., V // GROUP_SIZE]`."""
+    num_groups = scores.shape[-1] // GROUP_SIZE
+    return scores[..., : num_groups * GROUP_SIZE].unflatten(-1, (num_groups, GROUP_SIZE)).amax(dim=-1)
+
+
+def _members(groups: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return the tokens of some groups `[..., n]`, and after them those at the end that are too few for a group."""
+    members = (groups[..., None] * GROUP_SIZE + torch.arange(GROUP_SIZE, device=groups.device)).flatten(-2)
+    rest = torch.arange(vocab_size // GROUP_SIZE * GROUP_SIZE, vocab_size, device=groups.device)
+    return torch.cat([members, rest.expand(*groups.shape[:-1], -1)], dim=-1)
+
+
+def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return `[..., V]` scores that are minus infinity outside the candidates."""
+    full = scores.new_full((*scores.shape[:-1], vocab_size), -torch.inf)
+    return full.scatter(-1, candidate_ids, scores)
+
+
+def greedy_sampler(
+    logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """Draw the arg-max; a [`Sampler`] without processors."""
+    return best_tokens(logits, candidate_ids), None
+
+
+def draw(distribution: TokenDistribution, uniform: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise.
+
+    It is -1 where there is no distribution: a softmax of scores that are NaN or infinite, or of no possible token, is
+    all NaN.
+    """
+    index = invert(distribution.probs, uniform[:, None])
+    token_ids = (index if distribution.candidate_ids is None else distribution.candidate_ids.gather(-1, index))[:, 0]
+    return token_ids.masked_fill(distribution.probs[:, 0].isnan(), -1)
+
+
+def invert(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the first index whose cumulative probability exceeds the noise, `[B, 1]`.
+
+    `probs` `[B, n]` need not sum to one. The noise `[B, 1]` must stay so far below 1 that its product with their sum
+    rounds below the sum: else a last, impossible token could be drawn.
+    """
+    # In float32 the sum over 152 thousand entries is off by more than the rarest of them.
+    cumulative = probs.cumsum(dim=-1, dtype=uniform.dtype)
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    return index.clamp_max(probs.shape[-1] - 1)  # NaN sorts after everything
+
+
+def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
+    """Return max(p_t - p_d, 0), normalised: the distribution of the token that replaces a rejected one, `[..., n]`.
+
+    Both distributions must stand on every token that the target's makes possible. Where they agree to rounding,
+    rejection has probability zero and the residual is 0/0: the target's distribution stands in.
+    """
+    residual = (target_probs - draft_probs).clamp_min(0.0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, residual / mass.clamp_min(torch.finfo(mass.dtype).tiny), target_probs)
+
+
+def verify_greedily(
+    block: DraftBlock, lengths: torch.Tensor, target_ids: torch.Tensor, first_rows: torch.Tensor
+) -> VerifiedBlock:
+    """Accept arg-max drafts as long as they are the target's arg-max; the token after them is the target's.
+
+    `lengths` `[B]` are the scheduled draft tokens l. `target_ids` `[sum of 1 + l]` holds the target's arg-max after
+    the anchor and after each of them, request by request, starting at `first_rows` `[B]`.
+    """
+    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
+    after_prefix = target_ids[(first_rows[:, None] + slots).clamp_max(len(target_ids) - 1)]
+    matches = (after_prefix == block.token_ids) & (slots < lengths[:, None])
+    num_accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
+    return VerifiedBlock(num_accepted, target_ids[first_rows + num_accepted])
+
+
+def draft_probabilities(block: DraftBlock, slots: torch.Tensor, following: TokenDistribution) -> torch.Tensor:
+    """Return p_d at one slot of each request, for the tokens on which the target's distribution `[B, n]` stands, `[B,
+    n]`."""
+    requests = torch.arange(len(slots), device=slots.device)
+    distribution = None if block.distribution is None else block.distribution[requests, slots]
+    return on_support(distribution, block.token_ids[requests, slots], following)
+
+
+def on_support(
+    draft_distribution: TokenDistribution | None, drafted_ids: torch.Tensor, target_distribution: TokenDistribution
+) -> torch.Tensor:
+    """Return p_d `[..., n]` of the tokens on which distributions `[..., n]` of the target stand. Drafts without a
+    distribution were arg-max: all is on the drafted token."""
+    if draft_distribution is None:
+        tokens = drafted_ids[..., None]
+        if target_distribution.candidate_ids is not None:
+            return (target_distribution.candidate_ids == tokens).to(target_distribution.probs)
+        return torch.zeros_like(target_distribution.probs).scatter(-1, tokens, 1.0)
+    if target_distribution.candidate_ids is not None:
+        return draft_distribution.probability(target_distribution.candidate_ids)
+    return draft_distribution.dense(target_distribution.probs.shape[-1]).probs
+
+
+def drafted_probabilities(
+    block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return p_t and p_d of the drafted tokens, `[B, γ]` each; after the scheduled length they mean nothing."""
+    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
+    rows = (first_rows[:, None] + slots).clamp_max(len(target_distribution.probs) - 1)
+    if target_distribution.candidate_ids is None:
+        target_probs = target_distribution.probs[rows, block.token_ids]
+    else:
+        target_probs = target_distribution[rows].probability(tokens)[..., 0]
+    draft_probs = (
+        torch.ones_like(target_probs) if block.distribution is None else block.distribution.probability(tokens)[..., 0]
+    )
+    return target_probs, draft_probs

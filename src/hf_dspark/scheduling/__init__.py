@@ -1,0 +1,1 @@
+"""Which draft tokens to verify: policies, step costs, calibration and prompt lookup."""

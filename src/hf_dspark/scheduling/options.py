@@ -1,0 +1,71 @@
+"""How to decode with a draft: one object, which the draft carries and a call may bring."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+
+from ..messages import shortened
+from .policies import Policy, RoundOutcome
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How to decode with a draft: `draft.decoding` holds for `generate()`, other functions take one for a call.
+
+    Args:
+        policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. Default:
+            [`TreeScheduler`] or [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this
+            machine's throughput is known, as long as rounds take as long as that promises; else [`FullBlock`].
+        trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where calibration has measured
+            them, and the target can verify them.
+        copies (`bool`): Whether trees also get a branch that repeats what followed an earlier match of the text's end.
+        other_tokens (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward
+            pass, or a function that returns them.
+        domain (`str`, *optional*): Whose temperatures calibrate the confidences. Default: the sampling regime's.
+        observer (`Callable`, *optional*): Is called with the [`RoundOutcome`] of each round.
+        use_transformers_loop (`bool`): Whether transformers' own assisted loop verifies and commits, one sequence at
+            a time; for comparison.
+
+    Raises:
+        TypeError: If `policy` is no policy.
+        ValueError: If `other_tokens` is no number of tokens.
+
+    Example:
+
+    ```python
+    draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5), other_tokens=64)
+    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
+    draft.decoding = DecodingOptions()  # the defaults again
+    ```
+    """
+
+    policy: Policy | None = None
+    trees: bool | None = None
+    copies: bool = True
+    other_tokens: int | Callable[[], int] = 0
+    domain: str | None = None
+    observer: Callable[[RoundOutcome], None] | None = None
+    use_transformers_loop: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, type):
+            raise TypeError(f"policy must be a policy, got the class {self.policy.__name__}: call it")
+        if not isinstance(self.policy, Policy | None):
+            raise TypeError(
+                f"policy must be a hf_dspark.Policy, got {shortened(self.policy)}: pass FullBlock(), "
+                "ConfidenceThreshold(0.5), PrefixScheduler(cost), one of your own, or None for the default"
+            )
+        if self.trees is not None and self.policy is not None:
+            raise ValueError(
+                f"trees={self.trees} chooses the default policy, got policy={shortened(self.policy)}, too: drop one"
+            )
+        if not callable(self.other_tokens):
+            self.tokens_of_others()
+
+    def tokens_of_others(self) -> int:
+        """Return what the rest of the engine adds to the coming pass."""
+        tokens = self.other_tokens() if callable(self.other_tokens) else self.other_tokens
+        if not (isinstance(tokens, Real) and math.isfinite(tokens) and tokens >= 0):
+            raise ValueError(f"other_tokens must be a number of tokens, 0 or more, got {tokens!r}")
+        return int(tokens)

@@ -1,0 +1,290 @@
+"""How a tree of drafts is shaped: what is expected of a node before it is drawn, and which nodes are worth a place.
+
+A level is decided from the levels above it: from survivals, confidences and distributions that are known before its
+draws.
+"""
+
+import functools
+import heapq
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..sampling.trees import DraftTree
+
+MOST_SIBLINGS = 6
+MOST_NODES = 63  # of one request
+LEAST_PROBABILITY = 1e-6
+# Best tokens are grown down to this part of the survival that the last node sent is expected to have.
+BELOW_EXPECTATION = 0.5
+
+
+@dataclass(frozen=True)
+class SiblingAcceptance:
+    """The probability that a child is the one that is accepted, from what is known before it is drawn.
+
+    Args:
+        is_drawn (`bool`): Whether drafts are drawn. Else they are the draft's best tokens.
+        fits (`Sequence`): Slope and offset of a logit. For best tokens one pair, on the draft's own probability of
+            the child. For drawn ones a pair for each rank, on c_k of the parent: the probability that the child is
+            accepted after those before it were rejected.
+        means (`Sequence`): Mean probability that the child of each rank is accepted where the parent was, by depth,
+            `[γ, ranks]`.
+        best (`Sequence[float]`): How often the best node of a tree was accepted, the second best, and so on. Trees
+            follow what is known in each round, so they commit more than the mean tree. Empty where it was not counted.
+        chain (`Sequence[float]`): How often the first token of a chain was accepted, the first two, and so on: drawn
+            ones are verified as a whole, and easy stretches come together. Empty where it was not counted.
+    """
+
+    is_drawn: bool
+    fits: Sequence[tuple[float, float]]
+    means: Sequence[Sequence[float]]
+    best: Sequence[float] = ()
+    chain: Sequence[float] = ()
+
+    @functools.cached_property
+    def _fits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slopes, and by what an offset multiplies the odds against a child."""
+        slopes, offsets = np.array(self.fits, dtype=float).T
+        return slopes, np.exp(-offsets)
+
+    @functools.cached_property
+    def _means(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(map(tuple, self.means))
+
+    def shares(self, known: np.ndarray) -> np.ndarray:
+        """Return the expectation for each rank, `[F, ranks]`: of the draft's probabilities of its best tokens,
+        `[F, ranks]`, or of confidences `[F, 1]`."""
+        slopes, factors = self._fits
+        inside = np.minimum(np.maximum(known, LEAST_PROBABILITY), 1 - LEAST_PROBABILITY)
+        chances = 1.0 / (1.0 + factors * ((1.0 - inside) / inside) ** slopes)
+        if self.is_drawn:
+            before = np.cumprod(1.0 - chances, axis=1)
+            chances[:, 1:] *= before[:, :-1]
+        return np.minimum.accumulate(chances, axis=1)
+
+    def descendants(self, depth: int, most: int) -> np.ndarray:
+        """Return what to expect of the descendants of a node at a depth, the best first: survivals given its own."""
+        return _descendants(self._means, depth, most)
+
+    def best_nodes(self, most: int) -> np.ndarray:
+        """Return what to expect of the nodes of a tree, the best first: counted, or those of the mean tree."""
+        return np.array(self.best[:most]) if self.best else self.descendants(0, most)
+
+    def of_chain(self) -> np.ndarray:
+        """Return the survivals of a chain, `[γ]`: counted, or those of the first children of the mean tree."""
+        return np.array(self.chain) if self.chain else np.cumprod([row[0] for row in self.means])
+
+    def to_dict(self) -> dict[str, list]:
+        rows = {name: [list(row) for row in getattr(self, name)] for name in ("fits", "means")}
+        return rows | {"best": list(self.best), "chain": list(self.chain)}
+
+
+@dataclass(frozen=True)
+class TreeProspects:
+    """What is known about the trees of a round before it: see [`Policy.plan_tree`]."""
+
+    siblings: SiblingAcceptance
+    # Of each request, how probable each token is that could be copied from the sequence itself, if those before it
+    # are right.
+    copies: Sequence[Sequence[float]] = ()
+    most: float = math.inf  # nodes of all requests together
+
+
+def check_siblings(entry: Any, block_size: int) -> None:
+    """Raise a `ValueError` unless these are pairs of numbers, and γ rows of probabilities."""
+    if not isinstance(entry, Mapping) or set(entry) | {"best", "chain"} != {"fits", "means", "best", "chain"}:
+        raise ValueError(f"acceptances must have 'fits' and 'means', got {entry!r}: calibrate the draft again")
+    pairs, rows, best, chain = entry["fits"], entry["means"], entry.get("best", ()), entry.get("chain", ())
+    numbers = [number for row in [*pairs, *rows, best, chain] for number in row]
+    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+        raise ValueError("expected acceptances must be finite numbers: calibrate the draft again")
+    if not 1 <= len(pairs) <= MOST_SIBLINGS or any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"fits of acceptances must be 1 to {MOST_SIBLINGS} pairs, got {pairs!r}")
+    if len(rows) != block_size or not all(row and 0 <= min(row) and max(row) <= 1 for row in rows):
+        raise ValueError(f"mean acceptances must be {block_size} rows of probabilities, got {len(rows)} rows")
+    for name, counted in (("the best nodes", best), ("a chain", chain)):
+        if list(counted) != sorted(counted, reverse=True) or (counted and not 0 <= counted[-1] <= counted[0] <= 1):
+            raise ValueError(f"acceptances of {name} must be falling probabilities, got {counted!r}")
+    if chain and len(chain) != block_size:
+        raise ValueError(f"acceptances of a chain must be {block_size} probabilities, got {len(chain)}")
+
+
+DEFAULT_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)
+DEFAULT_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
+
+
+def no_acceptance(is_drawn: bool) -> SiblingAcceptance:
+    """Return what to expect of a draft that proposes nothing."""
+    return SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.0,),))
+
+
+def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:
+    """Return what holds for many drafts, for those of which nothing was measured."""
+    fits = DEFAULT_DRAWN if is_drawn else ((1.0, 0.0),)
+    return SiblingAcceptance(is_drawn, fits, (DEFAULT_BEST,) * block_size)
+
+
+@functools.lru_cache(maxsize=256)
+def _descendants(means: tuple[tuple[float, ...], ...], depth: int, most: int) -> np.ndarray:
+    """Walk down the mean tree, best first."""
+    found: list[float] = []
+    waiting = [(-share, depth, rank) for rank, share in enumerate(means[depth])] if depth < len(means) else []
+    heapq.heapify(waiting)
+    while waiting and len(found) < most:
+        negative, level, _ = heapq.heappop(waiting)
+        found.append(-negative)
+        for rank, share in enumerate(means[level + 1] if level + 1 < len(means) else ()):
+            heapq.heappush(waiting, (negative * share, level + 1, rank))
+    return np.array(found)
+
+
+class TreePlan(ABC):
+    """The plan of one round's trees; it is asked level by level."""
+
+    cut: float  # survival that a node must have, as far as is known
+    drafts: bool = True  # whether the draft runs, and not only what can be copied is sent
+    gain: float = 1.0  # expected throughput over that of the best chain
+
+    @abstractmethod
+    def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
+        """Return how many children each node of a level gets, `[F]`.
+
+        Args:
+            depth (`int`): Of the nodes, 0 for anchors.
+            rows (`Sequence[int]`): The request of each node, `[F]`.
+            survivals (`np.ndarray` of shape `[F, ranks]`): Predicted for the children, falling with the rank.
+            trees (`Sequence[DraftTree]`): Of each request, so far.
+        """
+
+    @abstractmethod
+    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
+        """Tell whether one more node of such a survival, known before, may join a tree that is otherwise grown."""
+
+    @abstractmethod
+    def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
+        """Return the places that are sent, of trees of best tokens. Of drawn nodes all must be sent."""
+
+
+@dataclass
+class BudgetPlan(TreePlan):
+    """The best `num_nodes` of each request."""
+
+    num_nodes: int
+    siblings: SiblingAcceptance
+    cut: float = field(default=0.0, init=False)
+
+    def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
+        counts, rows, cuts = np.zeros(len(rows), dtype=int), np.asarray(rows), []
+        for row in sorted(set(rows.tolist())):
+            of_row = rows == row
+            children, tree = survivals[of_row], trees[row]
+            left, above = self.num_nodes - tree.num_nodes, ()
+            if not self.siblings.is_drawn:  # a better node may take the place of one that was grown
+                left, above = self.num_nodes, tree.survivals
+            if left < 1:
+                continue
+            flat, below = children.ravel(), self.siblings.descendants(depth + 1, left)
+            pool = np.concatenate([above, flat, np.multiply.outer(flat, below).ravel()])
+            cut = np.partition(pool, len(pool) - left)[len(pool) - left] if left < len(pool) else 0.0
+            if not self.siblings.is_drawn:
+                cut *= BELOW_EXPECTATION
+            reached = children >= max(cut, LEAST_PROBABILITY)
+            counts[of_row] = _best(children, reached, left).sum(axis=1)
+            cuts.append(cut)
+        self.cut = min(cuts, default=1.0)
+        return counts
+
+    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
+        return survival >= max(self.cut, LEAST_PROBABILITY) and (
+            not self.siblings.is_drawn or tree.num_nodes < self.num_nodes
+        )
+
+    def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
+        return [_best_places(tree, self.num_nodes) for tree in trees]
+
+
+@dataclass
+class PricePlan(TreePlan):
+    """Every node that survives often enough to pay for its place in the pass.
+
+    Args:
+        cut (`float`): The survival from which on a node pays.
+        most (`int`): Nodes of each request at most.
+        in_all (`int`): Nodes of all requests at most.
+        base_tokens (`int`): Tokens of a round without drafts.
+        seconds (`np.ndarray` of shape `[in_all + 1]`, *optional*): Of rounds that verify 0, 1, ... nodes: then the
+            best number of the grown nodes is sent.
+        drafts (`bool`): Whether the draft runs.
+        gain (`float`): Expected throughput over that of the best chain.
+    """
+
+    cut: float
+    most: int
+    in_all: int
+    base_tokens: int = 0
+    seconds: np.ndarray | None = None
+    drafts: bool = True
+    gain: float = 1.0
+
+    def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
+        grown = [tree.num_nodes for tree in trees]
+        reached = survivals >= self.cut
+        counts = reached.sum(axis=1)
+        if counts.sum() <= min(self.most - max(grown), self.in_all - sum(grown)):  # there is room for all of them
+            return counts
+        reached = _best_of_each(survivals, reached, np.asarray(rows), self.most - np.array(grown))
+        return _best(survivals, reached, self.in_all - sum(grown)).sum(axis=1)
+
+    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
+        return (
+            survival >= self.cut and tree.num_nodes < self.most and sum(each.num_nodes for each in trees) < self.in_all
+        )
+
+    def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
+        every = itertools.chain.from_iterable(tree.survivals for tree in trees)
+        survivals = np.sort(np.fromiter(every, dtype=float))[::-1]
+        count = len(survivals)
+        if self.seconds is not None:
+            tokens = self.base_tokens + np.concatenate([[0.0], survivals.cumsum()])
+            count = best_count(tokens, self.seconds[: len(tokens)])
+        cut = float(survivals[count - 1]) if count else 2.0
+        return [[place for place, each in enumerate(tree.survivals, start=1) if each >= cut] for tree in trees]
+
+
+def best_count(kept_tokens: np.ndarray, seconds: np.ndarray) -> int:
+    """Return the number of nodes with the best throughput, of expected tokens and seconds with 0, 1, ... nodes."""
+    return int((kept_tokens / seconds).argmax())
+
+
+def _best(survivals: np.ndarray, reached: np.ndarray, most: int) -> np.ndarray:
+    """Return the best of those that are reached, `most` in all, `[F, ranks]`."""
+    if np.count_nonzero(reached) <= most:
+        return reached
+    return _best_of_each(survivals, reached, np.zeros(len(survivals), dtype=int), np.array([most]))
+
+
+def _best_of_each(survivals: np.ndarray, reached: np.ndarray, owners: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Return the best of those that are reached, `most[owner]` of each owner, `[F, ranks]`. Of equals the first are
+    taken, and survivals fall with the rank: so no child is left out before one that is taken."""
+    if (np.bincount(owners, reached.sum(axis=1), len(most)) <= most).all():
+        return reached
+    places = np.flatnonzero(reached)
+    of_place = owners[places // reached.shape[1]]
+    order = np.argsort(2.0 * of_place - survivals.ravel()[places], kind="stable")  # of each owner, the best first
+    ascending = of_place[order]
+    number = np.arange(len(order)) - np.searchsorted(ascending, ascending)  # among those of the same owner
+    kept = reached.copy()
+    kept.ravel()[places[order[number >= most[ascending]]]] = False
+    return kept
+
+
+def _best_places(tree: DraftTree, most: int) -> list[int]:
+    """Return the nodes that survive best, in ascending order. Parents survive no less, and come first."""
+    order = sorted(range(1, 1 + tree.num_nodes), key=lambda place: -tree.survivals[place - 1])
+    return sorted(order[:most])

@@ -1,0 +1,226 @@
+"""The distribution of what trees of drafts decode is the target's own: the real loop enumerated, samples, greedy
+answers."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessorList, TopKLogitsWarper
+
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, PromptLookup
+from hf_dspark.decoding import loop, tree_drafting
+from hf_dspark.decoding.drafter import Drafter
+from hf_dspark.decoding.tree_drafting import TreeGrower
+from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.scheduling.prompt_lookup import CopyRates
+from hf_dspark.scheduling.tree_plans import PricePlan, TreePlan
+from hf_dspark.scheduling.tree_policies import TreeBudget, TreeScheduler
+from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
+from tests.distributions import HEADS, PROMPT, chi_square_p_value, distribution_of_call, make_pair
+from tests.rows import padded
+
+PROCESSORS = {"none": [], "top_k": [TopKLogitsWarper(2)]}
+ONE_ROW = PROMPT.tolist()
+
+
+def distance(monkeypatch, pair, policy, processors=(), **options):
+    processors = LogitsProcessorList(processors or PROCESSORS["top_k"])
+    found, mass, counts = enumerate_rounds(monkeypatch, *pair, policy, processors, **options)
+    assert mass == pytest.approx(1.0, abs=1e-5)
+    return found, counts
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_round_of_a_tree_has_the_targets_distribution(make_target, monkeypatch, head):
+    pair = make_pair(make_target, seed=5, **head)
+    found, counts = distance(monkeypatch, pair, TreeBudget(4), prompts=ONE_ROW)
+    assert found < 5e-6 and any(count > 2 for (count,) in counts)
+
+
+def test_a_round_without_truncation_has_the_targets_distribution(make_target, monkeypatch):
+    processors = [TopKLogitsWarper(3)]
+    found, _ = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(4), processors, prompts=ONE_ROW)
+    assert found < 5e-6
+
+
+def test_a_draft_of_independent_slots_grows_trees_too(make_target, monkeypatch):
+    pair = make_pair(make_target, seed=5, markov_rank=0, enable_confidence_head=False)
+    assert distance(monkeypatch, pair, TreeBudget(4), prompts=ONE_ROW)[0] < 5e-6
+
+
+def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeypatch):
+    assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3), prompts=ONE_ROW, rounds=2)[0] < 5e-6
+
+
+@pytest.mark.parametrize("policy", [TreeBudget(2), TreeScheduler(SLOPE)], ids=["budget", "scheduler"])
+def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatch, policy):
+    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), policy)
+    assert found < 5e-6 and max(map(sum, counts)) > 1
+
+
+@pytest.mark.parametrize("chances", [0.6, 0.1], ids=["before", "after"])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_rounds_with_copied_branches_have_the_targets_distribution(make_target, monkeypatch, chances, rounds):
+    """What is copied stands before the drawn siblings, or after the first of them."""
+    monkeypatch.setattr(CopyRates, "of", lambda self, length: chances)
+    copied, honest = [], TreeGrower.copy_on
+
+    def copy_on(self, rooms):
+        honest(self, rooms)
+        copied.extend(mass == 0.0 for tree in self.trees for mass in tree.masses)
+
+    monkeypatch.setattr(TreeGrower, "copy_on", copy_on)
+    pair, every_match = make_pair(make_target, seed=5), [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
+    budget = TreeBudget(2 if rounds == 2 else 4)
+    found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, copies=True)
+    assert found < 5e-6 and any(copied) and not all(copied)
+
+
+@pytest.mark.parametrize(("num_rows", "rounds"), [(1, 2), (2, 1)])
+def test_rounds_of_copies_alone_have_the_targets_distribution(make_target, monkeypatch, num_rows, rounds):
+    monkeypatch.setattr(CopyRates, "of", lambda self, length: 0.9)
+    target, _ = make_pair(make_target, seed=5)
+    pair = target, PromptLookup(target)
+    every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]] * num_rows
+    length = 4 if num_rows == 2 else 6
+    options = {"prompts": every_match, "rounds": rounds, "length": length, "copies": True}
+    found, counts = distance(monkeypatch, pair, TreeBudget(2), **options)
+    assert found < 5e-6 and max(map(max, counts)) > 1
+
+
+def test_a_round_of_copies_before_one_of_drafts_keeps_the_targets_distribution(make_target, monkeypatch):
+    """The draft reads what it missed in the second round."""
+    monkeypatch.setattr(CopyRates, "of", lambda self, length: 0.9)
+    plans = itertools.cycle([PricePlan(0.01, 2, 2, drafts=False), PricePlan(0.01, 2, 2)])
+    monkeypatch.setattr(TreeBudget, "plan_tree", lambda *args: next(plans))
+    drafted, honest = [], Drafter._read
+    monkeypatch.setattr(Drafter, "_read", lambda self, *args, **how: drafted.append(1) or honest(self, *args, **how))
+    every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
+    options = {"prompts": every_match, "rounds": 2, "length": 6, "copies": True}
+    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(2), **options)
+    assert found < 5e-6 and drafted and max(map(max, counts)) > 1
+
+
+class ByTheNeighbour(TreePlan):
+    """What the second row gets depends on the draw of the first."""
+
+    cut = 0.0
+
+    def admit(self, depth, rows, survivals, trees):
+        if depth == 0:
+            return np.ones(len(rows), dtype=int)
+        return np.array([row * (1 + (trees[0].token_ids == [0])) for row in rows])
+
+    def has_room(self, tree, trees, survival):
+        return False
+
+    def kept(self, trees):
+        raise AssertionError("nodes were drawn")
+
+
+def test_a_budget_by_the_neighbours_draws_keeps_the_joint_distribution(make_target, monkeypatch):
+    monkeypatch.setattr(TreeBudget, "plan_tree", lambda *args, **kwargs: ByTheNeighbour())
+    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3))
+    assert found < 5e-6 and len(counts) > 1
+
+
+def test_enumeration_catches_a_node_left_out_by_its_token(make_target, monkeypatch):
+    """As a reranking at temperature 1 would."""
+    honest = Drafter._grow_trees
+
+    def grow_trees(self, *args):
+        proposal = honest(self, *args)
+        (tree,) = proposal.trees
+        if tree.token_ids[-1] != 0:
+            for part in (tree.token_ids, tree.parents, tree.depths, tree.survivals, tree.masses):
+                part.pop()
+        return replace(proposal, lengths=torch.tensor([tree.num_nodes]))
+
+    monkeypatch.setattr(Drafter, "_grow_trees", grow_trees)
+    assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(1), prompts=ONE_ROW)[0] > 0.005
+
+
+def test_enumeration_catches_siblings_tested_in_another_order(make_target, monkeypatch):
+    honest = loop.verify_tree
+
+    def backwards(tree, distribution, accept_uniforms):
+        children = DraftTree.children
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DraftTree, "children", lambda self, place: children(self, place)[::-1])
+            return honest(tree, distribution, accept_uniforms)
+
+    monkeypatch.setattr(loop, "verify_tree", backwards)
+    assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3), prompts=ONE_ROW)[0] > 0.005
+
+
+def p_value(target, draft, policy, copies, calls=6, rows=100, length=5):
+    draft.decoding, counts = DecodingOptions(policy=policy, copies=copies), Counter()
+    torch.manual_seed(7)
+    for _ in range(calls):
+        output = target.generate(
+            PROMPT, attention_mask=torch.ones_like(PROMPT), assistant_model=draft, do_sample=True, top_k=0,
+            max_new_tokens=length + 1, pad_token_id=0, eos_token_id=None, num_return_sequences=rows,
+        )  # fmt: skip
+        counts.update(tuple(row[PROMPT.shape[1] :][:length]) for row in output.tolist())
+    return chi_square_p_value(counts, distribution_of_call(target, length))
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
+def test_samples_of_calls_with_trees_have_the_targets_distribution(make_target, copies):
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), copies) > 1e-3
+
+
+def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch):
+    honest = tree_drafting.SiblingDistribution.draw
+
+    def again(self, uniform):
+        index, _ = honest(tree_drafting.SiblingDistribution(self._probs), uniform)
+        mass = 1.0 - sum(size for _, size in self._removed)
+        self.remove(index)
+        return index, mass
+
+    monkeypatch.setattr(tree_drafting.SiblingDistribution, "draw", again)
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), copies=False) < 1e-6
+
+
+PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
+OPTIONS = {
+    "plain": {},
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    "ends": {"eos_token_id": [7, 9]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
+def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, copies):
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4,
+                                                      markov_head_type=head)).eval()  # fmt: skip
+    draft.decoding = DecodingOptions(policy=TreeBudget(20), copies=copies)
+    greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | options
+    alone = [target.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in PROMPTS]
+    batch = padded(PROMPTS)
+    together = target.generate(**batch, assistant_model=draft, **greedy)[:, batch["input_ids"].shape[1] :].tolist()
+    assert [row[: len(own)] for row, own in zip(together, alone, strict=True)] == alone
+    assert max(draft.last_stats.proposed) > 4 and (copies or max(draft.last_stats.depths) <= 4)
+
+
+def test_scores_and_states_are_those_along_the_accepted_path(make_target):
+    target = make_target(seed=3)
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft.decoding = DecodingOptions(policy=TreeBudget(20))
+    wanted = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True,
+              "output_scores": True, "output_hidden_states": True}  # fmt: skip
+    ids = torch.tensor(PROMPTS[:1])
+    plain, drafted = target.generate(ids, **wanted), target.generate(ids, assistant_model=draft, **wanted)
+    assert torch.equal(plain.sequences, drafted.sequences)
+    torch.testing.assert_close(torch.stack(plain.scores), torch.stack(drafted.scores), rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(drafted.hidden_states[1:], plain.hidden_states[1:], strict=True):
+        torch.testing.assert_close(ours[-1], theirs[-1], rtol=1e-4, atol=1e-4)

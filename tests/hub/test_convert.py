@@ -1,0 +1,574 @@
+"""Formats of other projects: what they compute, what our exporter writes, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DFlashCache
+from transformers.models.muse_glimmer import MuseGlimmerTextConfig
+from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextNormedEmbedding
+from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
+
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
+from hf_dspark.formats.tables import FORMATS
+from hf_dspark.formats.translate import config_from_format, config_to_format
+from hf_dspark.hub.convert import convert_checkpoint, detect_format, read_checkpoint
+from hf_dspark.models.slot_cache import SlotCache
+
+SPECULATORS = ("full_vocab_vanilla", "pruned_vocab_vanilla", "swa_causal_vanilla")
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
+HEADS = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "hidden_only_confidence": {"confidence_head_with_markov": False},
+    "no_confidence": {"enable_confidence_head": False, "confidence_head_with_markov": False},
+    "no_markov": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "dflash": {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
+}
+
+
+def fill_in(**overrides):
+    return {"sample_from_anchor": False} | overrides
+
+
+@pytest.fixture
+def target(make_target):
+    """A target that says where it is."""
+    target = make_target()
+    target.config.name_or_path = "tiny/target"
+    return target
+
+
+@pytest.fixture
+def verifier(fixtures):
+    return AutoModelForCausalLM.from_pretrained(fixtures / "speculators" / "verifier").eval()
+
+
+def config_file(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit(folder: Path, **changes) -> None:
+    """Change keys of a config.json; `None` deletes one."""
+    config = config_file(folder) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def differences(ours: dict, theirs: dict, prefix: str = "") -> set[str]:
+    """Return the places in which two configurations differ."""
+    found = set()
+    for key in ours.keys() | theirs.keys():
+        left, right = ours.get(key, KeyError), theirs.get(key, KeyError)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found |= differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            found.add(prefix + key)
+    return found
+
+
+def assert_same_tensors(ours: dict, theirs: dict) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+@torch.no_grad()
+def test_speculators_drafts_compute_what_speculators_computed(fixtures, verifier, name):
+    folder = fixtures / "speculators" / name
+    draft = DSparkDraftModel.from_pretrained(folder).bind(verifier).eval()
+    io = load_file(folder / "io.safetensors")
+    anchors, real = io["out.anchor_positions"][None], io["out.anchor_valid"][None]
+    assert real.all()
+    layout = draft.block_layout(anchors, real, io["in.position_ids"])
+    positions = anchors[0, :, None] + torch.arange(1, 6)
+    labels = io["in.input_ids"][0, positions.clamp_max(io["in.input_ids"].shape[1] - 1)][None]  # the last is not read
+    blocks = io["in.input_ids"], io["in.hidden_states"], layout, labels
+    hidden, (slots, confidence) = draft.block_hidden(*blocks), draft.teacher_forced(*blocks)
+
+    def expected(key):
+        return io[key].unflatten(1, (anchors.shape[1], 5))
+
+    torch.testing.assert_close(hidden, expected("out.backbone_hidden"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(draft.base_logits(hidden), expected("out.base_logits"), atol=1e-5, rtol=0)
+    assert slots.token_ids is draft.draft_token_ids()
+    torch.testing.assert_close(slots.compute(*slots.inputs), expected("out.draft_logits"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(confidence, io["out.confidence_logits"].view(1, -1, 5), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_speculators_drafts_decode_exactly(fixtures, verifier, name):
+    draft = DSparkDraftModel.from_pretrained(fixtures / "speculators" / name).eval()
+    assert draft.config.num_target_layers is None
+    prompt = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(4))
+    options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(prompt), "pad_token_id": 0, "do_sample": False}
+    plain = verifier.generate(prompt, **options)
+    assert torch.equal(verifier.generate(prompt, assistant_model=draft, **options), plain)
+    assert sum(draft.last_stats.proposed) > 0
+
+
+def test_drafts_that_do_not_say_how_deep_their_target_is_refuse_one_that_lacks_a_tapped_layer(fixtures, make_target):
+    draft = DSparkDraftModel.from_pretrained(fixtures / "speculators" / "full_vocab_vanilla")
+    draft.bind(make_target(vocab_size=96, num_hidden_layers=6))
+    with pytest.raises(ValueError, match="num_target_layers: draft 6, target 5"):
+        draft.bind(make_target(vocab_size=96, num_hidden_layers=5))
+
+
+@pytest.mark.parametrize(("anchored", "gamma"), [(True, 5), (False, 4)])
+def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_path, anchored, gamma):
+    folder = tmp_path / "draft"
+    shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", folder)
+    edit(folder, sample_from_anchor=None)
+    with pytest.raises(ValueError, match="lacks 'sample_from_anchor'.*true means.*false that the anchor's slot"):
+        DSparkDraftModel.from_pretrained(folder)
+    with pytest.raises(ValueError, match="asked for, but the speculators draft says otherwise"):
+        read_checkpoint(fixtures / "speculators" / "full_vocab_vanilla", sample_from_anchor=False)
+    config = DSparkConfig.from_pretrained(folder, sample_from_anchor=anchored)
+    assert (config.sample_from_anchor, config.block_size, config.num_slots) == (anchored, gamma, 5)
+    read = read_checkpoint(folder, sample_from_anchor=anchored).config
+    assert (read.sample_from_anchor, read.block_size) == (anchored, gamma)
+
+
+GOLDEN = {
+    "speculators/full_vocab_vanilla": "speculators/verifier",
+    "speculators/pruned_vocab_vanilla": "speculators/verifier",
+    "speculators/swa_causal_vanilla": "speculators/verifier",
+    "deepspec/draft_vanilla": "deepspec/target_qwen3",
+    "deepspec/draft_rnn": "deepspec/target_qwen3",
+    "deepspec/draft_dflash": "deepspec/target_qwen3",
+    "deepspec/trained/draft": "deepspec/trained/target",
+    "deepspec/gemma4/draft_vanilla": "deepspec/gemma4/target_gemma4_text",
+}
+# What describes the writing software, or the run that trained the draft, and no draft; we add sample_from_anchor.
+EXCEPTIONS = {
+    "speculators": {"auto_map", "transformers_version"},
+    "deepspec": {"num_anchors", "sample_from_anchor", "transformers_version"},
+    # Nulls that one version of transformers wrote beside the types of layers.
+    "gemma4": {"rope_parameters.rope_theta", "rope_parameters.rope_type"},
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_checkpoints_are_written_as_they_were(fixtures, tmp_path, monkeypatch, name):
+    format = name.split("/")[0]
+    if format == "speculators":
+        monkeypatch.chdir(fixtures / "speculators")  # the verifier has a relative name there
+    target = "verifier" if format == "speculators" else fixtures / GOLDEN[name]
+    through, written = tmp_path / "ours", tmp_path / "theirs"
+    convert_checkpoint(fixtures / name, through, "hf_dspark", target=target)
+    convert_checkpoint(through, written, format, target=target)
+    assert_same_tensors(load_file(written / "model.safetensors"), load_file(fixtures / name / "model.safetensors"))
+    allowed = EXCEPTIONS[format] | (EXCEPTIONS["gemma4"] if "gemma4" in name else set())
+    assert differences(config_file(written), config_file(fixtures / name)) <= allowed
+
+
+def test_formats_with_copies_of_a_head_refuse_its_bias(make_target, make_draft, tmp_path):
+    target = make_target(name_or_path="tiny")
+    draft = make_draft(target)
+    target.save_pretrained(tmp_path / "stored")
+    state = load_file(tmp_path / "stored" / "model.safetensors")
+    bias = torch.ones(target.config.vocab_size)
+    save_file(state | {"lm_head.bias": bias}, tmp_path / "stored" / "model.safetensors", {"format": "pt"})
+    target.lm_head.bias = torch.nn.Parameter(bias)
+    for number, each in enumerate((target, tmp_path / "stored")):
+        with pytest.raises(ValueError, match="has no place for the bias of the target's LM head"):
+            convert_checkpoint(draft, tmp_path / f"written {number}", "deepspec", target=each)
+
+
+def test_golden_eagle3_checkpoint_is_written_as_it_was(fixtures, make_target, tmp_path):
+    folder = fixtures / "deepspec" / "eagle3"
+    golden = load_file(folder / "model.safetensors")
+    target = make_target(vocab_size=96, hidden_size=48, num_hidden_layers=8, name_or_path="tiny")
+    with torch.no_grad():
+        target.get_input_embeddings().weight.copy_(golden["embed_tokens.weight"])
+        target.get_output_embeddings().weight.copy_(golden["lm_head.weight"])
+    convert_checkpoint(Eagle3DraftModel.from_pretrained(folder), tmp_path / "written", "deepspec", target=target)
+    assert_same_tensors(load_file(tmp_path / "written" / "model.safetensors"), golden)
+    assert differences(config_file(tmp_path / "written"), config_file(folder)) <= {"transformers_version"}
+
+
+ROUND_TRIPS = [
+    *((format, head) for head in HEADS.values() for format in ("hf_dspark", "deepspec", "speculators")),
+    *(("sglang", head) for head in HEADS.values() if "markov_rank" not in head),
+    *(("speculators", fill_in(**head)) for head in HEADS.values()),
+    ("speculators", {"draft_vocab_size": 20}),
+    ("speculators", fill_in(draft_vocab_size=20, markov_head_type="rnn")),
+    ("speculators", SLIDING | {"sliding_window": 3, "sliding_from_anchor": True}),
+    ("speculators", SLIDING | {"sliding_window": 6, "sliding_from_anchor": True, "causal_sliding": True}),
+    ("speculators", {"target_layer_ids": [-1, 1]}),
+    ("deepspec", {"attention_bias": True, "attention_output_bias": True}),
+    ("sglang", SLIDING | {"sliding_window": 6, "causal_sliding": True}),
+    ("sglang", {"attention_sinks": True}),
+    ("transformers", fill_in(**HEADS["dflash"])),
+    ("transformers", fill_in(**HEADS["dflash"], **SLIDING, sliding_window=6)),
+    ("hf_dspark", {"draft_vocab_size": 20, "draft_top_k": 5, "logit_scale": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "overrides"), ROUND_TRIPS, ids=[f"{format}-{overrides}" for format, overrides in ROUND_TRIPS]
+)
+def test_export_and_import_are_the_identity(make_draft, target, tmp_path, format, overrides):
+    draft = make_draft(target, **overrides).bfloat16()
+    report = convert_checkpoint(draft, tmp_path / "there", format, target=target)
+    assert "config.json" in report.files and "model.safetensors" in report.files
+    assert detect_format(config_file(tmp_path / "there")) == format
+    back = read_checkpoint(tmp_path / "there", target=target)
+    assert differences(back.config.to_diff_dict(), draft.config.to_diff_dict()) <= {"architectures", "dtype"}
+    assert_same_tensors(back.tensors, dict(draft.state_dict()))
+    convert_checkpoint(tmp_path / "there", tmp_path / "back", "hf_dspark", target=target)
+    for folder in ("back",) if format == "transformers" else ("there", "back"):
+        loaded = DSparkDraftModel.from_pretrained(tmp_path / folder, dtype="auto")
+        assert_same_tensors(dict(loaded.state_dict()), dict(draft.state_dict()))
+
+
+def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_draft, target, tmp_path):
+    temperatures = {"default": [1.0, 1.5, 2.0, 0.5], "math/greedy": [0.7] * 4}
+    draft = make_draft(target, sts_temperatures=temperatures)
+    report = convert_checkpoint(draft, tmp_path / "there", "sglang", target=target)
+    assert "sts.json" in report.files and any("sts.json" in note for note in report.notes)
+    assert json.loads((tmp_path / "there" / "sts.json").read_text())["temperatures"] == temperatures["default"]
+    assert read_checkpoint(tmp_path / "there").config.sts_temperatures == temperatures
+    assert DSparkDraftModel.from_pretrained(tmp_path / "there").config.sts_temperatures == temperatures
+    # SGLang's own file
+    (tmp_path / "there" / "sts.json").write_text('{"temperatures": [1.0, 2.0, 3.0, 4.0], "dataset": "x"}')
+    assert read_checkpoint(tmp_path / "there").config.sts_temperatures == {"default": [1.0, 2.0, 3.0, 4.0]}
+
+
+def specforge(target, **changes) -> dict:
+    text = target.config
+    return {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 5,
+        "dflash_config": {
+            "mask_token_id": 47, "target_layer_ids": [0, 2], "projector_type": "dspark", "markov_rank": 6,
+            "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        },
+        "head_dim": 12, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48,
+        "layer_types": ["full_attention"], "num_attention_heads": 4, "num_hidden_layers": 1, "num_key_value_heads": 2,
+        "num_target_layers": text.num_hidden_layers, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5000.0,
+        "vocab_size": text.vocab_size,
+    } | changes  # fmt: skip
+
+
+def read_flat(config: dict) -> DSparkConfig:
+    entry = next(entry for entry in FORMATS if entry.recognise(config))
+    assert entry.name == "sglang"
+    return DSparkConfig.from_dict(config_from_format(config, entry))
+
+
+NO_HEADS = {"dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 2]}}
+SLIDING_ONLY = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"markov_rank": 6, "target_layer_ids": [0, 2], "mask_token_id": 47, "enable_confidence_head": True}),
+        ({}, {"block_size": 5, "sample_from_anchor": True, "rope_parameters": DEFAULT_ROPE}),
+        (NO_HEADS, {"markov_rank": 0, "enable_confidence_head": False, "block_size": 4, "sample_from_anchor": False}),
+        (SLIDING_ONLY, {"causal_sliding": True}),
+        (SLIDING_ONLY | {"is_causal": False}, {"causal_sliding": False}),
+        ({"attention_sink_bias": True}, {"attention_sinks": True}),
+    ],
+)
+def test_what_specforge_wrote_is_read_as_it_was_meant(target, changes, expected):
+    config = read_flat(specforge(target, **changes))
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
+        ({"sample_from_anchor": False}, "contradicts the layout"),
+        ({"is_causal": True}, "is_causal is set for full-attention"),
+        ({"rope_theta": None}, "lacks 'rope_parameters'"),
+    ],
+)
+def test_specforges_drafts_with_unknown_features_are_refused(target, change, message):
+    with pytest.raises(ValueError, match=message):
+        read_flat(specforge(target, **change))
+
+
+@pytest.mark.parametrize("window", [None, 6], ids=["full", "sliding"])
+@torch.no_grad()
+def test_transformers_computes_the_same_from_the_exported_draft(make_draft, target, tmp_path, window):
+    sliding = {} if window is None else SLIDING | {"sliding_window": window}
+    draft = make_draft(target, **fill_in(**HEADS["dflash"], **sliding))
+    convert_checkpoint(draft, tmp_path / "native", "transformers", target=target)
+    if sliding:
+        shutil.copytree(tmp_path / "native", tmp_path / "short")
+        edit(tmp_path / "short", sliding_window=3)
+        with pytest.raises(ValueError, match="shorter than the block"):
+            read_checkpoint(tmp_path / "short", target=target)
+    native, info = MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and native.config.block_size == 5
+    features = torch.randn(1, 17, 64)
+    ours, theirs = SlotCache(), DFlashCache(config=native.config)
+    theirs.activate_past_recording()
+    for start, stop in ((0, 11), (11, 13), (13, 17)):
+        anchor = torch.tensor([stop])
+        hidden = draft.read_block(anchor, features[:, start:stop], ours)
+        block = torch.tensor([[stop] + [draft.config.mask_token_id] * 4])
+        theirs.set_previous_accepted_tokens(stop - start)
+        if start:
+            theirs.crop(-5)
+        expected = native(
+            noise_embeds=draft.embed(block), context_hidden_states=features[:, start:stop],
+            position_ids=torch.arange(start, stop + 5)[None], attention_mask=torch.ones(1, stop + 5, dtype=torch.long),
+            past_key_values=theirs,
+        ).last_hidden_state  # fmt: skip
+        torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_transformers_decodes_with_the_exported_draft_as_we_do(make_draft, target, tmp_path):
+    draft = make_draft(target, **fill_in(**HEADS["dflash"]))
+    convert_checkpoint(draft, tmp_path / "native", "transformers", target=target)
+    native = MuseGlimmerAssistantModel.from_pretrained(tmp_path / "native").eval()
+    prompt = torch.arange(9)[None]
+    options = {"max_new_tokens": 20, "attention_mask": torch.ones_like(prompt), "do_sample": False}
+    plain = target.generate(prompt, **options)
+    assert torch.equal(target.generate(prompt, assistant_model=native, speculation_type="dflash", **options), plain)
+    assert torch.equal(target.generate(prompt, assistant_model=draft, **options), plain)
+
+
+def test_transformers_drafts_need_their_target_to_be_read(make_draft, target, tmp_path):
+    convert_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
+    for load in (read_checkpoint, DSparkDraftModel.from_pretrained):
+        with pytest.raises(ValueError, match="neither how many tokens nor how many layers.*pass the target"):
+            load(tmp_path / "native")
+
+
+@torch.no_grad()
+def test_transformers_drafts_read_the_table_below_a_norm_in_the_targets_embedding(make_draft, target, tmp_path):
+    convert_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
+    glimmer = MuseGlimmerTextConfig(vocab_size=48, hidden_size=32, num_hidden_layers=4)
+    checkpoint = read_checkpoint(tmp_path / "native", target=glimmer)
+    assert not checkpoint.config.embedding_norm
+    embedding = MuseGlimmerTextNormedEmbedding(48, 32, 0)
+    read = DSparkDraftModel(checkpoint.config).bind_parts(embedding, torch.nn.Linear(32, 48), torch.float32)
+    trained = DSparkDraftModel(DSparkConfig.from_target(glimmer))
+    trained.bind_parts(embedding, read.get_output_embeddings(), torch.float32)
+    token_ids = torch.tensor([3, 4])
+    assert torch.equal(read.embed(token_ids), embedding.weight[token_ids])
+    assert torch.equal(trained.embed(token_ids), embedding(token_ids))
+    with pytest.raises(ValueError, match="without the norm"):
+        convert_checkpoint(trained, tmp_path / "there", "sglang")
+
+
+REFUSED = [
+    ("deepspec", "vllm", {"markov_head_type": "rnn"}, "vanilla Markov head only"),
+    ("speculators", "vllm", {"markov_head_type": "gated"}, "vanilla Markov head only"),
+    ("deepspec", "llama.cpp", {"markov_head_type": "rnn"}, "vanilla Markov head only"),
+    ("sglang", None, HEADS["dflash"], r"would drop the anchor's slot.*markov_rank > 0"),
+    ("deepspec", "vllm", HEADS["no_markov"], "would drop the anchor's slot"),
+    ("speculators", "sglang", fill_in(**HEADS["dflash"]), "needs a Markov head"),
+    ("speculators", "sglang", {"draft_vocab_size": 20}, "needs the full vocabulary"),
+    ("speculators", "sglang", fill_in(markov_head_type="rnn"), "after the anchor's slot"),
+    ("sglang", None, {"hidden_act": "gelu"}, "silu only"),
+    ("sglang", None, {"target_layer_ids": [2, 0]}, "ascending order"),
+    ("sglang", None, {"target_layer_ids": [-1, 0]}, "from 0 on"),
+    ("sglang", None, {"draft_vocab_size": 20}, "no pruned vocabulary"),
+    ("sglang", None, fill_in(draft_vocab_size=20, logit_scale=2.0), ".*logit_scale.*; .*pruned.*; .*fill-in layout"),
+    ("sglang", None, SLIDING | {"sliding_window": 6}, "causal inside the block"),
+    ("sglang", None, SLIDING | {"sliding_window": 6, "sliding_from_anchor": True}, "from the anchor"),
+    ("speculators", None, SLIDING | {"sliding_window": 6}, "this draft's from each slot"),
+    ("deepspec", None, SLIDING | {"sliding_window": 6}, "no sliding windows"),
+    ("deepspec", None, {"draft_vocab_size": 20}, "no pruned vocabulary"),
+    *((format, None, {"attention_sinks": True}, "no sinks") for format in ("deepspec", "speculators", "transformers")),
+    ("deepspec", None, fill_in(), "fill-in layout"),
+    ("transformers", None, HEADS["dflash"], "read one position late"),
+    ("transformers", None, fill_in(), "no Markov head.*no confidence head"),
+    ("transformers", None, fill_in(**HEADS["dflash"], attention_bias=True, attention_output_bias=True), "no biases"),
+    *(
+        (format, None, overrides, message)
+        for format in ("deepspec", "speculators", "sglang", "transformers")
+        for overrides, message in (
+            ({"embedding_scale": 2.0}, "embedding_scale"),
+            ({"logit_scale": 0.5}, "logit_scale"),
+            ({"final_logit_softcapping": 5.0}, "final_logit_softcapping"),
+            ({"draft_top_k": 4}, "draft_top_k = None"),
+            ({"attention_bias": True}, "here they differ"),
+            ({"mlp_bias": True}, "biases in the MLPs"),
+            ({"qk_norm": False}, "normalise queries and keys"),
+            ({"sandwich_norms": True}, "those of Qwen3"),
+            ({"attention_scaling": 1.0}, "scales attention scores"),
+            ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "engine", "overrides", "message"), REFUSED)
+def test_drafts_that_cannot_be_held_are_refused(make_draft, target, tmp_path, format, engine, overrides, message):
+    draft = make_draft(target, **overrides)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(draft, tmp_path / "there", format, target=target, engine=engine)
+    assert not list(tmp_path.iterdir()), "nothing may be left behind"
+
+
+def test_eagle3_drafts_have_a_place_in_deepspecs_format_only(target, tmp_path):
+    draft = Eagle3DraftModel(Eagle3Config.from_target(target.config))
+    for format in ("speculators", "sglang", "transformers"):
+        with pytest.raises(ValueError, match="no place for drafts of the kind 'dspark_eagle3'"):
+            convert_checkpoint(draft, tmp_path / "there", format, target=target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculators_model_type": "eagle3"}, "not 'dspark'"),
+        ({"target_hidden_size": 64}, "target_hidden_size differs"),
+        ({"topk_context": 8}, "topk_context"),
+        ({"projector_type": "domino"}, "projector_type"),
+        ({"aux_hidden_state_layer_ids": None}, "lacks 'aux_hidden_state_layer_ids'"),
+        ({"aux_hidden_state_layer_ids": "all"}, "must be a list of integers"),
+        ({"transformer_layer_config": [1]}, "lacks 'transformer_layer_config.vocab_size'"),
+        ({"block_size": True}, "'block_size' must be an integer"),
+    ],
+)
+def test_speculators_drafts_with_unknown_features_are_refused(fixtures, tmp_path, change, message):
+    folder = tmp_path / "draft"
+    shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", folder)
+    edit(folder, **change)
+    for load in (read_checkpoint, DSparkConfig.from_pretrained):
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_targets_that_scale_their_embedding_inside_are_refused_for_formats_that_read_plain_rows(fixtures):
+    gemma = fixtures / "deepspec" / "gemma4" / "target_gemma4_text"
+    with pytest.raises(ValueError, match="reads embedding rows unscaled.*'gemma4_text' target are scaled"):
+        read_checkpoint(fixtures / "speculators" / "full_vocab_vanilla", target=gemma)
+
+
+@pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"markov_head.markov_w2.weight": None}, "missing: markov_head.markov_w2.weight"),
+        ({"fc.weight": torch.zeros(64, 32)}, r"of another shape: fc.weight \[64, 32\] instead of \[32, 64\]"),
+        ({"norm.weight": torch.zeros(32, dtype=torch.int32)}, "of another type: norm.weight"),
+        ({"stray": torch.zeros(1)}, "unexpected: stray"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_tensors_that_an_engine_misses_are_found(make_draft, target, tmp_path, monkeypatch, format, damage, message):
+    def save(tensors, folder):
+        written = {name: tensor for name, tensor in (tensors | damage).items() if tensor is not None}
+        save_file(written, folder / "model.safetensors")
+
+    monkeypatch.setattr("hf_dspark.hub.convert.save_torch_state_dict", save)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(make_draft(target), tmp_path / "there", format, target=target)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang"])
+def test_conversion_finds_keys_that_an_engine_would_miss(make_draft, target, tmp_path, monkeypatch, format):
+    def without_layout(*args):
+        return {name: value for name, value in config_to_format(*args).items() if name != "sample_from_anchor"}
+
+    monkeypatch.setattr("hf_dspark.hub.convert.config_to_format", without_layout)
+    with pytest.raises(ValueError, match="needs sample_from_anchor in config.json"):
+        convert_checkpoint(make_draft(target), tmp_path / "there", format, target=target)
+
+
+def test_conversion_for_one_engine_asks_what_it_can_run(make_draft, target, tmp_path):
+    draft = make_draft(target, markov_head_type="rnn")
+    report = convert_checkpoint(draft, tmp_path / "a", "deepspec", target=target)
+    assert report.engines == ("deepspec", "sglang")
+    assert any(note.startswith("vllm cannot run it") for note in report.notes)
+    report = convert_checkpoint(draft, tmp_path / "for_one", "deepspec", target=target, engine="sglang")
+    assert report.engines == ("sglang",)
+    with pytest.raises(ValueError, match="vllm cannot run this draft"):
+        convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="vllm")
+    with pytest.raises(ValueError, match="is read by .*, not by 'transformers'"):
+        convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="transformers")
+
+
+def test_failed_conversion_leaves_nothing_and_a_good_one_a_full_folder(make_draft, target, tmp_path, monkeypatch):
+    folder = tmp_path / "there"
+    folder.mkdir()
+    report = convert_checkpoint(make_draft(target), folder, "sglang")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert sorted(path.name for path in folder.iterdir()) == list(report.files) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="not overwritten"):
+        convert_checkpoint(make_draft(target), folder, "sglang")
+    assert len(list(folder.iterdir())) == 2
+    shutil.rmtree(folder)
+
+    def full_disk(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("hf_dspark.hub.convert.save_torch_state_dict", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        convert_checkpoint(make_draft(target), folder, "sglang")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("format", "message"), [("deepspec", "embedding and LM head"), ("speculators", "says where the target is")]
+)
+def test_formats_that_hold_facts_of_the_target_ask_for_it(make_draft, make_target, target, tmp_path, format, message):
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(make_draft(target), tmp_path / "there", format)
+    other = make_target(num_hidden_layers=5, name_or_path="another")
+    with pytest.raises(ValueError, match="num_target_layers: draft 4, target 5"):
+        convert_checkpoint(make_draft(target), tmp_path / "there", format, target=other)
+
+
+@pytest.mark.parametrize("format", ["deepspec", "sglang"])
+def test_the_target_says_how_deep_it_is_where_the_draft_does_not(make_draft, target, tmp_path, format):
+    convert_checkpoint(make_draft(target), tmp_path / "shallow", "speculators", target=target)
+    draft = DSparkDraftModel.from_pretrained(tmp_path / "shallow")
+    assert draft.config.num_target_layers is None
+    convert_checkpoint(draft, tmp_path / "there", format, target=target)
+    assert config_file(tmp_path / "there")["num_target_layers"] == 4
+
+
+def test_the_working_folder_is_refused_as_a_place(make_draft, target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for output in (".", tmp_path):
+        with pytest.raises(ValueError, match="is the working folder, which cannot be replaced: name another"):
+            convert_checkpoint(make_draft(target), output, "hf_dspark")
+    assert not list(tmp_path.iterdir())
+
+
+def test_deepspec_copies_come_from_the_files_of_a_tied_target(make_draft, make_target, tmp_path):
+    target = make_target(tie_word_embeddings=True)
+    target.save_pretrained(tmp_path / "target")
+    convert_checkpoint(make_draft(target), tmp_path / "there", "deepspec", target=tmp_path / "target")
+    written = load_file(tmp_path / "there" / "model.safetensors")
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(written[name], target.get_input_embeddings().weight)
+
+
+def test_unknown_formats_and_checkpoints_are_named(fixtures, make_draft, target, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint format 'gguf': pass one of"):
+        convert_checkpoint(make_draft(target), tmp_path / "there", "gguf")
+    with pytest.raises(ValueError, match="no draft in one of the formats"):
+        convert_checkpoint(fixtures / "deepspec" / "target_qwen3", tmp_path / "there", "hf_dspark")
+    with pytest.raises(ValueError, match="leave engine out"):
+        convert_checkpoint(make_draft(target), tmp_path / "there", "hf_dspark", engine="vllm")
+
+
+def test_damaged_vocabulary_maps_are_found(fixtures, tmp_path):
+    folder = tmp_path / "draft"
+    shutil.copytree(fixtures / "speculators" / "pruned_vocab_vanilla", folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"t2d": ~tensors["t2d"]}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="t2d and d2t name different tokens"):
+        read_checkpoint(folder)
+    save_file(tensors | {"d2t": torch.zeros(64).long()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="name different tokens"):
+        read_checkpoint(folder)
+    save_file(tensors | {"d2t": torch.full((64,), 90)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="64 distinct tokens"):
+        read_checkpoint(folder)

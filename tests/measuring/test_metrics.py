@@ -1,0 +1,122 @@
+"""Metrics of turns, against counts made by hand."""
+
+import json
+
+import pytest
+import torch
+
+from hf_dspark.decoding.statistics import RoundSeconds, RoundStatistics
+from hf_dspark.measuring.metrics import Metrics, PlainTurn, TurnRecord, TurnRounds, metrics_by_task, metrics_table
+from hf_dspark.scheduling.calibration import expected_calibration_error, roc_auc
+
+
+def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **facts) -> TurnRecord:
+    count = len(proposed)
+    seconds = [0.1] * count, [0.2] * count, [0.4] * count
+    committed = [n + 1 for n in accepted]
+    rounds = TurnRounds(proposed, accepted, committed, confidence, *seconds, [num_requests] * count)
+    known = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "prefill_seconds": 1.0, "seconds": 4.0,
+             "rows_together": num_requests,
+             "num_tokens": 1 + count + sum(accepted), "peak_memory_mib": 100.0}  # fmt: skip
+    return TurnRecord(**(known | facts), rounds=rounds, plain=plain)
+
+
+def test_tau_and_acceptance_are_averaged_over_the_rounds_of_all_turns():
+    records = [turn([3, 3, 1], [3, 0, 1]), turn([2], [1], prompt=1, prefill_seconds=3.0, peak_memory_mib=250.0)]
+    found = Metrics.of(records, block_size=4)
+    assert (found.prompts, found.turns, found.rounds, found.tokens) == (2, 2, 4, 11)
+    assert found.tau == 1 + 5 / 4  # not the mean of the turns' own, which are 7/3 and 2
+    assert found.reached == [4, 2, 1, 0]
+    assert found.acceptance == [3 / 4, 1 / 2, 1.0, None]
+    assert found.survival == [3 / 4, 1 / 3, 1 / 2, None]
+    assert found.acceptance_rate == 5 / 9 and found.proposed_per_round == 9 / 4
+    assert found.tokens_per_second == 11 / 8
+    assert found.time_to_first_token == 2.0 and found.peak_memory_mib == 250.0
+    assert found.speedup is None and found.ece == [] and found.ece_mean is None and found.auc is None
+
+
+def test_a_round_of_several_turns_counts_once_in_the_times():
+    def with_times(seconds, num_requests):
+        record = turn([1], [0], num_requests=num_requests)
+        rounds = TurnRounds([1], [0], [1], None, [seconds / 4], [seconds / 2], [seconds], [num_requests])
+        return TurnRecord(**(vars(record) | {"rounds": rounds}))
+
+    # One round of three turns that took 8 s, and one of a single turn that took 4 s.
+    times = Metrics.of([with_times(8.0, 3)] * 3 + [with_times(4.0, 1)], 1).seconds_per_round
+    assert (times.draft, times.verify, times.rest, times.total) == pytest.approx((1.5, 3.0, 1.5, 6.0))
+
+
+def test_round_that_ends_with_an_accepted_end_of_sequence_gains_no_bonus_token():
+    record = turn([3, 2], [3, 2], num_tokens=7)
+    rounds = TurnRounds(**(vars(record.rounds) | {"committed": [4, 2]}))  # the second token of the second block ends
+    found = Metrics.of([TurnRecord(**(vars(record) | {"rounds": rounds}))], block_size=3)
+    assert found.tau == 3.0 and found.acceptance == [1.0, 1.0, 1.0] and found.acceptance_rate == 1.0
+
+
+def test_calibration_is_that_of_the_survival():
+    torch.manual_seed(3)
+    confidence = torch.rand(20, 3).mul(0.98).add(0.01)
+    accepted = [int(count) for count in torch.randint(0, 4, (20,))]
+    record = turn([3] * 20, accepted, confidence.tolist())
+    found = Metrics.of([record], 3)
+    survival = confidence.double().cumprod(dim=-1)
+    happened = (torch.arange(3) < torch.tensor(accepted)[:, None]).double()
+    expected = [expected_calibration_error(survival[:, place], happened[:, place]) for place in range(3)]
+    assert found.ece == pytest.approx(expected, abs=1e-5) and found.ece_mean == pytest.approx(sum(expected) / 3)
+    assert found.brier == pytest.approx(float((survival - happened).square().mean()), abs=1e-5)
+    reached = torch.arange(3) <= torch.tensor(accepted)[:, None]
+    assert found.auc == pytest.approx(roc_auc(confidence[reached], happened[reached]))
+    assert [part.num_rounds for part in found.calibration] == [20, 20, 20]
+
+
+def test_rounds_that_drafted_nothing_say_nothing_of_calibration():
+    record = turn([2, 0, 1, 2], [1, 0, 1, 0], [[0.5, 0.5], None, [1.0, 0.0], [0.9, 0.9]])
+    found = Metrics.of([record], 2)
+    assert [part.num_rounds for part in found.calibration] == [3, 2]
+    assert json.dumps(found.to_dict(), allow_nan=False)
+    alone = Metrics.of([turn([2, 0], [1, 0], [None, None])], 2)
+    assert alone.ece == [] and alone.calibration == []
+
+
+def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
+    def pair(place, plain_seconds, identical):
+        plain = PlainTurn(10, 0.5, plain_seconds, identical, 10 if identical else 9)
+        return turn([], [], prompt=place, num_tokens=10, seconds=10.0, plain=plain)
+
+    records = [pair(place, 10.0 * factor, factor != 4) for place, factor in enumerate((1, 2, 3, 4, 10))]
+    found = Metrics.of(records, 4).speedup
+    assert found.ratio_of_medians == found.median == 3.0
+    assert (found.lower_quartile, found.upper_quartile) == (2.0, 4.0)
+    assert found.plain_tokens_per_second == 50 / 200 and found.plain_time_to_first_token == 0.5
+    assert found.identical == 4 and found.best_tokens == 49
+    sampled = [turn([], [], num_tokens=1, plain=PlainTurn(1, 0.5, 2.0, None))]
+    assert Metrics.of(sampled, 4).speedup.identical is Metrics.of(sampled, 4).speedup.best_tokens is None
+
+
+def test_tasks_are_summed_up_alone_and_together():
+    records = [turn([1], [1]), turn([1], [0], task="code")]
+    found = metrics_by_task(records, ["math", "code", "empty"], 1)
+    assert [found[name].tau for name in ("math", "code", "empty", "all")] == [2.0, 1.0, None, 1.5]
+    assert found["empty"].tokens_per_second is None and found["empty"].seconds_per_round is None
+    table = metrics_table(found | {"a|b": found["math"]})
+    assert "| math | 1 | 1 | 3 | 1 | 2.00 | 1.00 | – | 0.8 | 100.00 / 200.00 / 100.00 | 1000.0 |" in table
+    assert r"| a\|b |" in table and "| empty | 0 | 0 | 0 | 0 | – | – |" in table
+
+
+def test_a_record_survives_json():
+    record = turn([2, 1], [1, 1], [[0.25, 0.5], None], plain=PlainTurn(3, 0.1, 0.2, True))
+    assert TurnRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+    assert "plain" not in turn([], []).to_dict()
+
+
+def test_each_request_of_a_call_has_its_own_rounds_and_the_seconds_of_the_whole_ones():
+    whole = [RoundSeconds(2, 0.1, 0.2, 0.4), RoundSeconds(1, 0.3, 0.4, 0.9)]
+    some = torch.tensor([0.1234567, 0.5])
+    statistics = RoundStatistics([3, 2, 1], [3, 2, 1], [0, 2, 1], [1, 2, 2], [some, some, None], [0, 1, 1], whole)
+    first, second = (TurnRounds.of(statistics, row) for row in (0, 1))
+    assert (first.proposed, first.accepted, first.num_requests) == ([3], [0], [2])
+    assert (second.proposed, second.accepted, second.num_requests) == ([2, 1], [2, 1], [2, 1])
+    assert (first.committed, second.committed) == ([1], [2, 2])
+    assert second.draft_seconds == [0.1, 0.3] and second.total_seconds == [0.4, 0.9]
+    assert first.confidence == [[0.123457, 0.5]] and second.confidence == [[0.123457, 0.5], None]
+    assert TurnRounds.of(RoundStatistics([1], [1], [0], [1], [None], [0], whole[1:]), 0).confidence is None

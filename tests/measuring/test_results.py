@@ -1,0 +1,118 @@
+"""Result files hold who was measured, what was found and where, or say what is missing."""
+
+import json
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_dspark import AdaptiveDrafting, FullBlock, LaggedScheduler, Policy, PrefixScheduler, SLOLimit, ThroughputTable
+from hf_dspark.files import Journal
+from hf_dspark.measuring.results import (
+    describe_draft,
+    describe_policy,
+    describe_sampling,
+    describe_target,
+    read_results,
+    short_policy,
+    write_result,
+)
+from hf_dspark.measuring.timed_decoding import effective_config
+
+FOUND = {"sampling": {"do_sample": False}, "policy": "FullBlock()", "domains": {"math": {"tau": 3.0}}}
+
+
+def test_what_was_written_is_read(make_target, make_draft, tmp_path):
+    make_target().save_pretrained(tmp_path / "private" / "mine")
+    target = type(make_target()).from_pretrained(tmp_path / "private" / "mine")
+    assert describe_target(target)["name"] == "mine"  # no path is shown
+    who = describe_target(target), describe_draft(make_draft(target))
+    written = write_result(tmp_path / "deep" / "eval.json", "acceptance", *who, **FOUND)
+    assert read_results([tmp_path / "deep"]) == [written]
+    assert written["draft"]["num_parameters"] > 0 and written["provenance"]["device"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["eval.json"]
+    assert who[0]["device"] == "cpu"
+    meta = write_result(tmp_path / "a.json", "acceptance", who[0] | {"device": "meta"}, {}, **FOUND)
+    assert meta["provenance"]["device"] == "meta"
+
+
+def test_settings_of_an_interrupted_evaluation_are_no_result(tmp_path):
+    written = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND)
+    Journal(tmp_path / "b.json.partial.jsonl", {"seed": 0}).append({"index": 0})
+    assert len(list(tmp_path.iterdir())) == 3 and read_results(tmp_path) == [written]
+
+
+def test_records_have_a_line_each_and_are_read_as_they_were(tmp_path):
+    records = [{"tau": 1.5, "text": "a\nb"}, {"tau": None}]
+    written = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND, records=records)
+    assert read_results([tmp_path]) == [written] and written["records"] == records
+    lines = (tmp_path / "a.json").read_text().splitlines()
+    assert [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"tau')] == records
+    empty = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND, records=[])
+    assert read_results([tmp_path]) == [empty]
+
+
+class HalfBlock(Policy):
+    def __init__(self, share):
+        self.share, self.seen = share, object()
+
+
+def test_policies_are_told_apart_by_their_values():
+    one, other = ThroughputTable((1, 8), (95, 94)), ThroughputTable((1, 8), (95, 80))
+    policies = [
+        FullBlock(), LaggedScheduler(one), LaggedScheduler(one, lag=5), PrefixScheduler(one), PrefixScheduler(other),
+        AdaptiveDrafting(PrefixScheduler(one)), SLOLimit(PrefixScheduler(one), 0.02),
+        SLOLimit(PrefixScheduler(one), 0.5, "running"), HalfBlock(0.5), HalfBlock(0.25),
+    ]  # fmt: skip
+    assert len({describe_policy(policy) for policy in policies}) == len(policies)
+    assert describe_policy(LaggedScheduler(ThroughputTable((1, 8), (95, 94)))) == describe_policy(policies[1])
+    assert describe_policy(HalfBlock(0.5)) == describe_policy(policies[-2]) == "HalfBlock(share=0.5)"
+    assert short_policy(None) == "whole block"
+    assert short_policy("ConfidenceThreshold(threshold=0.5, cumulative=True)") == "survival threshold 0.5"
+    shown = [short_policy(describe_policy(policy)) for policy in policies]
+    assert shown[0] == "whole block" and shown[2] == "LaggedScheduler, lag 5"
+    assert shown[5] == "AdaptiveDrafting of PrefixScheduler"
+    assert shown[7] == "SLOLimit of PrefixScheduler, 500 ms, running"
+
+
+CONFIG = GenerationConfig(max_new_tokens=8)
+COOL_CONFIG = GenerationConfig(max_new_tokens=8, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"top_k": 0, "temperature": 0.7}, {"generation_config": CONFIG}, {"generation_config": COOL_CONFIG}],
+)
+def test_sampling_is_described_as_generate_draws(make_target, options):
+    target = make_target()
+    target.generation_config.update(do_sample=True, temperature=0.6, eos_token_id=[3, 5])
+    # What transformers hands to a decoding method of one's own is what it would decode by itself.
+    method = lambda *_, generation_config, **__: generation_config  # noqa: E731
+    prepared = target.generate(torch.tensor([[1, 2]]), custom_generate=method, **options)
+    found = describe_sampling(options, target, seed=0)
+    assert found["do_sample"] and prepared.do_sample
+    drawn = {name: getattr(prepared, name) for name in ("temperature", "top_k", "top_p")}
+    assert {"top_p": 1.0} | {name: found[name] for name in drawn if name in found} == drawn
+    assert effective_config(target, options).eos_token_id == prepared.eos_token_id == [3, 5]
+
+
+def test_results_without_their_facts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs domains"):
+        write_result(tmp_path / "a.json", "acceptance", {}, {}, sampling={}, policy="")
+    with pytest.raises(ValueError, match="one of .*'acceptance'.* got 'wishes'"):
+        write_result(tmp_path / "a.json", "wishes", {}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "acceptance"}', '{"tau": 9}'])
+def test_files_that_are_no_results_are_named(tmp_path, text):
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(ValueError, match=r"b\.json"):
+        read_results([tmp_path])
+
+
+def test_numbers_that_json_cannot_hold_are_refused_and_nothing_is_left(tmp_path):
+    old = write_result(tmp_path / "c.json", "acceptance", {}, {}, **FOUND)
+    with pytest.raises(ValueError):
+        write_result(tmp_path / "c.json", "acceptance", {}, {}, **FOUND | {"domains": {"x": float("nan")}})
+    assert json.loads((tmp_path / "c.json").read_text()) == old

@@ -1,0 +1,160 @@
+"""Blocks verified as a whole: exact by enumeration with scheduled lengths, and never shorter in expectation."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from hf_dspark.sampling import block_verification
+from hf_dspark.sampling.block_verification import prefix_chances, prefix_weights, verify_block
+from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution
+from tests.distributions import outcomes
+from tests.sampling.test_trees import World, completed
+
+EXACT = 1e-9
+ONE = torch.zeros(1, dtype=torch.long)
+
+
+def drafted(world, path):
+    distributions = [torch.from_numpy(world.draft[path[:slot]]) for slot in range(len(path))]
+    return DraftBlock(torch.tensor([path]), TokenDistribution(torch.stack(distributions)[None]), None)
+
+
+def targets(world, path, length):
+    return TokenDistribution(torch.stack([torch.from_numpy(world.target[path[:slot]]) for slot in range(length + 1)]))
+
+
+def enumerate_round(world, gamma, length_of):
+    """Return how far the distribution of a round is from the target's, and the mean of the accepted tokens."""
+    distribution, accepted = {}, 0.0
+    for path in itertools.product(range(len(world.target[()])), repeat=gamma):
+        probability = math.prod(world.draft[path[:slot]][token] for slot, token in enumerate(path))
+        if probability == 0.0:
+            continue
+        length = length_of(path)
+        for count, chance, following in outcomes(drafted(world, path), length, targets(world, path, length)):
+            for token, prob in enumerate(following):
+                key = (*path[:count], token)
+                distribution[key] = distribution.get(key, 0.0) + probability * chance * prob
+            accepted += probability * chance * count
+    found, truth = completed(world, distribution, gamma + 1), completed(world, {(): 1.0}, gamma + 1)
+    assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
+    return 0.5 * sum(abs(found.get(key, 0.0) - truth.get(key, 0.0)) for key in found.keys() | truth.keys()), accepted
+
+
+def by_prefix(path):
+    """Stops after a 1 that follows the first token: known before the next one is drawn."""
+    return next((slot + 1 for slot, token in enumerate(path) if slot and token == 1), len(path))
+
+
+RULES = {"whole": len, "one": lambda path: 1, "none": lambda path: 0, "by_prefix": by_prefix}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("vocab", "gamma"), [(2, 2), (2, 3), (3, 2), (3, 3)])
+@pytest.mark.parametrize("options", [{}, {"zeros": True}, {"top_k": 2}], ids=["full", "zeros", "truncated"])
+def test_a_round_keeps_the_targets_distribution_with_scheduled_lengths(vocab, gamma, rule, options):
+    for seed in range(3):
+        assert enumerate_round(World.random(seed, vocab, gamma + 1, **options), gamma, rule)[0] < EXACT
+
+
+def test_enumeration_catches_a_length_that_depends_on_the_token_it_cuts():
+    worlds = [World.random(seed, 3, 3) for seed in range(3)]
+    assert max(enumerate_round(world, 2, lambda path: 2 * (path[0] != 1))[0] for world in worlds) > 0.01
+
+
+def test_enumeration_catches_a_wrong_residual(monkeypatch):
+    monkeypatch.setattr(block_verification, "residual_distribution", lambda _, draft: torch.ones_like(draft) / 3)
+    assert enumerate_round(World.random(0, 3, 3), 2, len)[0] > 0.01
+
+
+def token_by_token(world, gamma):
+    """Return the expected number of accepted tokens if each is tested alone: the sum of the survivals."""
+    paths = [path for size in range(1, gamma + 1) for path in itertools.product(range(3), repeat=size)]
+    shares = {path: min(world.target[path[:-1]][path[-1]], world.draft[path[:-1]][path[-1]]) for path in paths}
+    return sum(math.prod(shares[path[: slot + 1]] for slot in range(len(path))) for path in paths)
+
+
+def test_no_block_is_shorter_in_expectation_than_token_by_token():
+    worlds = [World.random(seed, 3, 4) for seed in range(20)]
+    gains = [enumerate_round(world, 3, len)[1] - token_by_token(world, 3) for world in worlds]
+    assert min(gains) > -EXACT and max(gains) > 0.02
+
+
+def test_the_first_k_tokens_are_accepted_as_often_however_many_are_sent():
+    world, path = World.random(4, 3, 4), (2, 0, 1)
+    weights = prefix_weights(drafted(world, path), targets(world, path, 3), ONE)[0]
+    mean = dict.fromkeys((1, 2, 3), 0.0)
+    for length in mean:
+        for rest in itertools.product(range(3), repeat=length - 1):
+            whole = (2, *rest)
+            share = math.prod(world.draft[whole[:slot]][whole[slot]] for slot in range(1, length))
+            padded = drafted(world, (*whole, *path[length:]))
+            found = outcomes(padded, length, targets(world, whole, length))
+            mean[length] += share * sum(chance for count, chance, _ in found if count >= 1)
+    assert all(value == pytest.approx(float(weights[1]), abs=EXACT) for value in mean.values())
+
+
+@pytest.mark.parametrize("on_candidates", ["neither", "target", "both"])
+def test_rows_of_a_batch_are_verified_as_alone(on_candidates):
+    worlds, path, lengths = [World.random(seed, 3, 4) for seed in range(3)], (2, 0, 1), torch.tensor([3, 1, 2])
+    alone = [drafted(world, path) for world in worlds]
+    distributions = [targets(world, path, int(length)) for world, length in zip(worlds, lengths, strict=True)]
+    target, probs = (
+        torch.cat([distribution.probs for distribution in distributions]),
+        torch.cat([block.distribution.probs for block in alone]),
+    )
+    order = torch.tensor([2, 0, 1])
+    distribution = (
+        TokenDistribution(target)
+        if on_candidates == "neither"
+        else TokenDistribution(target[:, order], order.expand(9, -1))
+    )
+    draft = (
+        TokenDistribution(probs)
+        if on_candidates != "both"
+        else TokenDistribution(probs[..., order], order.expand(3, 3, -1))
+    )
+    batch = DraftBlock(torch.tensor([path] * 3), draft, None)
+    first = torch.tensor([0, 4, 6])
+    chances = prefix_chances(batch, lengths, distribution, first, prefix_weights(batch, distribution, first))
+    for row, block in enumerate(alone):
+        weights = prefix_weights(block, distributions[row], ONE)
+        expected = prefix_chances(block, lengths[row : row + 1], distributions[row], ONE, weights)[0]
+        torch.testing.assert_close(chances[row], expected)
+        assert (expected[int(lengths[row]) :] == 0.0).all()
+
+
+def test_arg_max_drafts_are_drafts_with_a_one_hot_distribution():
+    world, path = World.random(3, 3, 4), (2, 0, 1)
+    one_hot = TokenDistribution(torch.nn.functional.one_hot(torch.tensor([path]), 3).double())
+    found = [
+        list(outcomes(DraftBlock(torch.tensor([path]), distribution, None), 3, targets(world, path, 3)))
+        for distribution in (None, one_hot)
+    ]
+    assert found[0] == found[1]
+
+
+def test_one_token_is_accepted_with_the_ratio_of_both_distributions():
+    world = World.random(9, 3, 2)
+    for token in range(3):
+        target, draft = world.target[()][token], world.draft[()][token]
+        found = {
+            count: chance for count, chance, _ in outcomes(drafted(world, (token,)), 1, targets(world, (token,), 1))
+        }
+        assert found.get(1, 0.0) == pytest.approx(min(1.0, target / draft), abs=EXACT)
+
+
+def test_nothing_is_drawn_where_the_target_has_no_distribution_after_an_accepted_prefix():
+    block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
+    target = TokenDistribution(torch.tensor([[0.6, 0.4], [torch.nan, torch.nan], [0.5, 0.5]]))
+    found = verify_block(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
+    assert found.num_accepted.tolist() == [1] and found.next_token_ids.tolist() == [-1]
+
+
+def test_no_distribution_after_an_impossible_draft_does_no_harm():
+    block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
+    target = TokenDistribution(torch.tensor([[0.0, 1.0], [torch.nan, torch.nan], [torch.nan, torch.nan]]))
+    found = verify_block(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
+    assert found.num_accepted.tolist() == [0] and found.next_token_ids.tolist() == [1]

@@ -1,0 +1,193 @@
+"""What a step costs: tables, linear models, hulls, and SGLang's file."""
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, ThroughputTable
+
+JAGGED = ThroughputTable((1, 8, 16, 24, 32), (100.0, 90.0, 95.0, 40.0, 42.0), 0.002, 1e-6, {"device": "a"})
+SGLANG_1D = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [95.1, 94.0, 80.2], "max_batch_tokens": 64}
+
+
+def seconds(cost, *tokens):
+    return cost.token_curve.at(np.array(tokens)).tolist()
+
+
+# ---- tables
+
+
+def test_table_keeps_measured_times_and_is_linear_between_them_flat_below_and_proportional_beyond():
+    assert seconds(JAGGED, 1, 8, 16, 24, 32) == pytest.approx([1 / 100, 1 / 90, 1 / 95, 1 / 40, 1 / 42])
+    assert seconds(JAGGED, 20, 64) == pytest.approx([(1 / 95 + 1 / 40) / 2, 2 / 42])
+    assert seconds(ThroughputTable((8, 16), (10.0, 5.0)), 1, 8) == pytest.approx([0.1, 0.1])
+
+
+def test_plain_step_saves_the_drafting():
+    assert JAGGED.plain_seconds(Load()) == pytest.approx(0.01 - 0.002)
+    load = Load((0, 1), other_tokens=6)
+    assert (load.num_requests, load.base_tokens) == (2, 8)
+    assert JAGGED.plain_seconds(load) == pytest.approx(1 / 90 - 0.002)
+    with pytest.raises(ValueError, match="must be a part of it"):
+        ThroughputTable((1, 2), (10.0, 5.0), drafting=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rates", "message"),
+    [
+        ((), (), "at least one"),
+        ((1, 2), (1.0,), "2 token counts and 1 rates"),
+        ((1, 1), (1.0, 1.0), "strictly increasing"),
+        ((2, 1), (1.0, 1.0), "strictly increasing"),
+        ((0, 1), (1.0, 1.0), "from 1 up"),
+        ((1.5, 2), (1.0, 1.0), "whole numbers"),
+        ((1, 2), (1.0, 0.0), "positive numbers, got 0.0"),
+        ((1, 2), (1.0, -3.0), "positive numbers, got -3.0"),
+        ((1, 2), (1.0, float("nan")), "positive numbers, got nan"),
+        ((1, 2), (1.0, "2"), "positive numbers, got '2'"),
+    ],
+)
+def test_table_refuses_what_is_no_curve(tokens, rates, message):
+    with pytest.raises(ValueError, match=message):
+        ThroughputTable(tokens, rates)
+
+
+# ---- hulls
+
+
+def brute_force_hull(cost, first, last, horizon=2000):
+    """The largest convex function below the monotone curve from `first` on: the lowest of all chords over a point."""
+    times = [float(value) for value in cost.token_curve.at(np.arange(horizon))]
+    times = [min(times[b:]) for b in range(first, horizon)]
+    ends = [*range(60), horizon - first - 1]
+    return [
+        min(
+            times[i] if i == j else times[i] + (times[j] - times[i]) * (b - i) / (j - i)
+            for i in range(b + 1)
+            for j in ends
+            if j >= b
+        )
+        for b in range(last - first + 1)
+    ]
+
+
+@pytest.mark.parametrize("first", [1, 5, 12, 16, 20])
+def test_hull_is_the_largest_convex_curve_below_the_measured_one(first):
+    hull = JAGGED.curve.window(first, 39).hull
+    expected = brute_force_hull(JAGGED, first, 39)
+    np.testing.assert_allclose(hull, expected, atol=2e-5, rtol=1e-3)  # the horizon is finite here
+
+
+def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
+    assert JAGGED.curve.window(1, 60).next_vertex(0) == 15
+    for first in (1, 7, 16, 30, 31, 32, 33, 500):
+        long = JAGGED.curve.window(first, first + 300)
+        for length in (0, 1, 2, 5, 40):
+            short = JAGGED.curve.window(first, first + length)
+            np.testing.assert_allclose(short.hull, long.hull[: length + 1], atol=1e-12, rtol=0)
+            assert all(min(long.next_vertex(b), length) == short.next_vertex(b) for b in range(length))
+
+
+def test_hull_of_a_straight_line_is_the_line():
+    line = LinearCost(ForwardCost(0.0, 0.25, 1.0), ForwardCost(0.0, 0.0, 0.0)).curve.window(3, 50)
+    np.testing.assert_allclose(line.measured, 0.25 * np.arange(3, 51))
+    huge = JAGGED.curve.window(10**9, 10**9 + 7)  # costs no more time or memory
+    assert len(huge.measured) == 8
+    for window in (line, huge):
+        np.testing.assert_allclose(window.hull, window.measured)
+    assert pickle.loads(pickle.dumps(JAGGED)) == JAGGED
+
+
+# ---- linear costs
+
+
+def test_forward_cost_is_found_again_by_least_squares_and_never_negative():
+    truth = ForwardCost(2e-6, 3e-4, 5e-3)
+    grid = list(itertools.product((64, 512, 2048), (1, 8, 64)))
+    fitted, explained = ForwardCost.fit(*zip(*grid, strict=True), [truth.seconds(c, b) for c, b in grid])
+    assert (fitted.alpha, fitted.gamma, fitted.delta) == pytest.approx((truth.alpha, truth.gamma, truth.delta))
+    assert explained == pytest.approx(1.0)
+    fitted, explained = ForwardCost.fit([64, 512, 64, 512], [1, 1, 8, 8], [1.0, 0.9, 1.1, 1.0])
+    assert fitted.alpha == 0.0 and fitted.gamma > 0 and 0.0 < explained < 1.0
+    with pytest.raises(ValueError, match="at least three measurements, got 2"):
+        ForwardCost.fit([1, 2], [1, 2], [1.0, 2.0])
+
+
+def test_linear_cost_reads_the_context_once_and_drafts_one_block_per_request():
+    cost = LinearCost(ForwardCost(0.001, 0.1, 1.0), ForwardCost(0.0005, 0.02, 0.3))
+    load = Load(range(4), context_tokens=1000)
+    drafting = 0.0005 * 1000 + 0.02 * 4 + 0.3
+    assert cost.draft_seconds(load) == pytest.approx(drafting)
+    assert cost.round_seconds(load, 6).tolist()[-1] == pytest.approx(0.001 * 1000 + 0.1 * 10 + 1.0 + drafting)
+    assert cost.plain_seconds(load) == pytest.approx(0.001 * 1000 + 0.1 * 4 + 1.0)
+    table = ThroughputTable((1, 2), (10.0, 5.0), context_seconds=0.001)
+    assert table.round_seconds(Load(context_tokens=100), 1).tolist() == pytest.approx([0.2, 0.3])
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_forward_cost_refuses_impossible_coefficients(value):
+    with pytest.raises(ValueError, match="finite and not negative"):
+        ForwardCost(value, 0.1, 0.1)
+
+
+# ---- files
+
+
+def test_a_table_in_memory_is_no_file():
+    with pytest.raises(TypeError, match=r"a file is needed, got dict: ThroughputTable.from_sglang\(table\)"):
+        ThroughputTable.load({"sample_batch_tokens": [1]})
+
+
+def test_tables_follow_sglangs_rules_and_are_read_again(tmp_path):
+    path = tmp_path / "folder" / "sps.json"
+    for table in (ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0])), JAGGED):
+        table.save(path)
+        written = json.loads(path.read_text())
+        tokens, rates = written["sample_batch_tokens"], written["sample_steps_per_sec"]
+        assert all(isinstance(token, int) for token in tokens) and tokens == sorted(set(tokens))
+        assert len(tokens) == len(rates) and all(rate > 0 for rate in rates)
+        assert written["max_batch_tokens"] >= tokens[-1] and "bias_seconds" not in written
+        assert ThroughputTable.load(path).verify_tokens == tuple(table.verify_tokens)
+    assert ThroughputTable.load(path) == JAGGED
+    path.write_text(json.dumps(SGLANG_1D))
+    ThroughputTable.load(path).save(path)
+    assert list(path.parent.iterdir()) == [path]
+    assert SGLANG_1D.items() <= json.loads(path.read_text()).items()
+
+
+def test_a_table_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "sps.json"
+    JAGGED.save(path)
+
+    def half(file, text):
+        with file.open("w") as stream:
+            stream.write(text[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        ThroughputTable((1, 2), (9.0, 8.0)).save(path)
+    assert ThroughputTable.load(path) == JAGGED
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is a JSON object, got list"),
+        ("{}", "lacks max_batch_tokens, sample_batch_tokens, sample_steps_per_sec"),
+        ('{"bias_seconds": 0.01}', "SGLang's additive form is not read: measure its 1-D one"),
+        (json.dumps(SGLANG_1D | {"max_batch_tokens": 9}), "max_batch_tokens=9 is smaller than the last probe 64"),
+        (json.dumps(SGLANG_1D | {"sample_batch_tokens": []}), "0 token counts and 3 rates"),
+        (json.dumps(SGLANG_1D | {"sample_batch_tokens": [8, 8, 64]}), "strictly increasing"),
+        (json.dumps(SGLANG_1D | {"context_seconds": -1}), "not negative, got -1"),
+    ],
+)
+def test_broken_cost_files_are_named(content, message, tmp_path):
+    (tmp_path / "cost.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        ThroughputTable.load(tmp_path / "cost.json")

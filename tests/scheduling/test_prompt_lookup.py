@@ -1,0 +1,144 @@
+"""Copies: the longest match is continued, and what was right before is expected to be right again."""
+
+import weakref
+
+import pytest
+import torch
+
+from hf_dspark import (
+    DecodingOptions,
+    DSparkConfig,
+    DSparkDraftModel,
+    PromptLookup,
+    ThroughputTable,
+    TreeBudget,
+    TreeScheduler,
+    generate_many,
+)
+from hf_dspark.scheduling.prompt_lookup import USUAL, CopyFinder
+
+RATES = dict(USUAL)
+
+
+def test_the_longest_match_is_continued():
+    finder = CopyFinder()
+    copy = finder.find(torch.tensor([1, 2, 3, 9, 8, 2, 3, 7, 5, 1, 2, 3]), 4)
+    assert copy.token_ids == [9, 8, 2, 3]  # 2, 3 was followed by 7 later on
+    assert list(copy.chances) == [RATES[3], RATES[4], RATES[4], RATES[6]]
+    assert CopyFinder().find(torch.tensor([1, 2, 3, 4]), 4).token_ids == ()
+    assert CopyFinder().find(torch.tensor([1, 2, 5, 1, 2]), 0).token_ids == ()
+
+
+def test_a_match_within_the_continuation_itself_goes_on():
+    assert CopyFinder().find(torch.tensor([4, 5, 4, 5, 4, 5]), 5).token_ids == [4, 5, 4, 5, 4]
+
+
+def test_rates_follow_what_was_right_whether_it_was_sent_or_not():
+    finder, tokens = CopyFinder(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    rates = finder._rates
+    before = [rates.of(length) for length in (3, 4)]
+    finder.find(torch.tensor(tokens), 5)
+    finder.find(torch.tensor([*tokens, 4, 9]), 5)  # 4 is right, 5 would have been wrong
+    assert rates.of(3) > before[0] and rates.of(4) < before[1]
+    assert rates.of(2) == RATES[2]
+
+
+def repeating(honest):
+    """A forward pass that says 5, 9, 30 for ever."""
+
+    def forward(input_ids=None, **kwargs):
+        output = honest(input_ids=input_ids, **kwargs)
+        following = {5: 9, 9: 30, 30: 5}
+        for place, token in enumerate(input_ids[0, -output.logits.shape[1] :].tolist()):
+            output.logits[0, place, following.get(token, 5)] += 1e3
+        return output
+
+    return forward
+
+
+def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
+    """A target that repeats three tokens for ever."""
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+    rounds = {}
+    for copies in (True, False):
+        draft.decoding = DecodingOptions(policy=TreeBudget(12), copies=copies)
+        output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
+        assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
+        rounds[copies] = draft.last_stats.rounds
+    assert rounds[True] < 0.6 * rounds[False]
+
+
+def test_sure_copies_save_the_drafts_pass_and_the_draft_reads_them_later(make_target, monkeypatch):
+    """A target that repeats three tokens for ever, and a dear draft."""
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+    draft.decoding = DecodingOptions(policy=TreeScheduler(ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3)))
+    read, honest = [], DSparkDraftModel.read_block
+    monkeypatch.setattr(
+        DSparkDraftModel, "read_block", lambda self, a, features, *args: read.append(len(features)) or
+        honest(self, a, features, *args)
+    )  # fmt: skip
+    output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
+    assert output[0, 8:].tolist() == ([30, 5, 9] * 134)[:400]
+    assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("copies_alone", [False, True])
+def test_a_constraint_is_not_asked_about_copies_that_it_forbids(make_target, do_sample, copies_alone):
+    """A trie of allowed answers knows no prefix that plain decoding cannot come to."""
+    target, prompt = make_target(), [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+    answer, asked = [5, 6, 20, 21, 5, 6, 22, 23], []
+
+    def allowed(_, token_ids):
+        new = token_ids[len(prompt) :].tolist()
+        asked.append(new)
+        return [answer[len(new)]] if new == answer[: len(new)] else []
+
+    draft = PromptLookup(target)
+    if not copies_alone:
+        torch.manual_seed(1)
+        draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+        draft.decoding = DecodingOptions(policy=TreeBudget(15))
+    output = target.generate(
+        torch.tensor([prompt]), assistant_model=draft, do_sample=do_sample, max_new_tokens=len(answer), pad_token_id=0,
+        prefix_allowed_tokens_fn=allowed,
+    )  # fmt: skip
+    assert output[0, len(prompt) :].tolist() == answer
+    assert all(new == answer[: len(new)] for new in asked)
+
+
+def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    class Watched(CopyFinder):
+        def find(self, *args):
+            alive.add(self)
+            most.append(len(alive))
+            return super().find(*args)
+
+    monkeypatch.setattr("hf_dspark.decoding.drafter.CopyFinder", Watched)
+    target = make_target()
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    decoding = DecodingOptions(policy=TreeBudget(12))
+    prompts = [[5, 9, 30, 5, 9, number] for number in range(1, 9)]
+    many = generate_many(
+        target, draft, prompts, batch_size=2, decoding=decoding, do_sample=False, max_new_tokens=6, pad_token_id=0
+    )
+    assert len(list(many)) == 8 and max(most) == 2
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_copies_end_where_the_sequence_must(make_target, length):
+    target = make_target()
+    torch.manual_seed(1)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+    draft.decoding = DecodingOptions(policy=TreeBudget(30))
+    ids = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+    options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0, "eos_token_id": 7}
+    assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))

@@ -1,0 +1,306 @@
+"""Trees are as large as pays: against exhaustive search over shapes, and on machines of different kinds."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dspark import AdaptiveDrafting, PrefixScheduler, SLOLimit, TreeBudget, TreeScheduler
+from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.policies import RoundOutcome
+from hf_dspark.scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
+from hf_dspark.scheduling.tree_plans import (
+    BudgetPlan,
+    PricePlan,
+    SiblingAcceptance,
+    TreeProspects,
+    check_siblings,
+    usual_acceptance,
+)
+
+MEANS = ((0.7, 0.1, 0.05), (0.65, 0.12, 0.04), (0.6, 0.1, 0.05))
+DRAWN = SiblingAcceptance(True, ((1.0, 0.0), (0.5, -1.0), (0.5, -1.5)), MEANS)
+BEST = SiblingAcceptance(False, ((1.0, 0.0),), MEANS)
+
+
+def machine(*milliseconds_of_nodes, drafting=0.1e-3):
+    """A machine on which trees of 1, 2, ... nodes take so many milliseconds, and chains as many."""
+    tokens = tuple(range(1, len(milliseconds_of_nodes) + 1))
+    return ThroughputTable(tokens, tuple(1e3 / each for each in milliseconds_of_nodes), drafting)
+
+
+def grown(plan, shares, ranks=3):
+    """Grow one tree of certain shares, `[depth][rank]`, whatever the tokens are."""
+    tree, level, depth = DraftTree(), [0], 0
+    while level and depth < len(shares):
+        above = np.array([tree.survivals[place - 1] if place else 1.0 for place in level])
+        survivals = np.outer(above, shares[depth])
+        counts = plan.admit(depth, [0] * len(level), survivals, [tree])
+        level = [
+            tree.add(place, rank, float(survivals[number, rank]))
+            for number, place in enumerate(level)
+            for rank in range(int(counts[number]))
+        ]
+        depth += 1
+    return tree
+
+
+def best_of_all_shapes(shares, seconds, most):
+    """Return the best throughput of any tree: the best nodes of the whole tree, of every number."""
+    paths = {(): 1.0}
+    for depth in range(len(shares)):
+        for path in [path for path in paths if len(path) == depth]:
+            for rank, share in enumerate(shares[depth]):
+                paths[(*path, rank)] = paths[path] * share
+    survivals = sorted((survival for path, survival in paths.items() if path), reverse=True)[:most]
+    return max((1 + sum(survivals[:count])) / seconds[count] for count in range(len(survivals) + 1))
+
+
+JAGGED = {
+    "flat": [1.0] * 40,
+    "slope": [1.0 + 0.05 * n for n in range(40)],
+    "steep": [1.0 + 0.4 * n for n in range(40)],
+    "cliffs": [1.0 + 0.6 * (n // 8) for n in range(40)],
+    "early_cliff": [1.0 if n < 3 else 2.0 + 0.01 * n for n in range(40)],
+}
+
+
+@pytest.mark.parametrize("curve", JAGGED.values(), ids=JAGGED)
+@pytest.mark.parametrize("siblings", [DRAWN, BEST], ids=["drawn", "best"])
+def test_the_scheduler_comes_near_an_exhaustive_search_over_shapes(curve, siblings, monkeypatch):
+    cost = machine(*curve)
+    seconds = cost.tree_seconds(Load(), 31, siblings.is_drawn)
+    monkeypatch.setattr("hf_dspark.scheduling.tree_policies.LEAST_GAIN", 0.0)
+    plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load())
+    tree = grown(plan, MEANS)
+    if not siblings.is_drawn:
+        tree = tree.only(plan.kept([tree])[0])
+    found = (1 + sum(tree.survivals)) / seconds[tree.num_nodes]
+    assert found >= 0.95 * best_of_all_shapes(MEANS, seconds, 31)
+
+
+def test_a_loaded_machine_gets_smaller_trees_then_chains(monkeypatch):
+    cost = ThroughputTable((1, 32, 64, 128), (100, 95, 60, 35), 1e-3)
+    nodes = []
+    for requests in (1, 4, 16):
+        plan = TreeScheduler(cost).plan_tree(TreeProspects(BEST), Load(range(requests)))
+        nodes.append(0 if plan is None else grown(plan, MEANS).num_nodes)
+    assert nodes[0] > nodes[1] >= nodes[2] == 0
+
+
+def test_chains_are_kept_where_a_tree_gains_too_little():
+    assert TreeScheduler(machine(*JAGGED["steep"])).plan_tree(TreeProspects(DRAWN), Load()) is None
+    assert TreeScheduler(machine(*JAGGED["flat"])).plan_tree(TreeProspects(DRAWN), Load()) is not None
+
+
+def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
+    cost = machine(*(1.0 + 0.03 * n for n in range(40)))
+    plan = lambda siblings, *copies: TreeScheduler(cost).plan_tree(  # noqa: E731
+        TreeProspects(siblings, copies), Load(range(len(copies)))
+    )
+    for siblings in (DRAWN, BEST):
+        assert plan(siblings, [0.95] * 20) is not None and plan(siblings, [0.2] * 20) is None
+        assert plan(siblings, [0.95] * 20).cut > 0.0
+
+
+def test_doubtful_copies_do_not_keep_from_growing_the_trees_that_pay_without_them():
+    scheduler = TreeScheduler(machine(*JAGGED["flat"]))
+    for siblings in (DRAWN, BEST):
+        usual = scheduler.plan_tree(TreeProspects(siblings), Load()).gain
+        for chance in (0.1, 0.2, 0.4):
+            assert scheduler.plan_tree(TreeProspects(siblings, [[chance, 0.1]]), Load()).gain >= usual
+
+
+def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
+    cost = ThroughputTable((1, 8, 32), (100, 96, 90), drafting=1e-3)
+    for siblings in (DRAWN, BEST):
+        sure, unsure = (TreeProspects(siblings, [[chance] * 30]) for chance in (0.97, 0.3))
+        assert not TreeScheduler(cost).plan_tree(sure, Load()).drafts
+        plan = TreeScheduler(cost).plan_tree(unsure, Load())
+        assert plan is None or plan.drafts
+    one_of_four = TreeProspects(BEST, ([0.9] * 30, (), (), ()))
+    assert TreeScheduler(cost).plan_tree(one_of_four, Load(range(4))).drafts
+
+
+def test_drafting_goes_on_where_trees_pay_and_chains_do_not():
+    cost = ThroughputTable((1, 32), (100, 98), drafting=3e-3)
+    policy = AdaptiveDrafting(TreeScheduler(cost))
+    for number in range(40):
+        accepted = torch.tensor([int(number % 3 == 0)])  # as many as promised
+        policy.observe(RoundOutcome((0,), torch.tensor([[0.25, 0.3, 0.3]]), torch.tensor([3]), accepted, 0.01))
+    assert not policy.plan_draft(Load())
+    siblings = SiblingAcceptance(True, DRAWN.fits, ((0.25, 0.15, 0.1),) * 3)
+    assert policy.plan_tree(TreeProspects(siblings), Load()).gain > 1.15
+    assert policy.plan_draft(Load())
+    assert AdaptiveDrafting(TreeScheduler(machine(*JAGGED["steep"]))).plan_tree(TreeProspects(DRAWN), Load()) is None
+
+
+def test_wrapped_policies_plan_the_same_trees_under_their_caps():
+    cost = machine(*(1.0 + 0.005 * n for n in range(70)))
+    inside = TreeScheduler(cost).plan_tree(TreeProspects(DRAWN), Load())
+    assert AdaptiveDrafting(TreeScheduler(cost)).plan_tree(TreeProspects(DRAWN), Load()).cut == inside.cut
+    capped = SLOLimit(TreeScheduler(cost), tpot_seconds=1.0225e-3).plan_tree(TreeProspects(DRAWN), Load())
+    assert capped.in_all == 4 and grown(capped, MEANS).num_nodes == 4
+    assert (
+        SLOLimit(TreeBudget(20), tpot_seconds=1.0225e-3, cost=cost).plan_tree(TreeProspects(DRAWN), Load()).num_nodes
+        == 4
+    )
+    assert PrefixScheduler(cost).plan_tree(TreeProspects(DRAWN), Load()) is None
+
+
+def test_an_expected_limit_learns_from_trees_what_a_round_brings():
+    cost = machine(*(1.0 + 0.005 * n for n in range(70)))
+    limited = SLOLimit(TreeBudget(6), tpot_seconds=0.51e-3, mode="expected", cost=cost)
+    assert limited.plan_draft(Load()) and limited.plan_tree(TreeProspects(DRAWN), Load()).num_nodes == 6
+    limited.observe(RoundOutcome((0,), None, torch.tensor([6]), torch.tensor([1]), 1e-3, trees=[DraftTree()]))
+    assert limited.allowed_seconds(Load()) == pytest.approx(1.02e-3)
+    assert limited.plan_draft(Load()) and limited.plan_tree(TreeProspects(DRAWN), Load()).num_nodes < 6
+    limited.observe(RoundOutcome((0,), None, torch.tensor([3]), torch.tensor([0]), 1e-3, trees=[DraftTree()]))
+    assert limited.allowed_seconds(Load()) == pytest.approx(1.02e-3), "a tree that was cut short tells nothing"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 11])
+def test_a_budget_of_best_tokens_is_the_best_of_the_whole_tree(num_nodes):
+    plan = BudgetPlan(num_nodes, BEST)
+    tree = grown(plan, MEANS)
+    kept = tree.only(plan.kept([tree])[0])
+    every = [1.0]
+    survivals = []
+    for row in MEANS:
+        every = [above * share for above, share in itertools.product(every, row)]
+        survivals += every
+    assert kept.num_nodes == num_nodes
+    assert sum(kept.survivals) == pytest.approx(sum(sorted(survivals)[::-1][:num_nodes]))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 9])
+def test_a_budget_of_drawn_nodes_is_never_exceeded_and_used_up(num_nodes):
+    assert grown(BudgetPlan(num_nodes, DRAWN), MEANS).num_nodes == num_nodes
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_deciding_about_64_trees_of_31_nodes_takes_few_milliseconds(is_drawn):
+    """The plan of a round, all its levels, and the nodes that are sent; drawing and adding them is not counted."""
+    assert min(seconds_to_decide(is_drawn, seed) for seed in range(50)) < 5e-3
+
+
+def seconds_to_decide(is_drawn, seed, rows=64, depth=7):
+    means = ((0.7, 0.12, 0.05, 0.03, 0.02, 0.01),) * depth
+    siblings = SiblingAcceptance(is_drawn, ((1.0, 0.0),) * len(means[0]), means)
+    cost = ThroughputTable((1, 8, 64, 512, 2048), (100, 99, 98, 96, 90), drafting=1e-3)
+    generator, trees = np.random.default_rng(seed), [DraftTree() for _ in range(rows)]
+    started = time.perf_counter()
+    plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load(tuple(range(rows))))
+    seconds = time.perf_counter() - started
+    level = [(row, 0, 1.0) for row in range(rows)]
+    for number in range(depth):
+        if not level:
+            break
+        shares = np.sort(generator.dirichlet([7.0, 1.2, 0.5, 0.3, 0.2, 0.1], len(level)), axis=1)[:, ::-1]
+        survivals = np.array([survival for _, _, survival in level])[:, None] * shares
+        owners = [row for row, _, _ in level]
+        started = time.perf_counter()
+        counts = plan.admit(number, owners, survivals, trees)
+        seconds += time.perf_counter() - started
+        children = [(node, rank) for node, count in enumerate(counts) for rank in range(int(count))]
+        added = [(*level[node][:2], float(survivals[node, rank])) for node, rank in children]
+        level = [(row, trees[row].add(place, 0, survival), survival) for row, place, survival in added]
+    assert sum(tree.num_nodes for tree in trees) > 20 * rows
+    started = time.perf_counter()
+    if not is_drawn:
+        plan.kept(trees)
+    return seconds + time.perf_counter() - started
+
+
+def test_a_cap_for_all_requests_goes_to_the_best_nodes():
+    plan = PricePlan(0.1, 31, 3)
+    counts = plan.admit(0, [0, 1], np.array([[0.5, 0.2], [0.9, 0.3]]), [DraftTree(), DraftTree()])
+    assert counts.tolist() == [1, 2]
+
+
+def test_fits_recover_what_acceptances_were_drawn_from():
+    generator, truth, tests = np.random.default_rng(0), ((1.2, 0.3), (0.6, -1.0)), []
+    for _ in range(4000):
+        known = generator.uniform(0.05, 0.95)
+        for rank, (slope, offset) in enumerate(truth):
+            chance = 1 / (1 + np.exp(-(slope * np.log(known / (1 - known)) + offset)))
+            accepted = generator.random() < chance
+            tests.append(SiblingTest(0, rank, known, accepted, 2 - rank))
+            if accepted:
+                break
+    fitted = fit_siblings(tests, True, 3, [0.51234, 0.3, 0.2])
+    assert fitted.of_chain().tolist() == [0.5123, 0.3, 0.2]
+    assert np.abs(np.array(fitted.fits) - np.array(truth)).max() < 0.15
+    first = sum(test.was_accepted for test in tests if test.rank == 0) / 4000
+    assert fitted.means[0][0] == pytest.approx(first, abs=1e-4) and len(fitted.means) == 3
+    second = sum(test.was_accepted for test in tests if test.rank == 1) / 4000
+    assert fitted.best == pytest.approx(sorted([first, second])[::-1], abs=1e-4)
+    check_siblings(fitted.to_dict(), 3)
+
+
+def test_tests_in_a_round_end_with_the_accepted_sibling():
+    tree = DraftTree()
+    first, second = tree.add(0, 5, 0.7, known=0.7), tree.add(0, 6, 0.2, known=0.7)
+    tree.add(first, 7, 0.3, known=0.2)
+    below = tree.add(second, 7, 0.1, known=0.4)
+    assert recorded_tests(tree, [second, below]) == [(0, 0, 0.7, False, 1), (0, 1, 0.7, True, 3), (1, 0, 0.4, True, 4)]
+
+
+def test_trees_are_chosen_by_what_their_nodes_were_counted_to_bring():
+    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
+    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 7)
+    counted = replace(mean_tree, best=(0.5,) * 4 + (0.1,) * 10)
+    assert TreeScheduler(cost).plan_tree(TreeProspects(mean_tree), Load((9,))) is None
+    plan = TreeScheduler(cost).plan_tree(TreeProspects(counted), Load((9,)))
+    chains = (2 - 0.5 ** np.arange(8)) / cost.round_seconds(Load((9,)), 7)
+    tokens = 1 + 4 * 0.5 + 10 * 0.1
+    assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14, False)[14] / chains.max())
+
+
+def test_trees_that_are_drawn_and_trees_of_best_tokens_cost_what_each_was_measured_to():
+    pairs = {"trees": ((7, 0.0112), (15, 0.0125)), "best_trees": ((7, 0.0106), (15, 0.0114))}
+    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, **pairs)
+    assert [cost.tree_seconds(Load(), 15, is_drawn)[15] for is_drawn in (True, False)] == [0.0125, 0.0114]
+    assert replace(cost, best_trees=()).tree_seconds(Load(), 15, False)[15] == 0.0125
+    gains = []
+    for is_drawn in (True, False):
+        siblings = SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.5, 0.2),) * 7)
+        gains.append(TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load()).gain)
+    assert gains[1] > gains[0]
+
+
+def test_chains_are_expected_to_bring_what_they_were_counted_to():
+    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
+    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 3, best=(0.5,) * 4 + (0.1,) * 10)
+    counted = replace(mean_tree, chain=(0.6, 0.45, 0.4))  # easy stretches come together
+    gains = [TreeScheduler(cost).plan_tree(TreeProspects(each), Load((9,))).gain for each in (mean_tree, counted)]
+    chains = 1 / cost.round_seconds(Load((9,)), 3)
+    expected = [float((chains * np.cumsum((1.0, *each))).max()) for each in ((0.5, 0.25, 0.125), (0.6, 0.45, 0.4))]
+    assert gains[1] / gains[0] == pytest.approx(expected[0] / expected[1])
+
+
+def test_shares_of_siblings_never_rise_with_the_rank():
+    shares = usual_acceptance(True, 4).shares(np.array([[0.02], [0.5], [0.99]]))
+    assert (np.diff(shares, axis=1) <= 0).all() and (shares.sum(axis=1) <= 1).all()
+
+
+@pytest.mark.parametrize("num_nodes", [0, 64, 2.5, "7"])
+def test_impossible_budgets_are_refused(num_nodes):
+    with pytest.raises(ValueError, match="num_nodes must be a whole number from 1 to 63"):
+        TreeBudget(num_nodes)
+
+
+@pytest.mark.parametrize(
+    "entry", [None, {"fits": [[1, 2]]}, {"fits": [], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[0.5]]},
+              {"fits": [[1, float("nan")]], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[1.5]] * 3},
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "best": [0.2, 0.4]},
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "chain": [0.5, 0.4]},
+              {"fits": [[1, 0]], "means": [[0.5]] * 3, "chain": [0.5, 0.6, 0.4]}]
+)  # fmt: skip
+def test_damaged_acceptances_are_refused(entry):
+    with pytest.raises(ValueError, match="acceptances"):
+        check_siblings(entry, 3)
