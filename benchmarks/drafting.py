@@ -312,7 +312,7 @@ def whole_rounds(target: PreTrainedModel, draft: DSparkDraftModel, ids: torch.Te
     with decoding(draft, FullBlock()):
         target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
     stats, gamma = draft.last_stats, draft.config.block_size
-    rounds = list(zip(stats.proposed, stats.seconds_of_entries(), strict=True))
+    rounds = list(zip(stats.proposed, stats.seconds, strict=True))
     return [seconds for proposed, seconds in rounds[1:] if proposed == gamma]
 
 

@@ -57,7 +57,7 @@ from pair import (
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from hf_dspark import FullBlock, RoundStatistics
+from hf_dspark import FullBlock, Rounds
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.distributions import greedy_sampler
 from hf_dspark.targets.support import keeps_states
@@ -181,7 +181,7 @@ def efficiency(options: argparse.Namespace) -> Iterator[Cell]:
                 if way.name == "own":
                     statistics_of_calls.append(draft.last_stats)
             forwards.measure(15, packed="own_packed" in runs)
-        yield {"regime": regime} | cell_of(runs, forwards, RoundStatistics.joined(statistics_of_calls).tau)
+        yield {"regime": regime} | cell_of(runs, forwards, Rounds.joined(statistics_of_calls).tau)
 
 
 def replay(options: argparse.Namespace) -> Iterator[Cell]:
@@ -217,7 +217,7 @@ def replayed_cell(target, draft, accepted: list[int], rows: int, regime: str, op
                     statistics_of_calls.append(draft.last_stats)
         if index >= 0:
             forwards.measure(5, packed="own_packed" in runs)
-    return cell_of(runs, forwards, RoundStatistics.joined(statistics_of_calls).tau)
+    return cell_of(runs, forwards, Rounds.joined(statistics_of_calls).tau)
 
 
 def context(options: argparse.Namespace) -> Iterator[Cell]:

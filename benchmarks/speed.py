@@ -28,7 +28,7 @@ from pair import (
 )
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy, RoundStatistics
+from hf_dspark import FullBlock, Policy, Rounds
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Run:
 
     tokens: list[int]
     seconds_per_token: float
-    stats: RoundStatistics | None
+    stats: Rounds | None
 
 
 def timed(target, ids: torch.Tensor, seed: int, **options) -> Run:
@@ -109,7 +109,7 @@ def measure(
 def summary(policy: str, temperature: float, runs: dict[str, list[Run]], block_size: int) -> Cell:
     """Return what one policy came to: the rounds of `own_packed` if it was measured, else of `own`."""
     ours = runs.get("own_packed", runs["own"])
-    stats = RoundStatistics.joined(run.stats for run in ours)
+    stats = Rounds.joined(run.stats for run in ours)
     seconds = {way: statistics.median(run.seconds_per_token for run in calls) for way, calls in runs.items()}
     found = speedups(seconds)
     identical = sum(a.tokens == b.tokens for a, b in zip(runs["plain"], ours, strict=True))

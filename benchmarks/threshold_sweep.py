@@ -10,7 +10,7 @@ from pair import REGIMES, RESULTS, held_out_prompts, load_pair, provenance_of, w
 from simulator import load_rounds
 from tqdm import tqdm
 
-from hf_dspark import ConfidenceThreshold, RoundStatistics
+from hf_dspark import ConfidenceThreshold, Rounds
 from hf_dspark.scheduling.costs import Load
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -26,7 +26,7 @@ def sweep(target, draft, tokenizer, prompts: list[str], thresholds: list[float],
             torch.manual_seed(index)
             target.generate(**inputs, assistant_model=draft, assistant_confidence_threshold=threshold, **options)
             runs.append(draft.last_stats)
-        stats = RoundStatistics.joined(runs)
+        stats = Rounds.joined(runs)
         rows.append(row(threshold, stats.rounds, sum(stats.proposed), sum(stats.accepted), stats.tau))
     return rows
 

@@ -65,7 +65,7 @@ from hf_dspark import (
     FullBlock,
     PrefixScheduler,
     PromptLookup,
-    RoundStatistics,
+    Rounds,
     TreeBudget,
     TreeScheduler,
 )
@@ -78,7 +78,8 @@ from hf_dspark.sampling.block_verification import prefix_weights
 from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution, drafted_probabilities
 from hf_dspark.sampling.trees import DraftTree
 from hf_dspark.scheduling.costs import Load, ThroughputTable
-from hf_dspark.scheduling.policies import Policy, RoundOutcome
+from hf_dspark.scheduling.policies import Policy
+from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.tree_fit import fit_siblings
 from hf_dspark.scheduling.tree_plans import (
     MOST_SIBLINGS,
@@ -136,7 +137,7 @@ def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
 
 def committed(runs: list[Run]) -> dict[str, float]:
     """Return tau, its standard error over rounds, and the nodes of a round."""
-    stats = RoundStatistics.joined(run.stats for run in runs)
+    stats = Rounds.joined(run.stats for run in runs)
     error = statistics.stdev(stats.committed) / math.sqrt(stats.rounds)
     return {
         "tau": round(stats.tau, 3),
@@ -202,7 +203,7 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                         runs[name].append(timed(target, ids, index, assistant_model=draft, **common))
         plain = statistics.median(run.seconds_per_token for run in runs["plain"])
         for name in policies:
-            stats = RoundStatistics.joined(run.stats for run in runs[name])
+            stats = Rounds.joined(run.stats for run in runs[name])
             per_token = statistics.median(run.seconds_per_token for run in runs[name])
             chains = zip(runs[name], runs["scheduled chains"], strict=True)
             row = {"regime": regime, "policy": name, "speedup_same_kernels": round(plain / per_token, 3)}

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from hf_dspark import DSparkDraftModel, RoundStatistics
+from hf_dspark import DSparkDraftModel, Rounds
 from hf_dspark.measuring.rounding import count_best, tolerance_of
 
 PAIR = Path(__file__).parent / "gsm8k_pair"
@@ -62,7 +62,7 @@ def main() -> None:
     count = len(seconds)
     print(f"\nidentical answers      {identical} of {count} (greedy, {options.dtype})")
     print(f"best up to rounding    {best} of {tokens} tokens ({tolerance_of(target.dtype)})")
-    print(f"tokens per round (tau) {RoundStatistics.joined(rounds).tau:.2f}")
+    print(f"tokens per round (tau) {Rounds.joined(rounds).tau:.2f}")
     print(f"plain generate()       {1 / statistics.median(plain_seconds):.0f} tokens/s")
     print(f"with the draft         {1 / statistics.median(seconds):.0f} tokens/s")
     print(

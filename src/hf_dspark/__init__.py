@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .cpu import fast_linears as fast_linears
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
-    from .decoding.statistics import RoundStatistics as RoundStatistics
     from .hub.convert import convert_checkpoint as convert_checkpoint
     from .hub.training import DSparkTrainer as DSparkTrainer
     from .measuring.calibrate import calibrate as calibrate
@@ -36,6 +35,7 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .scheduling.policies import Policy as Policy
     from .scheduling.policies import PrefixScheduler as PrefixScheduler
     from .scheduling.policies import SLOLimit as SLOLimit
+    from .scheduling.rounds import Rounds as Rounds
     from .scheduling.tree_policies import TreeBudget as TreeBudget
     from .scheduling.tree_policies import TreeScheduler as TreeScheduler
     from .targets.check import check_target as check_target
@@ -50,13 +50,13 @@ _NAMES = {
     "decoding.hook": "decode_with",
     "decoding.many": "generate_many",
     "measuring.regenerate": "regenerate",
-    "decoding.statistics": "RoundStatistics",
     "measuring.calibrate": "calibrate",
     "measuring.evaluate": "evaluate",
     "measuring.profile": "profile_throughput",
     "scheduling.costs": "ThroughputTable",
     "scheduling.policies": "AdaptiveDrafting ConfidenceThreshold FullBlock LaggedScheduler Policy PrefixScheduler "
     "SLOLimit",
+    "scheduling.rounds": "Rounds",
     "scheduling.tree_policies": "TreeBudget TreeScheduler",
     "models.configuration_dspark": "DSparkConfig",
     "models.configuration_eagle3": "Eagle3Config",

@@ -186,7 +186,7 @@ def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, mon
     ids = torch.tensor(prompts[:1])
     output = target.generate(ids, assistant_model=draft, **(GREEDY | {"max_new_tokens": 70, "eos_token_id": None}))
     late, longest_wait = next(block for was, block in drafted if was), max(waiting)
-    times = draft.last_stats.seconds_of_entries()
+    times = draft.last_stats.seconds
     idle = [spent.draft for spent, proposed in zip(times, draft.last_stats.proposed, strict=True) if not proposed]
     assert 0 in idle and any(idle)  # reading on is the draft's time, too
     drafted.clear()

@@ -106,10 +106,10 @@ def test_options_of_a_call_come_before_those_of_the_draft(target, draft, prompts
     options = DecodingOptions(policy=FullBlock(), observer=seen.append)
     expected = target.generate(ids, **GREEDY)
     assert torch.equal(target.generate(ids, custom_generate=decode_with(draft, options), **GREEDY), expected)
-    assert len(seen) == draft.last_stats.rounds and draft.last_stats.policy == FullBlock()
+    assert len(seen) == draft.last_stats.rounds and draft.last_stats.policy == {"name": "FullBlock"}
     (answer,) = generate_many(target, draft, prompts[:1], progress=False, decoding=options, **GREEDY)
     assert answer.token_ids.tolist() == expected[0, ids.shape[1] :].tolist()
-    assert draft.last_stats.policy == FullBlock() and draft.decoding.policy == ConfidenceThreshold(1.0)
+    assert draft.last_stats.policy == {"name": "FullBlock"} and draft.decoding.policy == ConfidenceThreshold(1.0)
 
 
 def test_the_default_policy_is_chosen_once_a_call(target, draft, prompt_ids, monkeypatch):

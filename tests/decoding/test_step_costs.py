@@ -12,6 +12,7 @@ from hf_dspark import AdaptiveDrafting, PrefixScheduler, fast_linears, profile_t
 from hf_dspark.cpu import small_batch_gemm
 from hf_dspark.cpu.small_batch_gemm import Gain
 from hf_dspark.decoding import step_costs as profiling
+from hf_dspark.decoding.hook import default_policy
 from hf_dspark.decoding.step_costs import Machine, Sample, ThroughputProfile, find_cost, known_profiles
 from hf_dspark.scheduling.checked import CheckedPolicy
 from hf_dspark.scheduling.costs import ThroughputTable
@@ -155,7 +156,8 @@ def test_measured_tables_drive_the_scheduler_of_generate(target, draft, profile)
     draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
     ids = torch.tensor([[5, 6, 7]])
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
-    used = draft.last_stats.policy
+    used = default_policy(draft, target)
+    assert draft.last_stats.policy == used.to_dict()
     assert isinstance(used, CheckedPolicy) and used.policy == AdaptiveDrafting(PrefixScheduler(used.cost))
     assert used.cost.provenance["table"].endswith(f"{profile.machine.key}.json")
     assert used.cost.verify_tokens == profile.table.verify_tokens

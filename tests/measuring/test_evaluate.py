@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, evaluate
 from hf_dspark.measuring import run as evaluation_run
-from hf_dspark.measuring.metrics import TurnRecord
 from hf_dspark.measuring.results import read_results
 from hf_dspark.measuring.timed_decoding import timed_call
 
@@ -61,22 +60,19 @@ def test_records_are_the_rounds_of_generate(pair, text_tokenizer, tmp_path):
             if confidence is None:  # no room for a draft
                 assert said is None
             else:
-                assert torch.allclose(torch.tensor(said), confidence, atol=1e-6)
+                assert torch.allclose(said, confidence, atol=1e-6)
         assert 0 < record.prefill_seconds < record.seconds
         # What remains is between the rounds, and behind them.
-        assert 0.5 * record.seconds < record.prefill_seconds + sum(record.rounds.total_seconds) <= record.seconds
-        rounds = record.rounds
-        for proposed, drafting, verifying, whole in zip(
-            rounds.proposed, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds, strict=True
-        ):
-            assert (drafting > 0) == (proposed > 0) and 0 < verifying and drafting + verifying < whole
+        assert 0.5 * record.seconds < record.prefill_seconds + record.rounds.total_seconds <= record.seconds
+        for proposed, spent in zip(record.rounds.proposed, record.rounds.seconds, strict=True):
+            assert (spent.draft > 0) == (proposed > 0) and spent.verify > 0 and spent.rest > 0
     metrics = found.metrics["talk"]
     assert 2 < metrics.tau < 6 and metrics.tokens == sum(record.num_tokens for record in found.records)
     assert metrics.rounds == sum(len(record.rounds.proposed) for record in found.records)
     (result,) = read_results([tmp_path / "e.json"])
     assert result["kind"] == "evaluation" and result["tasks"]["talk"]["tau"] == metrics.tau
     assert result["policy"] == "FullBlock()" and result["sampling"]["do_sample"] is False
-    assert [TurnRecord.from_dict(record) for record in result["records"]] == found.records
+    assert result["records"] == [record.to_dict() for record in found.records]
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]  # nothing unfinished is left
 
 
@@ -88,12 +84,12 @@ def test_turns_decoded_together_have_the_rounds_that_they_have_alone(pair, text_
     assert keys[0] == keys[1] and len(keys[0]) == 10
     for one, other in zip(alone.records, together.records, strict=True):
         assert (one.rounds.proposed, one.rounds.accepted) == (other.rounds.proposed, other.rounds.accepted)
-        assert set(one.rounds.num_requests) <= {1} and len(other.rounds.total_seconds) == len(other.rounds.proposed)
+        assert {spent.num_requests for spent in one.rounds.seconds} <= {1}
     first = [record for record in together.records if record.turn == 0 and record.prompt < 3]
     # One round serves all three until the first of them has ended.
     rounds = sorted(len(record.rounds.proposed) for record in first)
-    assert all(record.rounds.num_requests[: rounds[0]] == [3] * rounds[0] for record in first)
-    seconds = [record.rounds.total_seconds[: rounds[0]] for record in first]
+    assert all(spent.num_requests == 3 for record in first for spent in record.rounds.seconds[: rounds[0]])
+    seconds = [record.rounds.seconds[: rounds[0]] for record in first]
     assert seconds[0] == seconds[1] == seconds[2]
     assert together.metrics["all"].rounds == alone.metrics["all"].rounds
     assert len({record.seconds / record.num_tokens for record in first}) == 1

@@ -5,16 +5,17 @@ import json
 import pytest
 import torch
 
-from hf_dspark.decoding.statistics import RoundSeconds, RoundStatistics
-from hf_dspark.measuring.metrics import Metrics, PlainTurn, TurnRecord, TurnRounds, metrics_by_task, metrics_table
+from hf_dspark import Rounds
+from hf_dspark.measuring.metrics import Metrics, PlainTurn, TurnRecord, metrics_by_task, metrics_table
 from hf_dspark.scheduling.calibration import expected_calibration_error, roc_auc
+from hf_dspark.scheduling.rounds import RoundSeconds
 
 
 def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **facts) -> TurnRecord:
     count = len(proposed)
-    seconds = [0.1] * count, [0.2] * count, [0.4] * count
-    committed = [n + 1 for n in accepted]
-    rounds = TurnRounds(proposed, accepted, committed, confidence, *seconds, [num_requests] * count)
+    said = [None if each is None else torch.tensor(each) for each in confidence or [None] * count]
+    committed, seconds = [n + 1 for n in accepted], [RoundSeconds(num_requests, 0.1, 0.2, 0.4)] * count
+    rounds = Rounds([0] * count, proposed, proposed, accepted, committed, said, seconds)
     known = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "prefill_seconds": 1.0, "seconds": 4.0,
              "rows_together": num_requests,
              "num_tokens": 1 + count + sum(accepted), "peak_memory_mib": 100.0}  # fmt: skip
@@ -38,8 +39,8 @@ def test_tau_and_acceptance_are_averaged_over_the_rounds_of_all_turns():
 def test_a_round_of_several_turns_counts_once_in_the_times():
     def with_times(seconds, num_requests):
         record = turn([1], [0], num_requests=num_requests)
-        rounds = TurnRounds([1], [0], [1], None, [seconds / 4], [seconds / 2], [seconds], [num_requests])
-        return TurnRecord(**(vars(record) | {"rounds": rounds}))
+        record.rounds.seconds = [RoundSeconds(num_requests, seconds / 4, seconds / 2, seconds)]
+        return record
 
     # One round of three turns that took 8 s, and one of a single turn that took 4 s.
     times = Metrics.of([with_times(8.0, 3)] * 3 + [with_times(4.0, 1)], 1).seconds_per_round
@@ -48,8 +49,8 @@ def test_a_round_of_several_turns_counts_once_in_the_times():
 
 def test_round_that_ends_with_an_accepted_end_of_sequence_gains_no_bonus_token():
     record = turn([3, 2], [3, 2], num_tokens=7)
-    rounds = TurnRounds(**(vars(record.rounds) | {"committed": [4, 2]}))  # the second token of the second block ends
-    found = Metrics.of([TurnRecord(**(vars(record) | {"rounds": rounds}))], block_size=3)
+    record.rounds.committed = [4, 2]  # the second token of the second block ends
+    found = Metrics.of([record], block_size=3)
     assert found.tau == 3.0 and found.acceptance == [1.0, 1.0, 1.0] and found.acceptance_rate == 1.0
 
 
@@ -105,18 +106,5 @@ def test_tasks_are_summed_up_alone_and_together():
 
 def test_a_record_survives_json():
     record = turn([2, 1], [1, 1], [[0.25, 0.5], None], plain=PlainTurn(3, 0.1, 0.2, True))
-    assert TurnRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+    assert TurnRecord.from_dict(json.loads(json.dumps(record.to_dict()))).to_dict() == record.to_dict()
     assert "plain" not in turn([], []).to_dict()
-
-
-def test_each_request_of_a_call_has_its_own_rounds_and_the_seconds_of_the_whole_ones():
-    whole = [RoundSeconds(2, 0.1, 0.2, 0.4), RoundSeconds(1, 0.3, 0.4, 0.9)]
-    some = torch.tensor([0.1234567, 0.5])
-    statistics = RoundStatistics([3, 2, 1], [3, 2, 1], [0, 2, 1], [1, 2, 2], [some, some, None], [0, 1, 1], whole)
-    first, second = (TurnRounds.of(statistics, row) for row in (0, 1))
-    assert (first.proposed, first.accepted, first.num_requests) == ([3], [0], [2])
-    assert (second.proposed, second.accepted, second.num_requests) == ([2, 1], [2, 1], [2, 1])
-    assert (first.committed, second.committed) == ([1], [2, 2])
-    assert second.draft_seconds == [0.1, 0.3] and second.total_seconds == [0.4, 0.9]
-    assert first.confidence == [[0.123457, 0.5]] and second.confidence == [[0.123457, 0.5], None]
-    assert TurnRounds.of(RoundStatistics([1], [1], [0], [1], [None], [0], whole[1:]), 0).confidence is None

@@ -8,8 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
-from hf_dspark import DecodingOptions, Eagle3Config, Eagle3DraftModel, FullBlock, PromptLookup, profile_throughput
-from hf_dspark.decoding.statistics import RoundStatistics
+from hf_dspark import (
+    DecodingOptions,
+    Eagle3Config,
+    Eagle3DraftModel,
+    FullBlock,
+    PromptLookup,
+    Rounds,
+    profile_throughput,
+)
 from hf_dspark.decoding.step_costs import cache_folder, find_cost, known_profiles
 from hf_dspark.measuring import profile as profiling
 from hf_dspark.scheduling.costs import Load
@@ -72,7 +79,7 @@ def test_prompt_lookup_has_no_passes_to_measure(target):
 
 
 def test_profile_leaves_the_draft_as_it_was(target, draft, steady_clock):
-    draft.last_stats, draft.decoding = RoundStatistics(), DecodingOptions(policy=FullBlock())
+    draft.last_stats, draft.decoding = Rounds(), DecodingOptions(policy=FullBlock())
     before = draft.last_stats, draft.decoding
     profile_throughput(target, draft, batch_sizes=(1, 2), context_lengths=(8, 24), repetitions=1)
     assert draft.last_stats is before[0] and draft.decoding is before[1]

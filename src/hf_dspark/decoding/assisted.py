@@ -11,12 +11,12 @@ from transformers.generation import CandidateGenerator
 
 from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import VerifiedBlock
+from ..scheduling.rounds import RoundSeconds
 from ..targets.feature_capture import FeatureCapture, remove_hook
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from .drafter import Drafter, Proposal
 from .logits_processing import Scores, watched
 from .request import Call, Request, StopRule
-from .statistics import RoundSeconds
 
 
 class DSparkCandidateGenerator(CandidateGenerator):

@@ -15,15 +15,14 @@ from ..sampling.noise import BlockNoise, block_noise
 from ..sampling.trees import DraftTree
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
-from ..scheduling.policies import RoundOutcome
 from ..scheduling.prompt_lookup import Copy, CopyFinder
+from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
 from ..scheduling.tree_plans import TreePlan, TreeProspects, no_acceptance
 from ..targets.slot_attention import rope_switches
 from ..targets.support import tree_obstacle
 from .logits_processing import BlockProcessor, Scores
 from .request import Call, Request
 from .sampler import ProcessedDistributions, ProcessedSampler
-from .statistics import RoundSeconds, RoundStatistics
 from .tree_drafting import BestTrees, DrawnTrees
 
 WAITING_AT_MOST = 128
@@ -39,11 +38,6 @@ class Proposal:
     confidence: torch.Tensor | None = None  # `[R, n]`, calibrated
     seconds: float = 0.0  # host time that drafting took
     drafted: bool = True  # whether the draft ran; copies need none
-
-    @property
-    def depths(self) -> list[int]:
-        """Draft tokens of the longest path of each request."""
-        return self.lengths.tolist() if self.trees is None else [tree.depth for tree in self.trees]
 
 
 class Drafter:
@@ -62,7 +56,7 @@ class Drafter:
         self._borrowed = target.get_input_embeddings(), lm_head_of(target), target.dtype
         self.cache = SlotCache() if cache is None else cache
         self.policy = call.policy.fresh()
-        self.statistics = draft.last_stats = RoundStatistics(policy=self.policy)
+        self.statistics = draft.last_stats = Rounds(policy=self.policy.to_dict())
         self._options = call.options
         processor = BlockProcessor(call.logits_processor, draft.config.vocab_size, tie_margin=0)
         self._distributions = ProcessedDistributions(processor, draft.config.vocab_size)
@@ -287,34 +281,28 @@ class Drafter:
     ) -> None:
         """Record the outcome of a round, and let the policy learn from it.
         Requests that ended gain less than accepted + 1 tokens. Scores are the target's, after anchors and drafts."""
-        stats, observer, num_accepted = self.statistics, self._options.observer, verified.num_accepted.cpu()
-        if stats.first_round_at is None:
-            stats.first_round_at = time.perf_counter() - seconds.total
-        request_ids = tuple(request.id for request in requests)
-        stats.seconds.append(seconds)
-        stats.request_ids += request_ids
-        stats.proposed += proposal.lengths.tolist()
-        stats.depths += proposal.depths
-        stats.accepted += num_accepted.tolist()
-        stats.committed += num_committed
-        of_chains = None if proposal.trees is not None or proposal.confidence is None else proposal.confidence.cpu()
-        stats.confidence += [None] * len(requests) if of_chains is None else of_chains
-        target_logits = None
+        observer, target_logits = self._options.observer, None
+        if self.statistics.first_round_at is None:
+            self.statistics.first_round_at = time.perf_counter() - seconds.total
         if observer is not None:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + proposal.lengths).tolist())
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         outcome = RoundOutcome(
-            request_ids=request_ids,
+            request_ids=tuple(request.id for request in requests),
             confidence=proposal.confidence,
             lengths=proposal.lengths,
-            num_accepted=num_accepted,
+            num_accepted=verified.num_accepted.cpu(),
             seconds=seconds.total,
             drafted=proposal.drafted,
             block=proposal.block,
             target_logits=target_logits,
             trees=proposal.trees,
             paths=verified.paths,
+            num_committed=num_committed,
+            draft_seconds=seconds.draft,
+            verify_seconds=seconds.verify,
         )
+        self.statistics.add(outcome)
         self.policy.observe(outcome)
         if observer is not None:
             observer(outcome)

@@ -17,6 +17,7 @@ from ..sampling.block_verification import verify_block
 from ..sampling.distributions import TokenDistribution, VerifiedBlock, draw, verify_greedily
 from ..sampling.noise import BlockNoise
 from ..sampling.trees import DraftTree, verify_tree, walk_greedily
+from ..scheduling.rounds import RoundSeconds
 from ..targets.feature_capture import FeatureCapture
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from ..targets.slot_attention import PackedTarget
@@ -24,7 +25,6 @@ from .drafter import Drafter, Proposal
 from .logits_processing import BlockProcessor, Scores, require_token
 from .outputs import Recording, TargetOutput
 from .request import Call, Request
-from .statistics import RoundSeconds
 
 
 def _at_work(step: Callable[..., None]) -> Callable[..., None]:

@@ -30,7 +30,8 @@ from ..scheduling.calibration import (
     fit_temperatures,
     measure_calibration,
 )
-from ..scheduling.policies import FullBlock, Policy, RoundOutcome
+from ..scheduling.policies import FullBlock, Policy
+from ..scheduling.rounds import RoundOutcome
 from ..scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from ..scheduling.tree_policies import TreeBudget
 from ..targets.fingerprint import fingerprint

@@ -8,51 +8,15 @@ from typing import Any
 
 import torch
 
-from ..decoding.statistics import RoundStatistics
-from ..scheduling.calibration import CalibrationRounds, PositionCalibration, conditional_auc, measure_calibration
+from ..scheduling.calibration import PositionCalibration, conditional_auc, measure_calibration
+from ..scheduling.rounds import Rounds
 from .tables import markdown_table, number
 
-# Confidences are kept to 6 digits, so that 1 may be anything above this.
-LARGEST_CONFIDENCE = 1 - 1e-6
 COLUMNS = (
     "task", "prompts", "turns", "tokens", "rounds", "tau", "acceptance by position", "ECE", "tokens/s",
     "draft / verify / rest, ms", "first token, ms",
 )  # fmt: skip
 COMPARED_COLUMNS = ("speed-up, median over median (quartiles of single turns)", "identical", "best up to rounding")
-
-
-@dataclass(frozen=True)
-class TurnRounds:
-    """The rounds of one turn, in their order."""
-
-    proposed: list[int]  # draft tokens verified
-    accepted: list[int]  # of them, without the bonus token
-    committed: list[int]  # tokens gained, the bonus token included, up to the end of the turn
-    confidence: list[list[float] | None] | None  # calibrated c_1..c_γ; `None` for a round that drafted nothing
-    draft_seconds: list[float]  # of the whole round, not of the turn's part in it
-    verify_seconds: list[float]
-    total_seconds: list[float]
-    num_requests: list[int]  # turns that the round served together
-    depths: list[int] | None = None  # of the longest paths that were verified; `None` where all were chains
-
-    @classmethod
-    def of(cls, statistics: RoundStatistics, request_id: int) -> "TurnRounds":
-        """Take the rounds of one request out of those of its call."""
-        places = [place for place, id_ in enumerate(statistics.request_ids) if id_ == request_id]
-        all_seconds = statistics.seconds_of_entries()
-        seconds = [all_seconds[place] for place in places]
-        said = [statistics.confidence[place] for place in places]
-        rounded = [None if each is None else [round(value, 6) for value in each.tolist()] for each in said]
-        return cls(
-            *([column[place] for place in places] for column in (statistics.proposed, statistics.accepted)),
-            committed=[statistics.committed[place] for place in places],
-            confidence=None if all(each is None for each in said) else rounded,
-            draft_seconds=[part.draft for part in seconds],
-            verify_seconds=[part.verify for part in seconds],
-            total_seconds=[part.total for part in seconds],
-            num_requests=[part.num_requests for part in seconds],
-            depths=[statistics.depths[place] for place in places],
-        )
 
 
 @dataclass(frozen=True)
@@ -79,18 +43,19 @@ class TurnRecord:
     seconds: float  # its share of the call's duration, in proportion to its tokens
     rows_together: int  # turns that its call decoded
     peak_memory_mib: float | None  # allocated by the call on an accelerator; by the process so far on a CPU
-    rounds: TurnRounds  # empty without a draft
+    rounds: Rounds  # empty without a draft
     plain: PlainTurn | None = None  # the turn without a draft, if compared
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file holds; `plain` only if compared."""
-        return {name: value for name, value in asdict(self).items() if name != "plain" or value is not None}
+        kept = vars(self) | {"rounds": self.rounds.to_dict(), "plain": self.plain and asdict(self.plain)}
+        return {name: value for name, value in kept.items() if name != "plain" or value is not None}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> "TurnRecord":
         """Read what `to_dict` returned."""
         plain = PlainTurn(**record["plain"]) if "plain" in record else None
-        return cls(**(dict(record) | {"rounds": TurnRounds(**record["rounds"]), "plain": plain}))
+        return cls(**(dict(record) | {"rounds": Rounds.from_dict(record["rounds"]), "plain": plain}))
 
 
 @dataclass(frozen=True)
@@ -145,12 +110,8 @@ class Metrics:
     @classmethod
     def of(cls, records: Sequence[TurnRecord], block_size: int) -> "Metrics":
         """Sum up turns; γ is 0 without a draft."""
-        parts = [record.rounds for record in records]
-        rounds = RoundStatistics.joined(
-            RoundStatistics(part.proposed, part.depths or part.proposed, part.accepted, part.committed)
-            for part in parts
-        )
-        confidences = predicted_rounds(records)
+        rounds = Rounds.joined(record.rounds for record in records)
+        confidences = rounds.confident_rounds()
         calibration = [] if confidences is None else measure_calibration(confidences)
         calibration = [part for part in calibration if part.num_rounds]
         ece = {part.position: part.ece for part in calibration}
@@ -175,7 +136,7 @@ class Metrics:
             auc=None if confidences is None else conditional_auc(confidences),
             calibration=calibration,
             tokens_per_second=tokens / seconds if seconds else None,
-            seconds_per_round=round_times(records),
+            seconds_per_round=round_times(rounds),
             time_to_first_token=statistics.median(record.prefill_seconds for record in records) if records else None,
             peak_memory_mib=max(memory, default=None),
             speedup=speedup(records),
@@ -192,39 +153,13 @@ def metrics_by_task(records: Sequence[TurnRecord], tasks: Iterable[str], block_s
     return found | {"all": Metrics.of(records, block_size)}
 
 
-def predicted_rounds(records: Iterable[TurnRecord]) -> CalibrationRounds | None:
-    """Return what confidences said beside what happened; `None` if there are no confidences."""
-    rounds = [
-        (torch.tensor(said, dtype=torch.double), proposed, accepted)
-        for turn in (record.rounds for record in records)
-        for said, proposed, accepted in zip(turn.confidence or (), turn.proposed, turn.accepted, strict=False)
-        if said is not None
-    ]
-    if not rounds:
+def round_times(rounds: Rounds) -> RoundTimes | None:
+    """Return the mean seconds of a round; `None` without rounds."""
+    count = sum(1 / each.num_requests for each in rounds.seconds)
+    if not count:
         return None
-    confidence, proposed, accepted = zip(*rounds, strict=True)
-    # Blocks end early where their sequence does.
-    padded = torch.nn.utils.rnn.pad_sequence(confidence, batch_first=True, padding_value=0.5)
-    logits, num_accepted = padded.logit(eps=1 - LARGEST_CONFIDENCE), torch.tensor(accepted)
-    realised = (torch.arange(logits.shape[1]) < num_accepted[:, None]).double()
-    return CalibrationRounds(logits, realised, num_accepted, torch.tensor(proposed))
-
-
-def round_times(records: Iterable[TurnRecord]) -> RoundTimes | None:
-    """Return the mean seconds of a round; `None` without rounds.
-
-    A round of R turns is recorded R times, so each record counts 1/R.
-    """
-    columns = ([], [], [], [])
-    for rounds in (record.rounds for record in records):
-        parts = (rounds.num_requests, rounds.draft_seconds, rounds.verify_seconds, rounds.total_seconds)
-        for column, part in zip(columns, parts, strict=True):
-            column += part
-    if not columns[0]:
-        return None
-    requests, *seconds = (torch.tensor(column, dtype=torch.double) for column in columns)
-    draft, verify, total = (float((each / requests).sum() / (1 / requests).sum()) for each in seconds)
-    return RoundTimes(draft, verify, total - draft - verify, total)
+    names = ("draft_seconds", "verify_seconds", "rest_seconds", "total_seconds")
+    return RoundTimes(*(getattr(rounds, name) / count for name in names))
 
 
 def speedup(records: Iterable[TurnRecord]) -> Speedup | None:

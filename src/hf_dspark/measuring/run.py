@@ -13,10 +13,10 @@ from transformers.utils.logging import tqdm
 from ..cpu import fast_linears
 from ..data.prompts import Prompt, next_turn, token_ids
 from ..decoding.call import effective_config
-from ..decoding.statistics import RoundStatistics
 from ..files import Journal, digest
 from ..models.modeling_draft import DraftModel
-from .metrics import PlainTurn, TurnRecord, TurnRounds
+from ..scheduling.rounds import Rounds
+from .metrics import PlainTurn, TurnRecord
 from .rounding import count_best
 from .timed_decoding import timed_call
 
@@ -175,7 +175,7 @@ class EvaluationRun:
         plain = timed_call(setup.target, prompts, seed, **options) if setup.compare_plain else None
         call = timed_call(setup.target, prompts, seed, setup.draft, **options)
         is_sampled = effective_config(setup.target, setup.generate_kwargs).do_sample
-        statistics = call.statistics or RoundStatistics()
+        statistics = call.statistics or Rounds()
         answered = []
         for row, (turn, ids) in enumerate(zip(turns, call.token_ids, strict=True)):
             plain_turn = None
@@ -192,7 +192,7 @@ class EvaluationRun:
                 seconds=call.seconds_of(row),
                 rows_together=len(turns),
                 peak_memory_mib=call.peak_memory_mib,
-                rounds=TurnRounds.of(statistics, row),
+                rounds=statistics.of_request(row),
                 plain=plain_turn,
             )
             answered.append((record, ids))

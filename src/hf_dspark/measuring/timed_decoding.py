@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..decoding.batch import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..decoding.call import effective_config
-from ..decoding.statistics import RoundStatistics
 from ..models.modeling_draft import DraftModel, input_device
+from ..scheduling.rounds import Rounds
 
 MIB = 2**20
 
@@ -26,7 +26,7 @@ class TimedCall:
     prefill_seconds: float  # from the call until the first new tokens
     seconds: float  # from the call until its return
     peak_memory_mib: float | None  # of the call on an accelerator; of the process so far on a CPU
-    statistics: RoundStatistics | None  # of the rounds, if there was a draft
+    statistics: Rounds | None  # of the rounds, if there was a draft
 
     def seconds_of(self, row: int) -> float:
         """Return a row's share of the call, in proportion to its tokens."""

@@ -66,7 +66,7 @@ class DraftModel(PreTrainedModel):
 
     Attributes:
         decoding ([`DecodingOptions`]): How `generate()` decodes with it; may be replaced at any time.
-        last_stats ([`RoundStatistics`], *optional*): Of the last call.
+        last_stats ([`Rounds`], *optional*): Of the last call.
     """
 
     grows_trees = False  # whether `grow_tree` costs one parallel pass, as a block does

@@ -270,7 +270,7 @@ class DSparkDraftModel(DraftModel):
         decoding ([`DecodingOptions`]): How `generate()` decodes with it, such as
             `DecodingOptions(policy=FullBlock())`. Replace it at any time; `decode_with` and `generate_many` take other
             options for one call.
-        last_stats ([`RoundStatistics`], *optional*): What the last call drafted and accepted.
+        last_stats ([`Rounds`], *optional*): What the last call drafted and accepted.
 
     Example:
 

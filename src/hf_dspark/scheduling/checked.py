@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .costs import Load
-from .policies import PolicyOverPolicy, RoundOutcome
+from .policies import PolicyOverPolicy
+from .rounds import RoundOutcome
 from .tree_plans import TreePlan, TreeProspects
 
 COMPARISONS = 5  # the latest ones with whole blocks: all but one of them must agree that a cost does not hold

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from numbers import Real
 
 from ..messages import shortened
-from .policies import Policy, RoundOutcome
+from .policies import Policy
+from .rounds import RoundOutcome
 
 
 @dataclass(frozen=True)

@@ -18,27 +18,11 @@ from typing import Any
 
 import torch
 
-from ..sampling.distributions import DraftBlock
-from ..sampling.trees import DraftTree
+from ..files import digest
 from .costs import Load, StepCost
 from .ranking import Ranking, checked_confidence, early_stop, survival
+from .rounds import RoundOutcome
 from .tree_plans import MOST_NODES, TreePlan, TreeProspects
-
-
-@dataclass(frozen=True)
-class RoundOutcome:
-    """What a round turned out to be; rows as in the round's [`Load`]."""
-
-    request_ids: Sequence[int]
-    confidence: torch.Tensor | None  # calibrated c_k, [R, γ]; `None` if nothing was drafted or no head predicts it
-    lengths: torch.Tensor  # draft tokens verified, [R]; of trees, all nodes
-    num_accepted: torch.Tensor  # draft tokens accepted, without the bonus token, [R]
-    seconds: float  # duration of the round
-    drafted: bool = True
-    block: DraftBlock | None = None  # what was drafted
-    target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]
-    trees: Sequence[DraftTree] | None = None  # what was drafted instead of a block, [R]
-    paths: Sequence[Sequence[int]] | None = None  # their accepted places, [R]
 
 
 class Policy:
@@ -115,6 +99,20 @@ class Policy:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a finished round."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its name and arguments as plain JSON data; of a table of costs, its type and a hash."""
+        if dataclasses.is_dataclass(self):
+            values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.repr}
+        else:
+            values = {name: value for name, value in vars(self).items() if isinstance(value, (str, int, float))}
+        return {"name": type(self).__name__} | {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return value.to_dict()
+    return f"{type(value).__name__}[{digest(repr(value))[:8]}]" if isinstance(value, StepCost) else value
 
 
 @dataclass(frozen=True)
