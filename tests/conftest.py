@@ -5,13 +5,14 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import json
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -216,3 +217,12 @@ def wide_pair() -> tuple[Qwen3ForCausalLM, hf_dspark.DSparkDraftModel]:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Each id of the trained pair is a letter."""
+    letters = string.ascii_letters + string.digits + ".,"
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, merges=[]))
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="a", eos_token=".")

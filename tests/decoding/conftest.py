@@ -1,12 +1,9 @@
 """The reference prompts of the trained pair, and a draft whose options every test leaves as they were."""
 
 import json
-import string
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from hf_dspark import DecodingOptions
 
@@ -50,12 +47,3 @@ def _options_as_before(request):
 def either_loop(request, pair):
     """Our loop, and transformers' own with the same drafting half: each is the other's oracle."""
     pair[1].decoding = DecodingOptions(use_transformers_loop=request.param)
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    """Each id of the trained pair is a letter."""
-    letters = string.ascii_letters + string.digits + ".,"
-    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, merges=[]))
-    inner.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="a", eos_token=".")

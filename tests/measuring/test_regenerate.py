@@ -24,6 +24,16 @@ SAMPLED = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": [62, 42, 11]
 GREEDY = SAMPLED | {"do_sample": False}
 
 
+@pytest.fixture
+def target(pair):
+    return pair[0]
+
+
+@pytest.fixture
+def draft(pair):
+    return pair[1]
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer) -> PreTrainedTokenizerFast:
     tokenizer = copy.deepcopy(tokenizer)
