@@ -55,7 +55,7 @@ def trees_time() -> Figure:
     return finish(
         figure,
         "More nodes take longer to draft and to verify",
-        f"{PAIR} {load('trees_speed')['device'].split(',')[0]}, two cores. Above the bars: tokens per round.",
+        f"{PAIR} {load('trees_speed')['provenance']['device'].split(',')[0]}, two cores. Above the bars: tokens per round.",
         axes["greedy"],
     )
 
