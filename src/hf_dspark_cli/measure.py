@@ -10,9 +10,9 @@ from hf_dspark.cpu import fast_linears
 from hf_dspark.data.prompts import as_chat, read_prompt_file
 from hf_dspark.data.suites import suite_files
 from hf_dspark.decoding.step_costs import cache_folder, find_cost
-from hf_dspark.formats.files import CONFIG_FILE, read_config
+from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.tables import OURS
-from hf_dspark.hub.convert import detect_format
+from hf_dspark.formats.translate import format_name
 from hf_dspark.hub.repository import RESULTS_FOLDER
 from hf_dspark.measuring import results
 from hf_dspark.measuring.calibrate import CALIBRATED, calibrate
@@ -128,7 +128,7 @@ def _folder_to_calibrate(options: Namespace) -> Path:
     if options.output_dir is not None:
         return Path(options.output_dir)
     folder = Path(options.draft)
-    if not folder.is_dir() or detect_format(read_config(folder), folder / CONFIG_FILE) != OURS:
+    if not folder.is_dir() or format_name(Checkpoint(folder)) != OURS:
         where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
         raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
     return folder

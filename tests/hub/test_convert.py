@@ -14,9 +14,10 @@ from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTe
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3Config, Eagle3DraftModel
+from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.tables import FORMATS
-from hf_dspark.formats.translate import config_from_format, config_to_format
-from hf_dspark.hub.convert import convert_checkpoint, detect_format, read_checkpoint
+from hf_dspark.formats.translate import config_from_format, config_to_format, format_name
+from hf_dspark.hub.convert import convert_checkpoint, read_checkpoint
 from hf_dspark.models.slot_cache import SlotCache
 
 SPECULATORS = ("full_vocab_vanilla", "pruned_vocab_vanilla", "swa_causal_vanilla")
@@ -130,7 +131,7 @@ def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_p
         read_checkpoint(fixtures / "speculators" / "full_vocab_vanilla", sample_from_anchor=False)
     config = DSparkConfig.from_pretrained(folder, sample_from_anchor=anchored)
     assert (config.sample_from_anchor, config.block_size, config.num_slots) == (anchored, gamma, 5)
-    read = read_checkpoint(folder, sample_from_anchor=anchored).config
+    read, _ = read_checkpoint(folder, sample_from_anchor=anchored)
     assert (read.sample_from_anchor, read.block_size) == (anchored, gamma)
 
 
@@ -217,10 +218,10 @@ def test_export_and_import_are_the_identity(make_draft, target, tmp_path, format
     draft = make_draft(target, **overrides).bfloat16()
     report = convert_checkpoint(draft, tmp_path / "there", format, target=target)
     assert "config.json" in report.files and "model.safetensors" in report.files
-    assert detect_format(config_file(tmp_path / "there")) == format
-    back = read_checkpoint(tmp_path / "there", target=target)
-    assert differences(back.config.to_diff_dict(), draft.config.to_diff_dict()) <= {"architectures", "dtype"}
-    assert_same_tensors(back.tensors, dict(draft.state_dict()))
+    assert format_name(Checkpoint(tmp_path / "there")) == format
+    config, tensors = read_checkpoint(tmp_path / "there", target=target)
+    assert differences(config.to_diff_dict(), draft.config.to_diff_dict()) <= {"architectures", "dtype"}
+    assert_same_tensors(tensors, dict(draft.state_dict()))
     convert_checkpoint(tmp_path / "there", tmp_path / "back", "hf_dspark", target=target)
     for folder in ("back",) if format == "transformers" else ("there", "back"):
         loaded = DSparkDraftModel.from_pretrained(tmp_path / folder, dtype="auto")
@@ -233,11 +234,11 @@ def test_temperatures_travel_beside_formats_that_have_no_field_for_them(make_dra
     report = convert_checkpoint(draft, tmp_path / "there", "sglang", target=target)
     assert "sts.json" in report.files and any("sts.json" in note for note in report.notes)
     assert json.loads((tmp_path / "there" / "sts.json").read_text())["temperatures"] == temperatures["default"]
-    assert read_checkpoint(tmp_path / "there").config.sts_temperatures == temperatures
+    assert read_checkpoint(tmp_path / "there")[0].sts_temperatures == temperatures
     assert DSparkDraftModel.from_pretrained(tmp_path / "there").config.sts_temperatures == temperatures
     # SGLang's own file
     (tmp_path / "there" / "sts.json").write_text('{"temperatures": [1.0, 2.0, 3.0, 4.0], "dataset": "x"}')
-    assert read_checkpoint(tmp_path / "there").config.sts_temperatures == {"default": [1.0, 2.0, 3.0, 4.0]}
+    assert read_checkpoint(tmp_path / "there")[0].sts_temperatures == {"default": [1.0, 2.0, 3.0, 4.0]}
 
 
 def specforge(target, **changes) -> dict:
@@ -349,10 +350,10 @@ def test_transformers_drafts_need_their_target_to_be_read(make_draft, target, tm
 def test_transformers_drafts_read_the_table_below_a_norm_in_the_targets_embedding(make_draft, target, tmp_path):
     convert_checkpoint(make_draft(target, **fill_in(**HEADS["dflash"])), tmp_path / "native", "transformers")
     glimmer = MuseGlimmerTextConfig(vocab_size=48, hidden_size=32, num_hidden_layers=4)
-    checkpoint = read_checkpoint(tmp_path / "native", target=glimmer)
-    assert not checkpoint.config.embedding_norm
+    config, _ = read_checkpoint(tmp_path / "native", target=glimmer)
+    assert not config.embedding_norm
     embedding = MuseGlimmerTextNormedEmbedding(48, 32, 0)
-    read = DSparkDraftModel(checkpoint.config).bind_parts(embedding, torch.nn.Linear(32, 48), torch.float32)
+    read = DSparkDraftModel(config).bind_parts(embedding, torch.nn.Linear(32, 48), torch.float32)
     trained = DSparkDraftModel(DSparkConfig.from_target(glimmer))
     trained.bind_parts(embedding, read.get_output_embeddings(), torch.float32)
     token_ids = torch.tensor([3, 4])
@@ -423,7 +424,7 @@ def test_eagle3_drafts_have_a_place_in_deepspecs_format_only(target, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "eagle3"}, "not 'dspark'"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3'"),
         ({"target_hidden_size": 64}, "target_hidden_size differs"),
         ({"topk_context": 8}, "topk_context"),
         ({"projector_type": "domino"}, "projector_type"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..messages import shortened
+from ..files import shortened
 
 MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask")
 UNDERSTOOD = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..messages import shortened
+from ..files import shortened
 from .conversations import Chat, read_messages
 
 FORMS = (

@@ -1,5 +1,7 @@
 """The checkpoint formats of other projects, as tables: how each is recognised, where our fields stand in it, and what
-it cannot hold. A new format is a new entry, not new code.
+it cannot hold; and what each program that serves drafts must find in it. A new format is a new entry, not new code.
+
+Loaders skip keys that they do not know and take defaults for keys that they miss, without a word.
 """
 
 from collections.abc import Callable
@@ -7,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .rows import (
+from .fields import (
     COMMON,
     HEADS,
     NO_FILL_IN,
@@ -21,13 +23,13 @@ from .rows import (
     REQUIRED,
     Field,
     Format,
+    Rules,
     Source,
     TargetFacts,
     any_of,
     architectures,
     full_attention_rope,
     geometry,
-    has_sliding,
     integer,
     integers,
     look_up,
@@ -38,6 +40,46 @@ from .rows import (
 )
 
 OURS = "hf_dspark"
+
+# ---- engines: what they need in `config.json`, and drafts that they cannot run
+
+_LAYER_KEYS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "rope_parameters", "layer_types",
+)  # fmt: skip
+_BLOCK_KEYS = ("architectures", "block_size", "mask_token_id", "sample_from_anchor", *HEADS)
+_MODEL_KEYS = ("model_type", "rms_norm_eps", "max_position_embeddings", *_LAYER_KEYS)
+_FLAT_KEYS = ("architectures", "vocab_size", *_MODEL_KEYS, "target_layer_ids")
+_DEEPSPEC_KEYS = (*_FLAT_KEYS, "num_target_layers")
+_DSPARK_KEYS = (*_DEEPSPEC_KEYS, *_BLOCK_KEYS)
+_SPECULATORS_KEYS = (
+    *_BLOCK_KEYS,
+    *("speculators_model_type", "aux_hidden_state_layer_ids", "draft_vocab_size", "speculators_config.algorithm"),
+    *("speculators_config.proposal_methods", "transformer_layer_config.model_type"),
+    *(f"transformer_layer_config.{name}" for name in ("vocab_size", *_LAYER_KEYS)),
+)
+_NEEDS_MARKOV_HEAD = {
+    "as DFlash it would drop the anchor's slot, from which a draft with sample_from_anchor predicts its first token, "
+    "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0
+}
+_ONLY_VANILLA = {
+    "it serves the vanilla Markov head only": lambda c: c.markov_rank > 0 and c.markov_head_type != "vanilla"
+}
+ENGINE_REFUSALS: dict[str, Rules] = {
+    "llama.cpp": _ONLY_VANILLA | _NEEDS_MARKOV_HEAD,
+    "vllm": _ONLY_VANILLA | _NEEDS_MARKOV_HEAD,
+    "sglang": _NEEDS_MARKOV_HEAD
+    | {
+        "it needs the full vocabulary and ignores d2t": lambda c: c.draft_vocab_size is not None,
+        "its DFlash layers have the activation silu only": lambda c: c.hidden_act != "silu",
+        "it taps layers from 0 on, in ascending order": lambda c: (
+            [0, *c.target_layer_ids] != sorted([0, *c.target_layer_ids])
+        ),
+        "it starts the recurrent head after the anchor's slot": lambda c: (
+            not c.sample_from_anchor and c.markov_head_type == "rnn"
+        ),
+    },
+}
 
 # ---- DeepSpec
 
@@ -83,11 +125,7 @@ _DEEPSPEC_BLOCK = (
     *map(Field, ("target_layer_ids", "block_size", "mask_token_id")),
     Field("sample_from_anchor", default=True),
 )
-_ONLY_ANCHORED = {
-    "sample_from_anchor is not true, but DeepSpec's blocks predict from the anchor's slot": lambda c: (
-        c.get("sample_from_anchor", True) is not True
-    )
-}
+_ONLY_ANCHORED = {"sample_from_anchor": (None, True)}  # DeepSpec's blocks predict from the anchor's slot
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
 
@@ -105,14 +143,19 @@ DEEPSPEC_QWEN3 = Format(
     constants=QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
-    unreadable=_ONLY_ANCHORED,
+    accepts=_ONLY_ANCHORED,
     refusals={
         **ONLY_QWEN3_LAYERS,
         **NO_FILL_IN,
         "DeepSpec's attention masks have no sliding windows: every layer would see everything": slides,
     },
     copies=_DEEPSPEC_COPIES,
-    engines=("deepspec", "llama.cpp", "vllm", "sglang"),
+    engines={
+        "deepspec": _DEEPSPEC_KEYS,
+        "llama.cpp": (*_FLAT_KEYS, "block_size", "mask_token_id", "markov_rank"),
+        "vllm": _DSPARK_KEYS,
+        "sglang": _DSPARK_KEYS,
+    },
 )
 
 # Of Gemma 4's own configuration, what a draft of full-attention layers takes from elsewhere or must not inherit.
@@ -155,11 +198,8 @@ DEEPSPEC_GEMMA4 = Format(
     | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
     | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False},
     base=_gemma4_base,
-    unreadable={
-        **_ONLY_ANCHORED,
-        "Gemma 4 drafts with mixed layer types have two head sizes in one model; only drafts whose layers are all "
-        "full_attention are supported": slides_there,
-    },
+    accepts=_ONLY_ANCHORED,
+    unreadable={"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
     refusals={
         **NO_FILL_IN,
         "its embedding rows are scaled by the root of their size, this draft's by another factor": lambda c: (
@@ -169,7 +209,7 @@ DEEPSPEC_GEMMA4 = Format(
         **ONE_BIAS_FLAG,
     },
     copies=_DEEPSPEC_COPIES,
-    engines=("deepspec",),
+    engines={"deepspec": _DEEPSPEC_KEYS},
 )
 
 DEEPSPEC_EAGLE3 = Format(
@@ -192,14 +232,11 @@ DEEPSPEC_EAGLE3 = Format(
     constants=QWEN3_EMBEDDING,
     # DeepSpec's loader asks for step_loss_decay, which weights its training loss; 0.8 is its default.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3Eagle3Model"], "step_loss_decay": 0.8},
-    unreadable={
-        "DeepSpec's Eagle3 drafts are supported for Qwen3 targets": lambda c: c.get("model_type") != "qwen3",
-        "an Eagle3 draft attends to its whole context, here layer_types says otherwise: train one with "
-        "full_attention layers": slides_there,
-    },
+    accepts={"model_type": ("qwen3",)},
+    unreadable={"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there},
     refusals=ONLY_QWEN3_LAYERS,
     copies=_DEEPSPEC_COPIES,
-    engines=("deepspec",),
+    engines={"deepspec": _DEEPSPEC_KEYS},
 )
 
 
@@ -221,20 +258,9 @@ def _is_fill_in(config: Source) -> bool:
     return not anchored
 
 
-def _speculators_slides(config: Source) -> bool:
-    return has_sliding(look_up(config, _LAYERS + "layer_types", None))
-
-
 def _speculators_vocab(config: Source) -> int | None:
     size = integer(config, "draft_vocab_size", None)
     return None if size == look_up(config, _LAYERS + "vocab_size") else size
-
-
-def _verifier(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
-    return {
-        "architectures": None if facts is None else facts.config.architectures,
-        "name_or_path": None if facts is None else facts.name_or_path,
-    }
 
 
 _PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
@@ -254,16 +280,16 @@ SPECULATORS = Format(
         Field(
             "sliding_window",
             _LAYERS + "sliding_window",
-            read=lambda c: integer(c, _LAYERS + "sliding_window") if _speculators_slides(c) else None,
+            read=lambda c: integer(c, _LAYERS + "sliding_window") if slides_there(c, _LAYERS) else None,
             write=window_if_sliding,
         ),
         Field(
             "causal_sliding",
             "sliding_window_non_causal",
-            read=lambda c: _speculators_slides(c) and not look_up(c, "sliding_window_non_causal", False),
+            read=lambda c: slides_there(c, _LAYERS) and not c.get("sliding_window_non_causal", False),
             write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
-        Field("sliding_from_anchor", read=_speculators_slides, write=OMIT),
+        Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), write=OMIT),
         Field("rope_parameters", _LAYERS + "rope_parameters", read=rope(_LAYERS)),
         Field(
             "target_layer_ids",
@@ -280,7 +306,8 @@ SPECULATORS = Format(
     ),
     writes={
         _LAYERS + "use_sliding_window": lambda c, facts: slides(c),
-        "speculators_config.verifier": _verifier,
+        "speculators_config.verifier.architectures": lambda c, facts: facts.config.architectures,
+        "speculators_config.verifier.name_or_path": lambda c, facts: facts.name_or_path,
         "speculators_config.proposal_methods": lambda c, facts: [
             _PROPOSAL_METHOD | {"speculative_tokens": c.block_size}
         ],
@@ -295,22 +322,15 @@ SPECULATORS = Format(
         "speculators_config": {"algorithm": "dspark", "default_proposal_method": "greedy"},
         "transformer_layer_config": QWEN3_BASE,
     },
+    accepts={
+        "speculators_model_type": ("dspark",),
+        _LAYERS + "model_type": (None, "qwen3", "llama"),
+        "topk_context": (None, 0, False),
+        "projector_type": (None, "dflash", "dspark"),
+    },
     unreadable={
-        "speculators_model_type is not 'dspark': its other kinds of drafts have other heads": lambda c: (
-            c["speculators_model_type"] != "dspark"
-        ),
-        "transformer_layer_config.model_type is neither 'qwen3' nor 'llama'; speculators' DSpark layers take "
-        "their sizes from one of these": lambda c: (
-            look_up(c, _LAYERS + "model_type", "qwen3") not in ("qwen3", "llama")
-        ),
         "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
             c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size", None))
-        ),
-        "topk_context is set: attention to a selection of the context is not implemented": lambda c: bool(
-            c.get("topk_context")
-        ),
-        "projector_type names a head that is neither DFlash's nor DSpark's": lambda c: (
-            c.get("projector_type", "dflash") not in ("dflash", "dspark")
         ),
     },
     refusals={
@@ -321,7 +341,11 @@ SPECULATORS = Format(
     },
     names_target=True,
     keeps_target_depth=False,
-    engines=("speculators", "vllm", "sglang"),
+    engines={
+        "speculators": _SPECULATORS_KEYS,
+        "vllm": (*_SPECULATORS_KEYS, "speculators_config.verifier.name_or_path"),
+        "sglang": _SPECULATORS_KEYS,
+    },
 )
 
 
@@ -406,10 +430,8 @@ SGLANG = Format(
     constants={name: value for name, value in QWEN3_LAYERS.items() if name != "attention_sinks"}
     | {"draft_vocab_size": None},
     base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
+    accepts={"dflash_config.projector_type": (None, "dflash", "dspark")},
     unreadable={
-        "dflash_config.projector_type names a head that is neither DFlash's nor DSpark's": lambda c: (
-            look_up(c, "dflash_config.projector_type", "dspark") not in ("dflash", "dspark")
-        ),
         "sample_from_anchor contradicts the layout of flat checkpoints: DSpark's blocks predict from the anchor's "
         "slot, DFlash's do not": lambda c: _flat("sample_from_anchor", None)(c) is _is_dflash(c),
         "is_causal is set for full-attention layers, whose slots see the whole block here": lambda c: (
@@ -425,7 +447,7 @@ SGLANG = Format(
             slides(c) and not c.causal_sliding
         ),
     },
-    engines=("sglang",),
+    engines={"sglang": (*_DSPARK_KEYS, *(f"dflash_config.{name}" for name in ("target_layer_ids", "mask_token_id")))},
 )
 
 
@@ -466,7 +488,7 @@ TRANSFORMERS = Format(
     renamed={"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
     needs_target=True,
     keeps_target_depth=False,
-    engines=("transformers",),
+    engines={"transformers": (*_MODEL_KEYS, "sliding_window", "block_size", "mask_token_id", "target_layer_ids")},
 )
 
 FORMATS = (DEEPSPEC_QWEN3, DEEPSPEC_GEMMA4, DEEPSPEC_EAGLE3, SPECULATORS, SGLANG, TRANSFORMERS)

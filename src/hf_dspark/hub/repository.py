@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard
 
 from ..files import replace_text
-from ..formats.files import CONFIG_FILE, read_json
+from ..formats.checkpoint import CONFIG_FILE, read_json
 from ..measuring.results import UNFINISHED, read_results, result_files
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel

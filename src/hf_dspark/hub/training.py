@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress, logging
 
-from ..formats.files import CONFIG_FILE
+from ..formats.checkpoint import CONFIG_FILE
 from ..measuring.results import describe_draft, describe_target, read_results, result_files, write_result
 from ..training.trainer import DraftTrainer
 from .repository import RESULTS_FOLDER, WEIGHT_FILES, upload_repository, write_card, write_remote_code

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, read_task
 from ..decoding.batch import refuse_made_here
-from ..files import Journal, digest, plain_json
-from ..messages import shortened
+from ..files import Journal, digest, plain_json, shortened
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance

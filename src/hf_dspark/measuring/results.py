@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..decoding.call import effective_config
 from ..files import digest, replace_text
-from ..formats.files import read_json
+from ..formats.checkpoint import read_json
 from ..models.modeling_draft import DraftModel, input_device
 from ..provenance import provenance
 from ..scheduling.costs import StepCost

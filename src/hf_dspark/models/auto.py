@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from ..formats.files import HUB_ARGUMENTS, read_config
+from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
 from ..formats.translate import draft_model_type
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkDraftModel
@@ -15,13 +15,14 @@ DRAFTS: dict[str, type[DraftModel]] = {kind.config_class.model_type: kind for ki
 
 def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
     """Load a draft of any kind and format, as [`DraftModel.from_pretrained`]; a `ValueError` if it is no draft."""
-    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    kind = draft_model_type(read_config(name_or_path, **hub))
+    hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+    checkpoint = Checkpoint(name_or_path, **hub)
+    kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
         raise ValueError(
             f"{name_or_path} holds a {kind!r} model, which is no draft: pass one of the kinds {sorted(DRAFTS)}"
         )
-    return DRAFTS[kind].from_pretrained(name_or_path, **kwargs)
+    return DRAFTS[kind].from_pretrained(checkpoint, **kwargs)
 
 
 def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
@@ -30,7 +31,7 @@ def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
     An `OSError` says that a repository cannot be read: it does not exist, or the Hub does not answer.
     """
     try:
-        return draft_model_type(read_config(name_or_path, **hub_kwargs)) in DRAFTS
+        return draft_model_type(Checkpoint(name_or_path, **hub_kwargs).config) in DRAFTS
     except (ValueError, TypeError):  # whoever loads it says what is wrong
         return False
 

@@ -13,10 +13,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..formats.files import HUB_ARGUMENTS, read_config, read_temperatures
-from ..formats.rows import ROPE_TYPES, full_attention_rope
-from ..formats.translate import config_from_format, recognise
-from ..messages import shortened
+from ..files import shortened
+from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
+from ..formats.fields import ROPE_TYPES, full_attention_rope
+from ..formats.translate import draft_model_type, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures, fits_of_temperatures
 
 if TYPE_CHECKING:
@@ -297,24 +297,18 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict, dict]:
-        """Read our own `config.json`, or one of another project's formats; see [`config_from_format`]."""
+        """Read our own `config.json`, or one of another project's formats; see [`read_draft_config`]."""
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
-        config_dict = read_config(pretrained_model_name_or_path, **hub)
+        checkpoint = Checkpoint.open(pretrained_model_name_or_path, **hub)
         kwargs = {name: value for name, value in kwargs.items() if name not in _LOADER_ARGUMENTS}
-        foreign = recognise(config_dict)
-        kind = config_dict.get("model_type", cls.model_type) if foreign is None else foreign.model_type
-        if kind != cls.model_type:
+        if draft_model_type(checkpoint.config) not in (cls.model_type, None):
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a {config_dict.get('model_type')!r} model (architectures "
-                f"{config_dict.get('architectures')}), which is no {cls.__name__.removesuffix('Config')} draft: pass "
-                f"a checkpoint of model_type {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge wrote"
+                f"{checkpoint.name} holds a {checkpoint.config.get('model_type')!r} model (architectures "
+                f"{checkpoint.config.get('architectures')}), which is no {cls.__name__.removesuffix('Config')} draft: "
+                f"pass a checkpoint of model_type {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge "
+                "wrote"
             )
-        if foreign is not None:
-            layout = kwargs.get("sample_from_anchor")
-            config_dict = config_from_format(config_dict, foreign, sample_from_anchor=layout)
-            if (temperatures := read_temperatures(pretrained_model_name_or_path, **hub)) is not None:
-                config_dict["sts_temperatures"] = temperatures
-        return config_dict, kwargs
+        return read_draft_config(checkpoint, sample_from_anchor=kwargs.get("sample_from_anchor")), kwargs
 
 
 # What code that expects sound values raises on others.

@@ -6,7 +6,6 @@ they are neither saved, nor trained, nor moved, nor kept twice.
 
 import copy
 import itertools
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,9 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..formats.files import HUB_ARGUMENTS, TensorInfo, load_tensors, open_checkpoint, read_tensor_infos
-from ..formats.tensors import NOT_OURS, compare_tensors, kept_tokens_mask, misfit, require_finite
-from ..messages import shortened
+from ..files import shortened
+from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint, kept_tokens_mask
 from ..sampling.distributions import DraftBlock, Sampler
 from ..scheduling.options import DecodingOptions
 from .block_attention import BlockLayout
@@ -112,23 +110,17 @@ class DraftModel(PreTrainedModel):
         if pretrained_model_name_or_path is None:  # the caller has the weights
             return super().from_pretrained(None, *args, **kwargs)
         _refuse_other_files(kwargs)
-        name = os.fspath(pretrained_model_name_or_path)
         hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS if key in kwargs}
-        config, revision = kwargs.pop("config", None), None
-        if config is None:
-            files = open_checkpoint(name, **hub)
-            infos, revision = files.tensors, files.revision
-            config = cls.config_class.from_pretrained(name, **hub | ({"revision": revision} if revision else {}))
-        else:
-            infos = read_tensor_infos(name, **hub)
-            if not isinstance(config, PreTrainedConfig):
-                config = cls.config_class.from_pretrained(config, **hub)
-        tensors = cls.read_tensors(config, infos, name)
+        checkpoint = Checkpoint.open(pretrained_model_name_or_path, **hub)
+        config = kwargs.pop("config", None) or checkpoint
+        if not isinstance(config, PreTrainedConfig):
+            config = cls.config_class.from_pretrained(config, **hub)
+        tensors = cls.read_tensors(config, checkpoint)
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model.name_or_path = model.config.name_or_path = name
-        model.config._commit_hash = revision
+        model.name_or_path = model.config.name_or_path = checkpoint.name
+        model.config._commit_hash = checkpoint.revision
         if cls._auto_class is None:  # the repository's code is not used, nor saved along
             vars(model.config).pop("auto_map", None)
         return loaded
@@ -143,30 +135,29 @@ class DraftModel(PreTrainedModel):
     def read_tensors(
         cls,
         config: PreTrainedConfig,
-        infos: Mapping[str, TensorInfo],
-        name: str,
+        checkpoint: Checkpoint,
         renamed: Mapping[str, str] = MappingProxyType({}),
     ) -> dict[str, torch.Tensor]:
         """Read a checkpoint's tensors once names, shapes and types are those of its config, or raise a `ValueError`.
 
-        `infos` are the headers of its files; `renamed` maps our names to those in the files, where they differ.
+        `renamed` maps our names to those in the files, where they differ.
         """
-        layers = {match[1] for match in map(_LAYER.match, infos) if match}
+        layers = {match[1] for match in map(_LAYER.match, checkpoint.tensors) if match}
         if len(layers) < config.num_hidden_layers:  # before so many are built
-            raise misfit(name, f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}")
+            found = f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}"
+            raise checkpoint.misfit(found)
         expected = cls.expected_tensors(config)
         theirs = {key: renamed.get(key, key) for key in expected}
-        compare_tensors(infos, {theirs[key]: tensor for key, tensor in expected.items()}, name, ignored=NOT_OURS)
-        stored = load_tensors(infos, theirs.values())
+        checkpoint.compare({theirs[key]: tensor for key, tensor in expected.items()})
+        stored = checkpoint.load(theirs.values())
         tensors = {key: stored[place] for key, place in theirs.items()}
-        require_finite(tensors, name)
         if "d2t" in tensors:
             try:
                 kept = kept_tokens_mask(tensors["d2t"], config.vocab_size)
             except ValueError as error:
-                raise ValueError(f"the checkpoint {name} is damaged: {error}") from None
-            if "t2d" in infos and not torch.equal(load_tensors(infos, ["t2d"])["t2d"].bool(), kept):
-                raise ValueError(f"the checkpoint {name} is damaged: its t2d and d2t name different tokens")
+                raise ValueError(f"the checkpoint {checkpoint.name} is damaged: {error}") from None
+            if "t2d" in checkpoint.tensors and not torch.equal(checkpoint.load(["t2d"])["t2d"].bool(), kept):
+                raise ValueError(f"the checkpoint {checkpoint.name} is damaged: its t2d and d2t name different tokens")
         return tensors
 
     def push_to_hub(self, repo_id: str, results: Iterable[str | Path] = (), **kwargs: Any) -> str:

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..formats.tensors import kept_token_ids
+from ..formats.checkpoint import kept_token_ids
 from ..sampling.distributions import DraftBlock, Grower, Sampler, TokenDistribution, largest
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks

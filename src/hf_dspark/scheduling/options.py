@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
-from ..messages import shortened
+from ..files import shortened
 from .policies import Policy
 from .rounds import RoundOutcome
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import differences
-from ..formats.files import read_json
+from ..formats.checkpoint import read_json
 from ..targets.borrowed_weights import BorrowedModules
 from ..targets.fingerprint import fingerprint
 from .target_states import TargetStates, target_states

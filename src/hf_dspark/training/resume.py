@@ -13,8 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from ..files import differences, replace_text
-from ..formats.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_json, read_tensor_infos
-from ..formats.tensors import NOT_OURS, compare_tensors
+from ..formats.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, read_json
 from ..models.configuration_draft import CALIBRATED
 
 RUN_FACTS_FILE = "dspark_run.json"
@@ -69,7 +68,7 @@ def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
                 f"{checkpoint} was saved with save_only_model: the states of optimiser and schedule are missing, so "
                 "its curve cannot be continued. Start anew from its weights with DSparkDraftModel.from_pretrained."
             )
-        compare_tensors(read_tensor_infos(checkpoint), draft.expected_tensors(draft.config), str(checkpoint), NOT_OURS)
+        Checkpoint(checkpoint).compare(draft.expected_tensors(draft.config))
 
 
 def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -124,7 +123,7 @@ def require_whole(checkpoint: Path) -> None:
         except Exception as error:  # zipfile raises what it likes about damaged files
             raise ValueError(f"{path} is damaged: {error}") from None
     if _has_weights(checkpoint):
-        read_tensor_infos(checkpoint)
+        _ = Checkpoint(checkpoint).tensors  # its headers are sound
 
 
 def _has_weights(checkpoint: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What the tables of checkpoint formats are made of, and the rows that several formats share.
+"""What the table of checkpoint formats is made of, and the fields that several formats share.
 
 A format says where each of our configuration's fields stands in its own `config.json`, and what it cannot hold.
 """
@@ -53,11 +53,6 @@ class Field:
     def read_from(self, config: Source) -> Any:
         return (self.read or any_of(self.place, *self.also, default=self.default))(config)
 
-    def value_for(self, config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-        if callable(self.write):
-            return self.write(config, facts)
-        return getattr(config, self.name) if self.write is None else OMIT
-
 
 # Why a configuration cannot be held or read, and the way out where there is one: whether that applies to it.
 Rules = Mapping[str, Callable[[Any], bool]]
@@ -71,11 +66,12 @@ class Format:
     recognise: Callable[[Source], bool]  # whether a `config.json` is of this format
     fields: tuple[Field, ...]  # where our fields stand, both ways
     constants: Mapping[str, Any]  # our fields that all its checkpoints share; it cannot hold others, see `REASONS`
-    engines: tuple[str, ...]  # programs that read it
+    engines: Mapping[str, tuple[str, ...]]  # programs that read it, and what each must find in `config.json`
     base: Callable[[TargetFacts | None], dict[str, Any]]  # what is written before all else
     model_type: str = "dspark"  # of our configuration: the kind of draft
     writes: Mapping[str, Write] = field(default_factory=dict)  # their places that none of our fields fills alone
-    unreadable: Rules = field(default_factory=dict)  # theirs that cannot be imported
+    accepts: Mapping[str, tuple] = field(default_factory=dict)  # their places, and the values that can be imported
+    unreadable: Rules = field(default_factory=dict)  # theirs that cannot be imported for other reasons
     refusals: Rules = field(default_factory=dict)  # ours that cannot be exported for other reasons
     renamed: Mapping[str, str] = field(default_factory=dict)  # our names of tensors to theirs
     copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
@@ -128,18 +124,16 @@ def any_of(*paths: str, default: Any = REQUIRED) -> Callable[[Source], Any]:
 def rope(prefix: str = "") -> Callable[[Source], dict[str, Any]]:
     """Return a reader of rotary parameters, as transformers 5 or its earlier versions write them."""
 
-    def mapping(config: Source, path: str) -> Mapping[str, Any]:
-        value = look_up(config, path, None)
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"config.json: {path!r} must be an object, got {value!r}")
-        return value or {}
-
     def read(config: Source) -> dict[str, Any]:
-        parameters = mapping(config, prefix + "rope_parameters")
-        if not parameters and (theta := look_up(config, prefix + "rope_theta", None)) is not None:
-            scaling = dict(mapping(config, prefix + "rope_scaling"))
-            kind = scaling.pop("type", None)
-            parameters = {"rope_type": kind or "default", "rope_theta": theta} | scaling
+        new, scaling, theta = (
+            look_up(config, prefix + name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")
+        )
+        if not isinstance(new or {}, Mapping) or not isinstance(scaling or {}, Mapping):
+            raise ValueError(f"config.json: {prefix}rope_parameters must be an object, got {new or scaling!r}")
+        parameters = new or {}
+        if not parameters and theta is not None:
+            scaling = dict(scaling or {})
+            parameters = {"rope_type": scaling.pop("type", None) or "default", "rope_theta": theta} | scaling
         if not parameters:
             raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
         # A draft reads text, whose positions are the same in all sections of a multimodal target's.
@@ -149,18 +143,12 @@ def rope(prefix: str = "") -> Callable[[Source], dict[str, Any]]:
 
 
 def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the rotary parameters of a target's full-attention layers, if a draft can use them, else the default.
-
-    Gemma 3 and 4 keep one set per layer type; a draft has one, that of the full-attention layers.
-    """
+    """Return the rotary parameters of a target's full-attention layers, if a draft can use them, else the default."""
     if rope_parameters is None:
         return None
-    flat = rope_parameters.get("full_attention", rope_parameters)
-    flat = {
-        key: value
-        for key, value in flat.items()
-        if value is not None and not isinstance(value, dict) and not key.startswith("mrope_")
-    }
+    flat = rope_parameters.get("full_attention", rope_parameters)  # Gemma 3 and 4 keep one set per layer type
+    used = {key: value for key, value in flat.items() if value is not None and not isinstance(value, dict)}
+    flat = {key: value for key, value in used.items() if not key.startswith("mrope_")}
     if flat.get("rope_type", "default") not in ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": flat.get("rope_theta", 1_000_000.0)}
     return flat
@@ -171,16 +159,13 @@ def architectures(config: Source) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
-def has_sliding(layer_types: Any) -> bool:
-    return isinstance(layer_types, list) and "sliding_attention" in layer_types
-
-
 def slides(config: PreTrainedConfig) -> bool:
-    return has_sliding(getattr(config, "layer_types", None))
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
 
 
-def slides_there(config: Source) -> bool:
-    return has_sliding(config.get("layer_types"))
+def slides_there(config: Source, prefix: str = "") -> bool:
+    layer_types = look_up(config, prefix + "layer_types", None)
+    return isinstance(layer_types, list) and "sliding_attention" in layer_types
 
 
 def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
@@ -192,7 +177,7 @@ def has_embedding_norm(model_type: str) -> bool:
     return model_type.startswith("muse_glimmer")
 
 
-# ---- rows that several formats share
+# ---- fields that several formats share
 
 
 def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ...]:
@@ -218,11 +203,7 @@ QWEN3_EMBEDDING = COMMON | {"embedding_scale": 1.0, "final_logit_softcapping": N
 _GEMMA_FEATURES = ("value_norm", "attention_k_eq_v", "sandwich_norms", "layer_scalar")
 QWEN3_LAYERS = QWEN3_EMBEDDING | dict.fromkeys(_GEMMA_FEATURES, False) | {"qk_norm": True, "attention_sinks": False}
 # Why a draft cannot be held whose field has another value than the constant of a format.
-REASONS = dict.fromkeys(
-    ((name, False) for name in _GEMMA_FEATURES),
-    "its layers are those of Qwen3: it has no place for Gemma's value norm, shared keys and values, norms around the "
-    "sublayers or layer scalars",
-) | {
+REASONS = {(name, False): "its layers are those of Qwen3, not of Gemma" for name in _GEMMA_FEATURES} | {
     ("qk_norm", True): "its layers normalise queries and keys, the draft's do not",
     ("mlp_bias", False): "it has no biases in the MLPs",
     ("attention_bias", False): "its projections have no biases",
@@ -230,10 +211,7 @@ REASONS = dict.fromkeys(
     ("markov_rank", 0): "it has no Markov head",
     ("enable_confidence_head", False): "it has no confidence head",
     ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",
-    (
-        "draft_top_k",
-        None,
-    ): "it has no field for draft_top_k, which changes the draft distribution: set draft_top_k = None",
+    ("draft_top_k", None): "it has no draft_top_k, which changes the draft distribution: set draft_top_k = None",
     ("sample_from_anchor", False): "it drops the anchor's slot, from which this draft predicts its first token: every "
     "token would be read one position late. Train one with sample_from_anchor=False",
 }
@@ -248,7 +226,7 @@ ONLY_QWEN3_LAYERS = {
     "it scales attention scores by head_dim ** -0.5 and has no field for another factor": lambda c: (
         getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5)
     ),
-    "it reads embedding rows without the norm that this target has in its embedding, this draft with it": lambda c: (
+    "it reads embedding rows without the norm in this target's embedding, this draft with it": lambda c: (
         has_embedding_norm(str(c.target_model_type)) and c.embedding_norm
     ),
     **ONE_BIAS_FLAG,
