@@ -246,7 +246,7 @@ def test_deepspec_gemma4_draft_with_mixed_layers_is_refused(fixtures, tmp_path):
     source = json.loads((fixtures / "deepspec" / "gemma4" / "draft_vanilla" / "config.json").read_text())
     source["layer_types"] = ["sliding_attention", "full_attention"]
     (tmp_path / "config.json").write_text(json.dumps(source))
-    with pytest.raises(ValueError, match="mixed layer types"):
+    with pytest.raises(ValueError, match="sliding layers have two head sizes"):
         DSparkConfig.from_pretrained(tmp_path)
 
 

@@ -1,6 +1,6 @@
 """The model card of a draft, made of its config and of result files: a number that no result file holds is not shown.
 
-The text is in `model_card.md`; here are the numbers, tables and metadata that fill it.
+The text is in `card.md`; here are the numbers, tables and metadata that fill it.
 """
 
 import json

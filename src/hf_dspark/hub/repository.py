@@ -44,7 +44,7 @@ def push_draft(
     """Publish a draft, or what a folder or repository holds, with its result files; returns the URL of the commit.
 
     One commit replaces what the repository held before. `options` are those of [`upload_repository`]; all others are
-    for [`save_repository`] and [`~model_card.model_card`].
+    for [`save_repository`] and [`~card.model_card`].
     """
     upload = {name: options.pop(name) for name in UPLOAD_OPTIONS if name in options}
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ class DSparkTrainer(DraftTrainer):
         Args:
             model_name (`str`, *optional*): Name of the repository, if `args.hub_model_id` is not set.
             dataset (`str` or `list[str]`, *optional*): Ids of the data sets on the Hub.
-            card: For [`~model_card.model_card`]: `license`, `language`, `tags`, ...
+            card: For [`~card.model_card`]: `license`, `language`, `tags`, ...
         """
         if not self.is_world_process_zero():
             return

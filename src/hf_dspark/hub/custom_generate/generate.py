@@ -242,13 +242,11 @@ class DSparkDraftModel(PreTrainedModel):
         with_markov = self.config.confidence_head_with_markov
         logit = self.confidence_head["proj"](torch.cat([hidden, embedding], dim=-1) if with_markov else hidden)
         temperatures, fits = self.config.sts_temperatures or {}, self.config.confidence_fits or {}
-        for name in (regime, "default"):
-            if name in fits:
-                slope, offset = fits[name][slot]
-                return float(torch.sigmoid(logit.float() * slope + offset))
-            if name in temperatures:
-                return float(torch.sigmoid(logit.float() / temperatures[name][slot]))
-        return float(torch.sigmoid(logit.float()))
+        slope, offset = 1.0, 0.0
+        for name in ("default", regime):  # the regime's own comes before the default
+            if name in fits or name in temperatures:
+                slope, offset = fits[name][slot] if name in fits else (1 / temperatures[name][slot], 0.0)
+        return float(torch.sigmoid(logit.float() * slope + offset))
 
     def draw_block(
         self, ids: Tensor, hidden: Tensor, base_logits: Tensor, rule: "TokenRule", threshold: float | None
@@ -293,8 +291,7 @@ FOR_DRAFTS += [transformers.RepetitionPenaltyLogitsProcessor]
 
 
 class TokenRule:
-    """From logits to distributions to tokens, by the call's processors. Greedy decoding is the case of one-hot
-    distributions."""
+    """From logits to distributions to tokens, by the call's processors. Greedy distributions are one-hot."""
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool) -> None:
         self.processors, self.do_sample = processors, do_sample
