@@ -499,7 +499,10 @@ def test_each_kind_of_draft_refuses_the_others_checkpoint(fixtures, draft, tmp_p
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"model_type": "gemma4_text"}, "model_type is 'gemma4_text'"), ({"layer_types": ["sliding_attention"]}, "whole context")],
+    [
+        ({"model_type": "gemma4_text"}, "model_type is 'gemma4_text'"),
+        ({"layer_types": ["sliding_attention"]}, "whole context"),
+    ],
 )
 def test_deepspec_checkpoints_of_other_designs_are_refused(folder, tmp_path, change, message):
     source = json.loads((folder / "config.json").read_text()) | change
