@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import sys
 
 import pytest
 import yaml
@@ -197,7 +196,7 @@ def test_a_card_of_a_trained_draft_says_what_the_training_brought(draft, write):
     assert "| loss on the last batches | 0.75 |" in text and "| tau on the last batches, estimated | 3.50 |" in text
 
 
-def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write, tmp_path):
+def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write):
     metrics = {"eval_code_tau": 2.5, "eval_code_acceptance_1": 0.5, "eval_math_tau": 3.5, "eval_math_loss": 0.75}
     parts = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))
     assert "**2.50 to 3.50 tokens** per pass" in parts[""]
@@ -207,25 +206,6 @@ def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write, t
         "| acceptance by position on held-out rows of code, estimated | 0.50 |",
     ):  # fmt: skip
         assert line in parts["Training"]
-    pytest.importorskip("matplotlib")
-    assert (
-        "![Acceptance by position]("
-        in write_card(draft, tmp_path, [write("training", TRAINING | {"metrics": metrics})]).read_text()
-    )
-
-
-def test_a_saved_card_has_a_picture_of_what_was_measured_if_it_can_be_drawn(draft, write, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    folder, results = tmp_path / "draft", [write("evaluation", EVALUATION), write("acceptance", ACCEPTANCE)]
-    draft.save_pretrained(folder)
-    text = write_card(draft, folder, results).read_text()
-    (place,) = re.findall(r"!\[Speed-up by task, and acceptance by position]\((.*)\)", text)
-    assert (folder / place).read_bytes().startswith(b"\x89PNG") and text.index(place) < text.index("## Use")
-    text = write_card(draft, folder, [write("training", TRAINING)]).read_text()
-    assert "![Acceptance by position](" in text
-    assert "![" not in write_card(draft, folder).read_text() and not (folder / place).exists()  # nothing measured
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "![" not in write_card(draft, folder, results).read_text()
 
 
 @pytest.mark.parametrize(

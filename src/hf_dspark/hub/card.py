@@ -4,8 +4,7 @@ The text is in `card.md`; here are the numbers, tables and metadata that fill it
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,32 @@ def model_card(
     *,
     repo_id: str | None = None,
     target: str | None = None,
-    picture: tuple[str, str] | None = None,
     **metadata: Any,
 ) -> ModelCard:
-    """Return the model card of a draft; `results` are result files, or folders of them, of this draft and its target.
+    """Return the model card of a draft.
 
-    `repo_id` is where the draft is or will be, by default where it was loaded from. `target` is the target's name on
-    the Hub, by default the one that the results agree on; results that name a folder may have measured it. `picture`
-    is what a picture in the repository shows, and its path there. `metadata` are fields of
-    `huggingface_hub.ModelCardData`, such as `license="mit"`. Results of another draft or target are refused with the
-    differences.
+    Args:
+        draft ([`DraftModel`]): The draft.
+        results (`Iterable`): Result files, or folders of them, of this draft and its target.
+        repo_id (`str`, *optional*): Where the draft is or will be; by default where it was loaded from.
+        target (`str`, *optional*): The target's name on the Hub, by default the one that the results agree on; results
+            that name a folder may have measured it.
+        metadata: Fields of `huggingface_hub.ModelCardData`, such as `license="mit"`.
+
+    Raises:
+        ValueError: If results are of another draft or target; names the differences.
     """
     found, facts, config = read_results(results), describe_draft(draft), draft.config
     _require_this_draft(found, facts)
     target_name, revision = _agreed_target(found, target)
     title = repo_id or facts["name"] or "draft"
-    decoded, training = decoded_tasks(found), of_kind(found, "training")
+    decoded = [
+        (result, task, part)
+        for result in found
+        for task, part in (result.get("tasks") or result.get("domains") or {}).items()
+        if task != "all"
+    ]
+    training = [result for result in found if result["kind"] == "training"]
     earlier = next((result["draft"]["name"] for result in training if result["draft"].get("name")), None)
     earlier = None if earlier in (title, _last(title)) else earlier
     return ModelCard.from_template(
@@ -62,7 +71,6 @@ def model_card(
         revision=_text(revision) if revision else None,
         started_from=_link(earlier) if earlier else None,
         headline=_headline(decoded, training),
-        picture="![{}]({})".format(*picture) if picture else None,
         decoding=_table([_speed_row(*task) for task in decoded]),
         speed_measured=any(part.get("speedup") for _, _, part in decoded),
         devices=_text(" and ".join(dict.fromkeys(_device(result) for result, _, _ in decoded))),
@@ -70,7 +78,7 @@ def model_card(
         pruned=getattr(config, "draft_vocab_size", None),
         num_parameters=f"{facts['num_parameters']:,}",
         acceptance=_table([_acceptance_row(*task) for task in decoded if task[2].get("acceptance")]),
-        calibration=_table([_calibration_row(result) for result in of_kind(found, "calibration")]),
+        calibration=_table([_calibration_row(result) for result in found if result["kind"] == "calibration"]),
         training=[_training_table(result) for result in training],
         origins=_origins(found),
     )
@@ -87,9 +95,6 @@ def missing_facts(card: ModelCard) -> list[str]:
 
 def draft_kind(config: PreTrainedConfig) -> str:
     return "Eagle3" if config.is_autoregressive else "DSpark" if config.markov_rank else "DFlash"
-
-
-# ---- whose results they are
 
 
 def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
@@ -120,52 +125,32 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
     return names[0] if names else None, revisions[0] if revisions else None
 
 
-def of_kind(results: Iterable[dict], kind: str) -> list[dict]:
-    return [result for result in results if result["kind"] == kind]
-
-
-def decoded_tasks(results: Iterable[dict]) -> list[Decoded]:
-    parts = [(result, result.get("tasks") or result.get("domains") or {}) for result in results]
-    return [(result, name, part) for result, tasks in parts for name, part in tasks.items() if name != "all"]
-
-
-def task_label(result: dict, task: str, part: dict) -> str:
-    """Return what was decoded, and how, in a few words."""
-    batch = result.get("batch_size") or 1
-    return f"{task}, {regime_of(result['sampling'])}" + (f", batch {batch}" if batch > 1 else "")
-
-
-def held_out_sets(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return what the rows are called that a training was evaluated on, by the prefix of what was found."""
+def _held_out_sets(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the names of the sets that a training was evaluated on, by the prefix of their metrics."""
     prefixes = [name.removesuffix("tau") for name in metrics if name.startswith("eval_") and name.endswith("_tau")]
     return {prefix: " of ".join(filter(None, ("held-out rows", prefix[5:-1]))) for prefix in prefixes}
-
-
-def held_out_rates(metrics: Mapping[str, float], prefix: str) -> list[float]:
-    """Return the acceptance by position that an evaluation during training has estimated."""
-    return [value for name, value in metrics.items() if name.startswith(f"{prefix}acceptance_")]
 
 
 # ---- what the card says
 
 
 def _headline(decoded: list[Decoded], training: list[dict]) -> str:
+    def estimated(part: str) -> list[float]:
+        metrics = [result.get(part, {}) for result in training]
+        found = [values[f"{prefix}tau"] for values in metrics for prefix in _held_out_sets(values)]
+        return [tau for tau in found if tau is not None]
+
     ratios = [part["speedup"]["ratio_of_medians"] for _, _, part in decoded if part.get("speedup")]
     if ratios:
         return f"it makes `generate()` **{_span(ratios)} times as fast**."
     taus = [part["tau"] for _, _, part in decoded if part.get("tau") is not None]
-    estimates = _held_out_taus([result["metrics"] for result in training])
-    if not taus and not estimates:
+    how = ""
+    if not taus:
+        taus, before = estimated("metrics"), estimated("before")
+        how = f", as estimated on held-out rows of its training{f' ({_span(before)} before it)' if before else ''}"
+    if not taus:
         return "its speed was not measured for this card."
-    before = _held_out_taus([result.get("before", {}) for result in training])
-    how = f", as estimated on held-out rows of its training{f' ({_span(before)} before it)' if before else ''}"
-    tokens = f"**{_span(taus or estimates)} tokens** per pass of the target{'' if taus else how}"
-    return f"{tokens}. Its speed was not measured for this card."
-
-
-def _held_out_taus(metrics: Iterable[Mapping[str, float | None]]) -> list[float]:
-    found = [values[f"{prefix}tau"] for values in metrics for prefix in held_out_sets(values)]
-    return [tau for tau in found if tau is not None]
+    return f"**{_span(taus)} tokens** per pass of the target{how}. Its speed was not measured for this card."
 
 
 def _span(values: Sequence[float]) -> str:
@@ -182,7 +167,9 @@ def _speed_row(result: dict, task: str, part: dict) -> dict[str, Any]:
     if found := part.get("speedup"):
         quartiles = f"{number(found['lower_quartile'])} to {number(found['upper_quartile'])}"
         speedup = f"**{number(found['ratio_of_medians'])}** ({quartiles})"
-    return _task(result, task) | {
+    return {
+        "task": _text(task),
+        "sampling": regime_of(result["sampling"]),
         "batch": result.get("batch_size"),
         "speed-up": speedup,
         "tau": number(part.get("tau")),
@@ -191,54 +178,44 @@ def _speed_row(result: dict, task: str, part: dict) -> dict[str, Any]:
 
 
 def _acceptance_row(result: dict, task: str, part: dict) -> dict[str, Any]:
-    counts = {"policy": short_policy(result["policy"]), "prompts": part.get("prompts"), "rounds": part.get("rounds")}
-    rates = {str(position): number(rate) for position, rate in enumerate(part.get("acceptance", ()), start=1)}
-    return _task(result, task) | counts | rates
-
-
-def _task(result: dict, task: str) -> dict[str, Any]:
-    return {"task": _text(task), "sampling": regime_of(result["sampling"])}
-
-
-def _calibration_row(result: dict) -> dict[str, Any]:
     return {
-        "domain": _text(result["domain"]),
-        "prompts": result["num_prompts"],
-        "mean ECE, raw": _percent(result["ece_before"]),
-        "mean ECE, calibrated": _percent(result["ece_after"]),
-        "AUC of c_k": number(result["auc"]),
+        "task": _text(task),
+        "sampling": regime_of(result["sampling"]),
+        "policy": short_policy(result["policy"]),
+        "prompts": part.get("prompts"),
+        "rounds": part.get("rounds"),
+        **{str(position): number(rate) for position, rate in enumerate(part["acceptance"], start=1)},
     }
 
 
-def _percent(values: Sequence[float]) -> str:
-    return f"{100 * sum(values) / len(values):.1f} %"
+def _calibration_row(result: dict) -> dict[str, Any]:
+    errors = {
+        f"mean ECE, {name}": result[f"ece_{part}"] for name, part in (("raw", "before"), ("calibrated", "after"))
+    }
+    return {
+        "domain": _text(result["domain"]),
+        "prompts": result["num_prompts"],
+        **{name: f"{100 * sum(values) / len(values):.1f} %" for name, values in errors.items()},
+        "AUC of c_k": number(result["auc"]),
+    }
 
 
 def _training_table(result: dict) -> str:
     metrics, before, arguments = result["metrics"], result.get("before", {}), result["arguments"]
     facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
     facts |= {f"`{name}`": arguments[name] for name in SHOWN_ARGUMENTS if name in arguments}
-
-    def add(name: str, read: Callable[[Mapping[str, Any]], str | None]) -> None:
-        then, now = read(before), read(metrics)
-        if now is not None:
-            facts[name] = now if then is None else f"{then} before, {now} after"
-
-    sets = held_out_sets(metrics)
-    for prefix, where in (sets or {"": "the last batches"}).items():
-        add(f"loss on {where}", partial(_number_in, name=f"{prefix}loss"))
-        add(f"tau on {where}, estimated", partial(_number_in, name=f"{prefix}tau"))
-        if sets:
-            add(f"acceptance by position on {where}, estimated", partial(_rates_in, prefix=prefix))
+    for prefix, where in (_held_out_sets(metrics) or {"": "the last batches"}).items():
+        then, now = (_reported(values, prefix, where) for values in (before, metrics))
+        facts |= {name: f"{then[name]} before, {text} after" if name in then else text for name, text in now.items()}
     return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
 
 
-def _number_in(values: Mapping[str, Any], name: str) -> str | None:
-    return number(values[name]) if name in values else None
-
-
-def _rates_in(values: Mapping[str, Any], prefix: str) -> str | None:
-    return " ".join(map(number, held_out_rates(values, prefix))) or None
+def _reported(metrics: Mapping[str, Any], prefix: str, where: str) -> dict[str, str]:
+    """Return what a training reported of a set, loss, tau and acceptance by position."""
+    named = {f"loss on {where}": f"{prefix}loss", f"tau on {where}, estimated": f"{prefix}tau"}
+    found = {title: number(metrics[name]) for title, name in named.items() if name in metrics}
+    rates = [number(value) for name, value in metrics.items() if prefix and name.startswith(f"{prefix}acceptance_")]
+    return found | ({f"acceptance by position on {where}, estimated": " ".join(rates)} if rates else {})
 
 
 def _origins(results: list[dict]) -> str:
@@ -266,7 +243,6 @@ def _metadata(
 ) -> ModelCardData:
     target, earlier = bases
     own = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
-    tags = [*dict.fromkeys([*own, *fields.get("tags", ())])]
     known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
         # Of the relations that the Hub knows, of which it takes one for all: only this target can use the draft, which
@@ -274,21 +250,22 @@ def _metadata(
         known |= {"base_model": target, "base_model_relation": "adapter"}
         if _is_on_hub(earlier):
             known |= {"base_model": [target, earlier], "base_model_relation": "finetune"}
-    fixed = {"task_type": "text-generation", "task_name": "Speculative decoding", "metric_type": "tau"}
     measured = [
         EvalResult(
+            task_type="text-generation",
+            task_name="Speculative decoding",
             dataset_type=task,
             dataset_name=task,
+            metric_type="tau",
             metric_name=f"tau, tokens per pass ({regime_of(result['sampling'])}; {short_policy(result['policy'])})",
             metric_value=part["tau"],
-            **fixed,
         )
         for result, task, part in decoded
         if part.get("tau") is not None
     ]
     if measured:
         known |= {"model_name": _last(title), "eval_results": measured}
-    return ModelCardData(**known | fields | {"tags": tags})
+    return ModelCardData(**known | fields | {"tags": [*dict.fromkeys([*own, *fields.get("tags", ())])]})
 
 
 # ---- words

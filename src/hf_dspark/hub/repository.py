@@ -18,21 +18,20 @@ from huggingface_hub import HfApi, ModelCard
 
 from ..files import replace_text
 from ..formats.checkpoint import CONFIG_FILE, read_json
-from ..measuring.results import UNFINISHED, read_results, result_files
+from ..measuring.results import UNFINISHED, result_files
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
 from .card import missing_facts, model_card
-from .picture import draw_picture
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
 RESULTS_FOLDER = "results"
-CARD_FILE, PICTURE_FILE = "README.md", f"{RESULTS_FOLDER}/card.png"
+CARD_FILE = "README.md"
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
 # All that is published; a training's folder has more in it, pickled arguments among others.
-REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, PICTURE_FILE, f"{RESULTS_FOLDER}/*.json")
+REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, f"{RESULTS_FOLDER}/*.json")
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
 UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
@@ -66,7 +65,7 @@ def save_repository(
     What the card lacks is warned about; `complete` raises a `ValueError` instead, before anything is written.
     """
     draft, folder, files = _loaded(draft), Path(folder), result_files(results)
-    readme, picture = _card(draft, files, folder, card)
+    readme = _card(draft, files, folder, card)
     if missing := missing_facts(readme):
         lacking = f"the model card does not name {', and not '.join(missing)}"
         if complete:
@@ -75,7 +74,7 @@ def save_repository(
     draft.save_pretrained(folder, max_shard_size=max_shard_size)
     write_remote_code(folder)
     _copy_results(files, folder / RESULTS_FOLDER)
-    _write_card(folder, readme, picture)
+    replace_text(folder / CARD_FILE, str(readme))
     return folder
 
 
@@ -84,31 +83,18 @@ def write_card(
 ) -> Path:
     """Write the model card of a draft into its folder, under the folder's name; returns the path of the file."""
     folder = Path(folder).resolve()
-    return _write_card(folder, *_card(_loaded(draft), result_files(results), folder, card))
+    replace_text(folder / CARD_FILE, str(_card(_loaded(draft), result_files(results), folder, card)))
+    return folder / CARD_FILE
 
 
-def _card(
-    draft: DraftModel, results: list[Path], folder: Path, facts: Mapping[str, Any]
-) -> tuple[ModelCard, bytes | None]:
-    """Return a draft's model card, and its picture if there is one."""
-    facts = dict(facts) | {"repo_id": facts.get("repo_id") or folder.name}
+def _card(draft: DraftModel, results: list[Path], folder: Path, facts: Mapping[str, Any]) -> ModelCard:
     try:
-        title, picture = draw_picture(read_results(results)) or (None, None)
-        return model_card(draft, results, picture=title and (title, PICTURE_FILE), **facts), picture
+        return model_card(draft, results, **dict(facts) | {"repo_id": facts.get("repo_id") or folder.name})
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # not every value in them is checked
         if not results:
             raise
         files = ", ".join(str(path) for path in results)  # whole: the user has to find them
         raise ValueError(f"a result file is damaged ({error}): measure again, or leave out one of {files}") from None
-
-
-def _write_card(folder: Path, card: ModelCard, picture: bytes | None) -> Path:
-    (folder / PICTURE_FILE).unlink(missing_ok=True)  # an earlier card's
-    if picture is not None:
-        (folder / PICTURE_FILE).parent.mkdir(exist_ok=True)
-        (folder / PICTURE_FILE).write_bytes(picture)
-    replace_text(folder / CARD_FILE, str(card))
-    return folder / CARD_FILE
 
 
 def write_remote_code(folder: str | Path) -> Path:
@@ -128,19 +114,16 @@ def write_remote_code(folder: str | Path) -> Path:
     code.mkdir(exist_ok=True)
     for stale in code.glob("*.py"):
         stale.unlink()
-    (code / "LICENSE").write_text(_license(), encoding="utf-8")
+    try:
+        license = distribution("hf_dspark").read_text("licenses/LICENSE")
+    except PackageNotFoundError:  # run from its sources
+        license = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
+    (code / "LICENSE").write_text(license, encoding="utf-8")
     if model is DSparkDraftModel:
         classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
         config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
         replace_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
     return Path(shutil.copyfile(DECODER, code / DECODER.name))
-
-
-def _license() -> str:
-    try:
-        return distribution("hf_dspark").read_text("licenses/LICENSE")
-    except PackageNotFoundError:  # run from its sources
-        return (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
 
 
 def upload_repository(
