@@ -54,8 +54,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import evaluate
-from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
-from hf_dspark.data.suites import suite_files
+from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files, token_ids
 from hf_dspark.measuring.calibrate import collect_rounds
 from hf_dspark.measuring.tables import markdown_table, number
 from hf_dspark.models.auto import load_draft

@@ -13,7 +13,7 @@ from regenerate import regenerate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
-from hf_dspark.data.conversations import prepare_rows
+from hf_dspark.data.examples import prepare_examples
 from hf_dspark.training.resume import last_checkpoint
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     draft = DSparkDraftModel(config)
     lines = [json.loads(line) for line in answers.read_text().strip().split("\n")]
     lines.sort(key=lambda line: (line["index"], line["sample"]))
-    rows = prepare_rows(lines, tokenizer, config.block_size, target.config.vocab_size, max_length=512)
+    rows = prepare_examples(lines, tokenizer, config.block_size, target.config.vocab_size, max_length=512)
     arguments = DSparkTrainingArguments(
         output_dir=options.output_dir, num_train_epochs=options.epochs, per_device_train_batch_size=16,
         per_device_eval_batch_size=16, num_anchors=48, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40,

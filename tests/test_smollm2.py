@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel
-from hf_dspark.data.suites import SUITES
+from hf_dspark.data.prompts import SUITES
 from hf_dspark.models.auto import load_draft
 from hf_dspark.models.modeling_draft import check_fits
 from hf_dspark.targets.fingerprint import weight_hash

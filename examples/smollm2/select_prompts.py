@@ -16,8 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hf_dspark.data.prompts import Prompt, read_prompt_file
-from hf_dspark.data.suites import SUITES, suite_files
+from hf_dspark.data.prompts import SUITES, Prompt, read_prompt_file, suite_files
 from hf_dspark.files import replace_text
 
 WORDS_IN_A_ROW = 13

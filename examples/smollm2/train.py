@@ -22,7 +22,7 @@ from hf_dspark import (
     Eagle3Config,
     Eagle3DraftModel,
 )
-from hf_dspark.data.conversations import prepare_rows
+from hf_dspark.data.examples import prepare_examples
 from hf_dspark.models.configuration_dspark import MARKOV_HEAD_TYPES, WITHOUT_HEADS
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.training.resume import last_checkpoint
@@ -124,7 +124,7 @@ def main() -> None:
     else:
         draft = new_draft(options, target, answers)
     rows, eval_rows = (
-        prepare_rows(part, tokenizer, draft.config.block_size, target.config.vocab_size, max_length=1024)
+        prepare_examples(part, tokenizer, draft.config.block_size, target.config.vocab_size, max_length=1024)
         for part in (answers, held_out)
     )
     arguments = DSparkTrainingArguments(

@@ -7,8 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_dspark.cpu import fast_linears
-from hf_dspark.data.prompts import as_chat, read_prompt_file
-from hf_dspark.data.suites import suite_files
+from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files
 from hf_dspark.decoding.step_costs import cache_folder, find_cost
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.tables import OURS

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel, fast_linears
-from hf_dspark.data.suites import SUITES
+from hf_dspark.data.prompts import SUITES
 from hf_dspark.decoding import step_costs
 from hf_dspark.measuring import regenerate as regeneration
 from hf_dspark.measuring import run as evaluation_run

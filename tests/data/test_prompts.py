@@ -8,7 +8,16 @@ import torch
 from transformers import BatchEncoding
 
 import hf_dspark
-from hf_dspark.data.prompts import Prompt, as_chat, read_prompt, read_prompt_file, read_prompts, token_ids
+from hf_dspark.data.prompts import (
+    SUITES,
+    Prompt,
+    as_chat,
+    read_prompt,
+    read_prompt_file,
+    read_prompts,
+    suite_files,
+    token_ids,
+)
 
 HI = [{"role": "user", "content": "what is"}]
 TALK = [*HI, {"role": "assistant", "content": "up"}]
@@ -132,3 +141,17 @@ def test_messages_go_through_the_template_and_texts_are_continued(chat_tokenizer
         token_ids(Prompt(TALK), chat_tokenizer)
     with pytest.raises(ValueError, match="pass the target's tokenizer"):
         token_ids(Prompt("what is"), None)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_is_a_file_of_prompts_for_each_task(suite, tmp_path):
+    for task in SUITES[suite]:
+        (tmp_path / f"{task}.jsonl").write_text('{"turns": ["Why?"]}\n')
+    assert list(suite_files(suite, tmp_path)) == list(SUITES[suite])
+
+
+def test_missing_files_and_unknown_suites_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"lacks gsm8k.jsonl, .*arena-hard-v2.jsonl: paper has"):
+        suite_files("paper", tmp_path)
+    with pytest.raises(ValueError, match="no suite 'glue': choose paper or spec_bench"):
+        suite_files("glue", tmp_path)

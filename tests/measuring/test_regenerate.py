@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.data.conversations import prepare_rows, tokenize_row
+from hf_dspark.data.examples import prepare_examples, tokenize_example
 from hf_dspark.measuring import endpoint as endpoint_module
 from hf_dspark.measuring.endpoint import Endpoint
 from hf_dspark.measuring.regenerate import regenerate
@@ -84,11 +84,11 @@ def test_lines_say_whether_the_target_ended_them_and_train_as_they_are(run, toke
         assert line["finished"] == (line["completion_ids"][-1] in SAMPLED["eos_token_id"])
         assert line["finished"] or len(line["completion_ids"]) == 12
         assert not set(line["completion_ids"][:-1]) & set(SAMPLED["eos_token_id"])
-        row = tokenize_row(line, tokenizer)
+        row = tokenize_example(line, tokenizer)
         assert row["input_ids"] == line["prompt_ids"] + line["completion_ids"]
         assert sum(row["loss_mask"]) == len(line["completion_ids"])
     long = [line for line in lines.values() if len(line["completion_ids"]) > 1]
-    assert len(prepare_rows(long, tokenizer, 4, 64)) == len(long)
+    assert len(prepare_examples(long, tokenizer, 4, 64)) == len(long)
 
 
 def test_samples_of_a_prompt_differ_and_follow_the_seed(run):
@@ -305,7 +305,7 @@ def test_a_server_answers_several_at_once(ask, server, tokenizer):
     assert lines[2, 0]["messages"][-1]["reasoning_content"] == "hm"
     assert {body["seed"] for body in server.requests} == set(range(6))
     assert {(body["temperature"], body["max_tokens"]) for body in server.requests} == {(0.7, 2048)}
-    assert tokenizer.decode(tokenize_row(line, tokenizer)["input_ids"]) == "uone.atoone3."
+    assert tokenizer.decode(tokenize_example(line, tokenizer)["input_ids"]) == "uone.atoone3."
 
 
 def test_errors_that_pass_are_retried_and_those_that_stay_are_recorded(ask, server):

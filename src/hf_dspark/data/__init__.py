@@ -1,1 +1,1 @@
-"""Texts, conversations and prompt files, to rows of tokens."""
+"""Texts, conversations and prompt files, to tokens."""

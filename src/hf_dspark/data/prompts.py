@@ -1,5 +1,4 @@
-"""What is to be answered: one reader for every form of a prompt, in Python or in a JSON Lines file; and prompts to
-tokens, turn by turn."""
+"""Prompts: one reader for every form, in Python or in JSON Lines files; and prompts to tokens, turn by turn."""
 
 import json
 import sys
@@ -19,6 +18,12 @@ FORMS = (
 )
 COLUMNS = ("turns", "messages", "conversations", "prompt", "question", "input_ids")
 STDIN = "-"
+SUITES = {
+    # DSpark Table 1, with the names of DeepSpec's files: mathematics, code, chat.
+    "paper": ("gsm8k", "math500", "aime25", "mbpp", "humaneval", "mt-bench", "arena-hard-v2"),
+    # Xia et al. 2024 (arXiv 2401.07851), by its categories.
+    "spec_bench": ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"),
+}
 BETWEEN_TURNS = "\n\n"  # without a chat template; between messages, too
 
 
@@ -92,10 +97,20 @@ def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Pro
 
 
 def several(prompts: Iterable[Any]) -> Iterable[Any]:
-    """Return prompts, unless they are a single one: a string would be read letter by letter, a row key by key."""
+    """Return prompts, unless they are a single one: a string would be read letter by letter, an object key by key."""
     if isinstance(prompts, str | bytes | Mapping | Prompt) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be several, got {type(prompts).__name__}: pass [prompt] for a single one")
     return prompts
+
+
+def suite_files(suite: str, folder: str | Path) -> dict[str, str]:
+    """Return the prompt file of each task of a suite; a `ValueError` names what is missing."""
+    if suite not in SUITES:
+        raise ValueError(f"there is no suite {suite!r}: choose {' or '.join(SUITES)}")
+    files = {task: Path(folder) / f"{task}.jsonl" for task in SUITES[suite]}
+    if missing := [path.name for path in files.values() if not path.is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}: {suite} has a JSON Lines file for each task")
+    return {task: str(path) for task, path in files.items()}
 
 
 def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = True) -> PromptFile:
@@ -171,20 +186,13 @@ def token_ids(
         return prompt.content
     if processing_class is None:
         raise ValueError("the prompts are texts or messages: pass the target's tokenizer, or token ids")
-    content = prompt.content
-    if not isinstance(content, str) and len(content) == 1 and not processing_class.chat_template:
-        content = as_chat(prompt, processing_class).content  # a question
-    if isinstance(content, str):
-        try:
-            ids = processing_class(content)["input_ids"]
-        except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
-            raise ValueError(f"the tokenizer refuses {shortened(content)}: {error}") from error
-    else:
-        thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        chat = Chat(processing_class, prompt.tools, thinking | dict(prompt.chat_template_kwargs or {}))
-        ids = chat.tokens(chat.render(content, add_generation_prompt=True))
+    if len(prompt.content) == 1 and not processing_class.chat_template:
+        prompt = as_chat(prompt, processing_class)  # a question
+    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    chat = Chat(processing_class, prompt.tools, thinking | dict(prompt.chat_template_kwargs or {}))
+    ids = chat.prompt_ids(prompt.content)
     if not ids:
-        raise ValueError(f"a prompt has no tokens: {shortened(content)}")
+        raise ValueError(f"a prompt has no tokens: {shortened(prompt.content)}")
     return ids
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import MaxLengthCriteria
 from transformers.utils.logging import tqdm
 
-from ..data.conversations import tokenize_row
+from ..data.examples import tokenize_example
 from ..data.prompts import Prompt, as_messages, read_prompts, token_ids
 from ..decoding.batch import end_token_ids, left_padded, new_tokens, refuse_made_here
 from ..decoding.call import effective_config
@@ -315,7 +315,7 @@ def _answer_by_server(
     if processing_class is not None:
         answered = [*conversations[0].content, {"role": "assistant", "content": "An answer."}]
         row = {"messages": answered, "tools": conversations[0].tools}
-        tokenize_row(row, processing_class, chat_template_kwargs=thinking)
+        tokenize_example(row, processing_class, chat_template_kwargs=thinking)
     asked = digest([[prompt.content, prompt.tools] for prompt in conversations])
     settings = {"prompts": asked, "model": model, "enable_thinking": enable_thinking, "seed": seed}
     settings |= plain_json(fields)

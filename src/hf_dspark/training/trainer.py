@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..data.conversations import prepare_rows
+from ..data.examples import prepare_examples
 from ..models.auto import load_draft, require_draft
 from ..models.configuration_draft import CALIBRATED
 from ..models.losses import BlockLosses, LossWeights
@@ -38,7 +38,7 @@ class DraftTrainer(Trainer):
             spread over devices as it may be. Without one, `args.feature_cache_dir` must hold its states.
         args ([`DSparkTrainingArguments`], *optional*): Run facts.
         train_dataset, eval_dataset (*optional*): Rows of `messages`, of `prompt` and `completion`, of `text`, or of
-            `input_ids` and `loss_mask`; see [`~conversations.prepare_rows`]. `eval_dataset` may be a dictionary.
+            `input_ids` and `loss_mask`; see [`~examples.prepare_examples`]. `eval_dataset` may be a dictionary.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; that of the target's
             repository unless given.
         kwargs: As for `Trainer`.
@@ -111,7 +111,7 @@ class DraftTrainer(Trainer):
         if rows is None:
             return None
         try:
-            return prepare_rows(
+            return prepare_examples(
                 rows, self.processing_class, block_size=block_size, vocab_size=draft.config.vocab_size,
                 max_length=self.args.max_length, chat_template_kwargs=self.args.chat_template_kwargs,
                 num_proc=self.args.dataset_num_proc,

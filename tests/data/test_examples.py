@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_dspark.data.conversations import prepare_rows, tokenize_row
+from hf_dspark.data.examples import prepare_examples, tokenize_example
 
 WORDS = "<pad> <bos> <eos> <|im_start|> <|im_end|> ? what is up not much".split()
 
@@ -75,7 +75,7 @@ def test_marks_around_what_the_prompt_gives_mark_the_answer_alone():
         marked.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think></think>{% endif %}")
     )
     for row in ({"messages": TWO_TURNS}, {"prompt": TWO_TURNS[:1], "completion": TWO_TURNS[1:]}):
-        assert supervised(tokenize_row(row, tokenizer), tokenizer) == ENDED
+        assert supervised(tokenize_example(row, tokenizer), tokenizer) == ENDED
 
 
 def test_nulls_that_a_table_adds_are_not_trained_on():
@@ -85,23 +85,23 @@ def test_nulls_that_a_table_adds_are_not_trained_on():
     tokenizer = make_tokenizer(template)
     call = {"role": "assistant", "content": "", "tool_calls": [{"name": "look", "arguments": {"city": "here"}}]}
     table = call | {"tool_calls": [{"name": "look", "arguments": {"city": "here", "zip": None}}]}
-    rows = [tokenize_row({"messages": [TWO_TURNS[0], each]}, tokenizer) for each in (call, table)]
+    rows = [tokenize_example({"messages": [TWO_TURNS[0], each]}, tokenizer) for each in (call, table)]
     assert rows[0] == rows[1] and "here" in supervised(rows[0], tokenizer)[0]
 
 
 def test_rows_of_regenerate_need_no_tokenizer():
     row = {"prompt": "a", "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "text": "b", "finished": True}
-    (prepared,) = prepare_rows([row], None, block_size=2, vocab_size=20)
+    (prepared,) = prepare_examples([row], None, block_size=2, vocab_size=20)
     assert prepared["input_ids"] == [5, 6, 7, 8, 9] and prepared["loss_mask"] == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, FORGETFUL, STRICT])
 def test_answers_and_their_ends_are_supervised_without_the_templates_white_space(template):
     tokenizer = make_tokenizer(template)
-    row = tokenize_row({"messages": TWO_TURNS}, tokenizer)
+    row = tokenize_example({"messages": TWO_TURNS}, tokenizer)
     assert supervised(row, tokenizer) == ENDED
     assert row["input_ids"] == tokenizer.apply_chat_template(TWO_TURNS, return_dict=True)["input_ids"]
-    assert row == tokenize_row({"messages": [*TWO_TURNS, message("user", "?")]}, tokenizer)
+    assert row == tokenize_example({"messages": [*TWO_TURNS, message("user", "?")]}, tokenizer)
 
 
 ONCE = TWO_TURNS[:2]
@@ -128,16 +128,16 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt"
 )  # fmt: skip
 def test_supervised_stretches_are_what_the_model_would_write(template, row, expected):
     tokenizer = make_tokenizer(template)
-    assert supervised(tokenize_row(row, tokenizer), tokenizer) == expected
+    assert supervised(tokenize_example(row, tokenizer), tokenizer) == expected
 
 
 def test_answers_that_the_template_renders_otherwise_later_are_context_only():
     tokenizer = make_tokenizer(FORGETFUL)
     thoughtful = [TWO_TURNS[0], message("assistant", "<think>hm</think>not much"), *TWO_TURNS[2:]]
-    row = tokenize_row({"messages": thoughtful}, tokenizer)
+    row = tokenize_example({"messages": thoughtful}, tokenizer)
     assert supervised(row, tokenizer) == ENDED[1:]
     assert "hm" not in tokenizer.decode(row["input_ids"])
-    alone = tokenize_row({"messages": thoughtful[:2]}, tokenizer)
+    alone = tokenize_example({"messages": thoughtful[:2]}, tokenizer)
     assert supervised(alone, tokenizer) == ["<think>hm</think>not much<|im_end|>"]
 
 
@@ -155,21 +155,21 @@ def test_answers_that_the_template_renders_otherwise_later_are_context_only():
 )  # fmt: skip
 def test_rows_that_cannot_be_read_are_refused_with_the_cure(template, row, message):
     with pytest.raises(ValueError, match=message):
-        tokenize_row(row, make_tokenizer(template, name_or_path="a/model"))
+        tokenize_example(row, make_tokenizer(template, name_or_path="a/model"))
 
 
 def test_template_arguments_come_from_the_caller_and_from_the_row():
     tokenizer = make_tokenizer()
     messages = [message("user", "what"), message("assistant", "<think></think>so")]
-    thinking = tokenize_row({"messages": messages}, tokenizer)
+    thinking = tokenize_example({"messages": messages}, tokenizer)
     assert supervised(thinking, tokenizer) == ["<think></think>so<|im_end|>"]
-    not_thinking = tokenize_row({"messages": messages}, tokenizer, chat_template_kwargs={"enable_thinking": False})
+    not_thinking = tokenize_example({"messages": messages}, tokenizer, chat_template_kwargs={"enable_thinking": False})
     assert supervised(not_thinking, tokenizer) == ["so<|im_end|>"]
     row = {"messages": messages, "chat_template_kwargs": {"enable_thinking": True, "other": None}}
-    assert tokenize_row(row, tokenizer, chat_template_kwargs={"enable_thinking": False}) == thinking
+    assert tokenize_example(row, tokenizer, chat_template_kwargs={"enable_thinking": False}) == thinking
     tokenizer = make_tokenizer("{% if tools %}{{ tools[0].name }}\n{% endif %}" + CHATML)
     for tools in ([{"name": "add", "none": None}], '[{"name": "add"}]'):
-        row = tokenize_row({"messages": TWO_TURNS, "tools": tools}, tokenizer)
+        row = tokenize_example({"messages": TWO_TURNS, "tools": tools}, tokenizer)
         assert tokenizer.decode(row["input_ids"]).startswith("add\n") and supervised(row, tokenizer) == ENDED
 
 
@@ -188,19 +188,19 @@ def test_only_the_completion_and_its_end_are_supervised(starting_tokenizer):
     ids = starting_tokenizer.convert_tokens_to_ids("<bos> what is up not much <eos>".split())
     expected = {"input_ids": ids, "loss_mask": [0, 0, 0, 0, 1, 1, 1]}
     for completion in ("not much", "not much <eos>"):
-        assert tokenize_row({"prompt": "what is up", "completion": completion}, starting_tokenizer) == expected
+        assert tokenize_example({"prompt": "what is up", "completion": completion}, starting_tokenizer) == expected
     for answer in ({"completion": "not much"}, {"completion_ids": [1, 1]}):
-        read = tokenize_row({"prompt": "what is up"} | answer, starting_tokenizer, max_length=5)
+        read = tokenize_example({"prompt": "what is up"} | answer, starting_tokenizer, max_length=5)
         assert len(read["input_ids"]) == 5 and read["loss_mask"] == [0, 0, 0, 0, 1]
-    assert tokenize_row({"text": "what is up"}, starting_tokenizer)["loss_mask"] == [1, 1, 1, 1]
+    assert tokenize_example({"text": "what is up"}, starting_tokenizer)["loss_mask"] == [1, 1, 1, 1]
 
 
 def test_completion_ids_are_taken_as_they_are(starting_tokenizer):
     for prompt in ({"prompt": "what is"}, {"prompt_ids": [1, 6, 7], "prompt": "ignored", "text": "ignored"}):
-        row = tokenize_row(prompt | {"completion_ids": torch.tensor([7, 8])}, starting_tokenizer)
+        row = tokenize_example(prompt | {"completion_ids": torch.tensor([7, 8])}, starting_tokenizer)
         assert row == {"input_ids": [1, 6, 7, 7, 8], "loss_mask": [0, 0, 0, 1, 1]}
     tokenizer = make_tokenizer()
-    row = tokenize_row({"prompt": ONCE[:1], "completion_ids": [9, 4]}, tokenizer)
+    row = tokenize_example({"prompt": ONCE[:1], "completion_ids": [9, 4]}, tokenizer)
     rendered = tokenizer.apply_chat_template(ONCE[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert row == {"input_ids": [*rendered, 9, 4], "loss_mask": [0] * len(rendered) + [1, 1]}
 
@@ -208,17 +208,17 @@ def test_completion_ids_are_taken_as_they_are(starting_tokenizer):
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_answers_in_a_prompt_of_messages_are_context_only(template):
     tokenizer = make_tokenizer(template)
-    row = tokenize_row({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, tokenizer)
+    row = tokenize_example({"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}, tokenizer)
     assert supervised(row, tokenizer) == ENDED[1:]
-    assert row["input_ids"] == tokenize_row({"messages": TWO_TURNS}, tokenizer)["input_ids"]
+    assert row["input_ids"] == tokenize_example({"messages": TWO_TURNS}, tokenizer)["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "completion_mask"])
 def test_tokenised_rows_pass_through_and_two_masks_supervise_what_both_allow(name):
     row = {"input_ids": torch.tensor([3, 4, 5]), name: [False, True, True], "text": "ignored"}
-    assert tokenize_row(row, make_tokenizer()) == {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
+    assert tokenize_example(row, make_tokenizer()) == {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
     two = {"input_ids": [3, 4, 5], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
-    assert tokenize_row(two, make_tokenizer())["loss_mask"] == [0, 1, 0]
+    assert tokenize_example(two, make_tokenizer())["loss_mask"] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -232,23 +232,23 @@ def test_tokenised_rows_pass_through_and_two_masks_supervise_what_both_allow(nam
     ],
 )
 def test_tokenised_rows_are_read_as_other_trainers_take_them(columns, expected):
-    row = tokenize_row({"input_ids": [3, 4, 5, 6]} | columns, make_tokenizer())
+    row = tokenize_example({"input_ids": [3, 4, 5, 6]} | columns, make_tokenizer())
     assert (row["input_ids"], row["loss_mask"]) == expected
 
 
 def test_labels_that_are_shifted_or_of_another_sequence_are_refused():
     for labels in ([4, 5, 6, -100], [-100, 9, 5, 6]):
-        with pytest.raises(ValueError, match="row 0: labels must be the token of their own place, or -100 .*place"):
-            prepare_rows([{"input_ids": [3, 4, 5, 6], "labels": labels}], make_tokenizer(), 2, 200)
+        with pytest.raises(ValueError, match="example 0: labels must be the token of their own place"):
+            prepare_examples([{"input_ids": [3, 4, 5, 6], "labels": labels}], make_tokenizer(), 2, 200)
     with pytest.raises(ValueError, match=r"input_ids \(4 tokens\) and labels \(3\) differ in length"):
-        tokenize_row({"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5]}, make_tokenizer())
+        tokenize_example({"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5]}, make_tokenizer())
 
 
 @pytest.mark.parametrize("wrong", [{"role": "user"}, {"content": "a"}, "hello", {"role": "user", "content": None}])
 def test_malformed_messages_are_named_with_their_row(wrong):
     rows = [{"messages": TWO_TURNS}, {"messages": [TWO_TURNS[0], wrong]}]
-    with pytest.raises(ValueError, match="row 1: message 1 must be a dict with 'role' and 'content', got"):
-        prepare_rows(rows, make_tokenizer(), 4, 200)
+    with pytest.raises(ValueError, match="example 1: message 1 must be a dict with 'role' and 'content', got"):
+        prepare_examples(rows, make_tokenizer(), 4, 200)
 
 
 CHATS = [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[:1]}, {"messages": TWO_TURNS[:2]}]
@@ -292,80 +292,82 @@ def test_every_kind_of_dataset_gives_the_same_rows(kind):
     tokenizer = make_tokenizer()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        prepared = prepare_rows(DATASETS[kind](), tokenizer, 4, 200)
-    expected = [tokenize_row(CHATS[index], tokenizer) for index in (0, 2)]
+        prepared = prepare_examples(DATASETS[kind](), tokenizer, 4, 200)
+    expected = [tokenize_example(CHATS[index], tokenizer) for index in (0, 2)]
     assert list(prepared) == expected
     assert list(prepared) == expected, "a second epoch"
     told = [str(each.message) for each in caught if "left out" in str(each.message)]
     assert len(told) == (0 if "stream" in kind else 1)
-    assert all("1 of 3 rows are left out" in each and "1 without a supervised token" in each for each in told)
+    assert all("1 of 3 examples are left out" in each and "1 without a supervised token" in each for each in told)
     if kind == "table":
         assert prepared.column_names == ["input_ids", "loss_mask"]
 
 
 def test_tables_are_prepared_by_several_processes_and_in_any_row_order():
-    with pytest.warns(UserWarning, match="2 of 6 rows"):
-        prepared = prepare_rows(table().repeat(2), make_tokenizer(), 4, 200, num_proc=2)
+    with pytest.warns(UserWarning, match="2 of 6 examples"):
+        prepared = prepare_examples(table().repeat(2), make_tokenizer(), 4, 200, num_proc=2)
     assert len(prepared) == 4
     # A first batch without a single token must not decide the type of the column.
     with pytest.warns(UserWarning, match="1001 of 1002"):
-        assert len(prepare_rows(table(CHATS[1:2] * 1001 + CHATS[:1]), make_tokenizer(), 4, 200)) == 1
+        assert len(prepare_examples(table(CHATS[1:2] * 1001 + CHATS[:1]), make_tokenizer(), 4, 200)) == 1
 
 
 def test_streams_are_read_and_checked_as_they_are_needed():
     endless = Streamed(itertools.repeat(CHATS[0]))
-    next(iter(prepare_rows(endless, make_tokenizer(), 4, 200)))
+    next(iter(prepare_examples(endless, make_tokenizer(), 4, 200)))
     assert endless.read <= 3
-    rows = iter(prepare_rows(Streamed([CHATS[0], {"input_ids": [1, 2], "loss_mask": [1]}]), make_tokenizer(), 4, 200))
+    rows = iter(
+        prepare_examples(Streamed([CHATS[0], {"input_ids": [1, 2], "loss_mask": [1]}]), make_tokenizer(), 4, 200)
+    )
     next(rows)
-    with pytest.raises(ValueError, match=r"row 1: input_ids \(2 tokens\) and loss_mask \(1\) differ in length"):
+    with pytest.raises(ValueError, match=r"example 1: input_ids \(2 tokens\) and loss_mask \(1\) differ in length"):
         next(rows)
 
 
 def test_kept_rows_are_those_with_an_anchor():
     masks = [[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]]
     rows = [{"input_ids": [5, 6, 7, 8], "loss_mask": mask} for mask in masks]
-    with pytest.warns(UserWarning, match="2 of 4 rows.*1 without a supervised token, 1 with a single one"):
-        kept = prepare_rows(rows, make_tokenizer(), 2, 200)
+    with pytest.warns(UserWarning, match="2 of 4 examples.*1 without a supervised token, 1 with a single one"):
+        kept = prepare_examples(rows, make_tokenizer(), 2, 200)
     assert [row["loss_mask"] for row in kept] == [masks[1], masks[3]]
     rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]
     with pytest.warns(UserWarning, match="1 whose regeneration failed"):
-        assert len(prepare_rows(rows, make_tokenizer(), 2, 200)) == 1
+        assert len(prepare_examples(rows, make_tokenizer(), 2, 200)) == 1
 
 
 @pytest.mark.parametrize("kind", ["list", "table", "stream"])
 def test_data_in_which_nothing_is_supervised_are_refused(kind):
     rows = {"list": CHATS[1:2], "table": table(CHATS[1:2]), "stream": table(CHATS[1:2]).to_iterable_dataset()}[kind]
-    with pytest.raises(ValueError, match="none of .*1 rows has a supervised token"):
-        prepare_rows(rows, make_tokenizer(), 4, 200)
+    with pytest.raises(ValueError, match="none of .*1 examples has a supervised token"):
+        prepare_examples(rows, make_tokenizer(), 4, 200)
 
 
 def test_data_too_short_for_a_block_are_refused_with_the_longest_found():
     rows = [{"input_ids": [5] * 9, "loss_mask": [0, 1, 1, 1, 1, 0, 1, 1, 1]}]
-    assert len(prepare_rows(rows, make_tokenizer(), 3, 200)) == 1
+    assert len(prepare_examples(rows, make_tokenizer(), 3, 200)) == 1
     with pytest.raises(ValueError, match="has 4 supervised tokens.*block of 4 needs 5.*block_size=3"):
-        prepare_rows(rows, make_tokenizer(), 4, 200)
+        prepare_examples(rows, make_tokenizer(), 4, 200)
     with pytest.raises(ValueError, match="within max_length=3.*raise max_length"):
-        prepare_rows(rows, make_tokenizer(), 3, 200, max_length=3)
+        prepare_examples(rows, make_tokenizer(), 3, 200, max_length=3)
 
 
 def test_things_that_are_no_dataset_are_refused():
     datasets = pytest.importorskip("datasets")
     foreign = [{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}] * 2 + [{"input_ids": [1, 64], "loss_mask": [1, 1]}]
     for wrong, words in (
-        ({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "row 0 must be a dict"),
-        ("text", "must hold rows"), (5, "must hold rows"),
+        ({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "example 0 must be a dict"),
+        ("text", "must hold examples"), (5, "must hold examples"),
         (datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}),
          r"columns \['answer', 'question'\] are not understood"),
-        (foreign, "row 2: token id 64.*vocab_size 64.*own tokenizer"),
+        (foreign, "example 2: token id 64.*vocab_size 64.*own tokenizer"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            prepare_rows(wrong, make_tokenizer(), 2, 64)
+            prepare_examples(wrong, make_tokenizer(), 2, 64)
 
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])
 def test_rows_that_are_left_out_are_counted_in_a_data_set_of_every_format(form):
     rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": mask} for mask in ([1, 1, 1, 1], [0, 0, 0, 0])]
     data = pytest.importorskip("datasets").Dataset.from_list(rows).with_format(form)
-    with pytest.warns(UserWarning, match="1 of 2 rows are left out, .*: 1 without a supervised token"):
-        assert len(prepare_rows(data, None, block_size=2, vocab_size=9)) == 1
+    with pytest.warns(UserWarning, match="1 of 2 examples are left out, .*: 1 without a supervised token"):
+        assert len(prepare_examples(data, None, block_size=2, vocab_size=9)) == 1
