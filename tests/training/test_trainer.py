@@ -34,10 +34,10 @@ def test_every_kind_of_draft_learns(make_trainer, logged, target, kind):
 def test_a_data_set_that_cannot_be_used_is_named(make_trainer, rows):
     for options, message in (
         ({"data": []}, "train_dataset: the data set is empty"),
-        ({"eval_data": [{"text": "x"}]}, "eval_dataset: the rows are not tokenised"),
+        ({"eval_data": [{"text": "x"}]}, "eval_dataset: the examples are not tokenised"),
         (
             {"eval_data": {"math": rows, "code": [{"input_ids": [99] * 9}]}},
-            r"eval_dataset\['code'\]: row 0: token id 99",
+            r"eval_dataset\['code'\]: example 0: token id 99",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -386,7 +386,7 @@ def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_d
     with pytest.raises(TypeError, match="a DSparkDraftModel or a Eagle3DraftModel is needed, got Qwen3ForCausalLM"):
         make_trainer(target, make_draft(target))
     for row, message in (
-        ({"prompt": "a", "completion": "b"}, "the rows are not tokenised, and there is no tokenizer"),
+        ({"prompt": "a", "completion": "b"}, "the examples are not tokenised, and there is no tokenizer"),
         ({"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0] * 7}, "supervised"),
         ({"input_ids": [1, 2, 3, 4, 5, 6, 48], "loss_mask": [1] * 7}, "48"),
     ):

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .checkpoint import Checkpoint
+from .checkpoint import CONFIG_FILE, Checkpoint
 from .fields import OMIT, REASONS, Format, Rules, TargetFacts, has_embedding_norm, look_up
 from .tables import DEEPSPEC_GEMMA4, FORMAT_NAMES, FORMATS, OURS
 
@@ -28,7 +28,7 @@ def format_name(checkpoint: Checkpoint) -> str:
     entry, config = recognise(checkpoint.config), checkpoint.config
     if entry is None and config.get("model_type") not in _CLASS_NAMES:
         raise ValueError(
-            f"{checkpoint.name} (model_type {config.get('model_type')!r}, architectures "
+            f"{checkpoint.name}/{CONFIG_FILE} (model_type {config.get('model_type')!r}, architectures "
             f"{config.get('architectures')!r}) is no draft in one of the formats {FORMAT_NAMES}"
         )
     return OURS if entry is None else entry.name
