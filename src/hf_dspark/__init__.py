@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel
 
 from .decoding import pipelines
 from .decoding.install import install
+from .models import publisher
 from .models.configuration_dspark import DSparkConfig
 from .models.configuration_eagle3 import Eagle3Config
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
     from .hub.convert import convert_checkpoint as convert_checkpoint
-    from .hub.training import DSparkTrainer as DSparkTrainer
     from .measuring.calibrate import calibrate as calibrate
     from .measuring.evaluate import evaluate as evaluate
     from .measuring.profile import profile_throughput as profile_throughput
@@ -40,7 +40,8 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .scheduling.tree_policies import TreeScheduler as TreeScheduler
     from .targets.check import check_target as check_target
     from .training.arguments import DSparkTrainingArguments as DSparkTrainingArguments
-    from .training.feature_cache import cache_features as cache_features
+    from .training.target_states import cache_features as cache_features
+    from .training.trainer import DSparkTrainer as DSparkTrainer
 
 __version__ = "0.1.0.dev0"
 
@@ -65,10 +66,10 @@ _NAMES = {
     "scheduling.options": "DecodingOptions",
     "models.prompt_lookup": "PromptLookup",
     "hub.convert": "convert_checkpoint",
-    "hub.training": "DSparkTrainer",
     "targets.check": "check_target",
     "training.arguments": "DSparkTrainingArguments",
-    "training.feature_cache": "cache_features",
+    "training.target_states": "cache_features",
+    "training.trainer": "DSparkTrainer",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)
@@ -96,5 +97,6 @@ class _Late(type):
 for _model, _config in (("DSparkDraftModel", DSparkConfig), ("Eagle3DraftModel", Eagle3Config)):
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _Late(_model, (), {"config_class": _config}))
+publisher.load = lambda: import_module(".hub.publishing", __name__)
 install()
 pipelines.install()

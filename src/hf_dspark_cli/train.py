@@ -13,7 +13,6 @@ from transformers import HfArgumentParser, PreTrainedModel
 
 from hf_dspark.data.prompts import read_json_lines
 from hf_dspark.hub.repository import RESULTS_FOLDER
-from hf_dspark.hub.training import DSparkTrainer
 from hf_dspark.measuring.results import read_results
 from hf_dspark.measuring.tables import markdown_table, number
 from hf_dspark.models.auto import load_draft
@@ -24,6 +23,7 @@ from hf_dspark.models.modeling_dspark import DSparkDraftModel
 from hf_dspark.models.modeling_eagle3 import Eagle3DraftModel
 from hf_dspark.training.arguments import DSparkTrainingArguments
 from hf_dspark.training.resume import last_checkpoint
+from hf_dspark.training.trainer import DSparkTrainer
 
 from . import Console
 from .models import load_target, require_roles, values_of

@@ -9,9 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 
 from hf_dspark import DSparkConfig
-from hf_dspark.training import feature_cache
-from hf_dspark.training.feature_cache import FeatureCache, cache_features
-from hf_dspark.training.target_states import TargetStates, target_states
+from hf_dspark.training import target_states as module
+from hf_dspark.training.target_states import FeatureCache, TargetStates, cache_features, target_states
 from tests.measuring.interruption import interrupt_third_call
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12], [3, 4, 5, 6, 7], [20], [21, 22, 23], [30, 31, 32, 33]]
@@ -155,7 +154,7 @@ def test_ranks_share_the_rows(target, tmp_path, num_passes):
 
 def test_filling_resumes_after_the_last_row(target, tmp_path, monkeypatch, num_passes):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_third_call(patch, feature_cache, "target_states")
+        interrupt_third_call(patch, module, "target_states")
         fill(target, tmp_path)
     path = files(tmp_path)[0]
     path.with_name(f"{path.name}.0123abcd.tmp").write_bytes(path.read_bytes()[:100])  # as a killed process leaves it
@@ -237,7 +236,7 @@ def test_space_is_estimated_and_refused_before_anything_is_computed(target, tmp_
 
 @pytest.mark.parametrize("error", FULL, ids=["os", "safetensors", "permission"])
 def test_full_disk_leaves_what_was_finished_and_says_so(target, tmp_path, monkeypatch, error, num_passes):
-    honest, calls = feature_cache.save_file, []
+    honest, calls = module.save_file, []
 
     def write(tensors, path):
         calls.append(path)
@@ -250,7 +249,7 @@ def test_full_disk_leaves_what_was_finished_and_says_so(target, tmp_path, monkey
         monkeypatch.context() as patch,
         pytest.raises(OSError, match="could not be written .*No space left on device.* The 3 rows") as caught,
     ):
-        patch.setattr(feature_cache, "save_file", write)
+        patch.setattr(module, "save_file", write)
         fill(target, tmp_path)
     assert caught.value.__cause__ is error
     assert len(files(tmp_path)) == 3 and not list(tmp_path.rglob("*.tmp"))

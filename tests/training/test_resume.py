@@ -1,6 +1,5 @@
 """Resuming: at every step as if never interrupted, and never as another run."""
 
-import random
 import re
 import shutil
 import warnings
@@ -100,7 +99,6 @@ DAMAGES = {
     "empty": lambda content: b"",
     "half": lambda content: content[: len(content) // 2],
     "two bytes short": lambda content: content[:-2],
-    "zeros": lambda content: bytes(len(content)),
     "a long file": lambda content: content + b"x",
 }
 PARTS = (
@@ -125,24 +123,6 @@ def test_checkpoint_with_a_damaged_file_is_passed_over_and_named(saved, tmp_path
         require_whole(tmp_path / "checkpoint-2")
     with pytest.warns(UserWarning, match=f"{re.escape(str(path))}.*checkpoint-2 is passed over"):
         assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
-
-
-def test_flipped_bits_of_a_checkpoint_are_found_where_a_file_has_a_checksum(saved, tmp_path):
-    """Of weights only the header can be checked: a wrong weight makes a worse draft, never a wrong token."""
-    draw, folder = random.Random(0), Path(shutil.copytree(saved / "checkpoint-2", tmp_path / "checkpoint-2"))
-    for part in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
-        content, found = (folder / part).read_bytes(), 0
-        for _ in range(40):
-            flipped = bytearray(content)
-            flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-            (folder / part).write_bytes(flipped)
-            try:
-                require_whole(folder)
-            except ValueError as error:
-                assert str(folder / part) in str(error)
-                found += 1
-        (folder / part).write_bytes(content)
-        assert part.endswith(".json") or found > 10, part  # the others are in what the format pads with
 
 
 def test_resuming_from_a_damaged_checkpoint_is_refused_or_goes_on_from_the_last_whole_one(make_trainer, tmp_path):

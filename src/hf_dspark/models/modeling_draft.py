@@ -9,7 +9,6 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +22,7 @@ from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint, kept_tokens_mask
 from ..sampling.distributions import DraftBlock, Sampler
 from ..scheduling.options import DecodingOptions
+from . import publisher
 from .block_attention import BlockLayout
 from .configuration_draft import text_config
 from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
@@ -175,8 +175,7 @@ class DraftModel(PreTrainedModel):
             ValueError: If a result belongs to another draft or target; nothing was uploaded.
             OSError: If the upload failed.
         """
-        # Sharing stands above models, which import nothing of it: it is loaded when a draft is published.
-        return import_module("hf_dspark.hub.repository").push_draft(self, repo_id, results, **kwargs)
+        return publisher.load().push_draft(self, repo_id, results, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a `TypeError` that says what to call: a draft only proposes what its target decodes."""
@@ -224,7 +223,7 @@ class DraftModel(PreTrainedModel):
         # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it.
         if self.config.embedding_scale != 1.0 and not hasattr(embedding, "embed_scale"):
             rows = rows * self.config.embedding_scale
-        return rows.to(device=self.device, dtype=self.dtype)
+        return rows.detach().to(device=self.device, dtype=self.dtype)  # the target is not trained
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's logits `[..., V]` of hidden states `[..., d]` after its own final norm or a draft's."""

@@ -1,4 +1,4 @@
-"""Going on with a run that was interrupted: from its last whole checkpoint, and only with the same facts."""
+"""Which checkpoints of a run are whole, and whether a trainer may go on from one: with the same facts only."""
 
 import hashlib
 import json
@@ -6,7 +6,6 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -16,8 +15,7 @@ from ..files import differences, replace_text
 from ..formats.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, read_json
 from ..models.configuration_draft import CALIBRATED
 
-RUN_FACTS_FILE = "dspark_run.json"
-TORCH_FILES = (".pt", ".pth", ".bin")  # zip archives with checksums
+RUN_FACTS_FILE = "dspark_run.json"  # written last: it lists the other files with their sizes
 # What may differ in the config of a draft that is trained on; `Trainer` sets the ids of special tokens.
 NO_FACTS = {
     *CALIBRATED, "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
@@ -27,60 +25,53 @@ ARGUMENTS = ("per_device_train_batch_size", "seed", "data_seed", "num_anchors", 
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    args, rows = trainer.args, trainer.train_dataset
+    args, rows, first = trainer.args, trainer.train_dataset, None
     config = trainer.accelerator.unwrap_model(trainer.model).config.to_dict()
+    if hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):  # a stream is not read twice
+        ids = [list(rows[place]["input_ids"]) for place in range(min(8, len(rows)))]
+        first = hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()
     batches = args.world_size * args.gradient_accumulation_steps
     facts = {
         "batches per step (processes x gradient_accumulation_steps)": batches,
         **{name: getattr(args, name) for name in ARGUMENTS},
         **asdict(trainer.loss_weights),
         "rows": len(rows) if hasattr(rows, "__len__") else None,
-        "first rows": _hash_of_first_rows(rows),
+        "first rows": first,
         **{f"draft, {name}": value for name, value in config.items() if name not in NO_FACTS},
     }
     return json.loads(json.dumps(facts, default=str))
 
 
-def _hash_of_first_rows(rows: Any) -> str | None:
-    """Return a hash of the first rows; `None` of a stream, which is not read twice."""
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        return None
-    first = [list(rows[place]["input_ids"]) for place in range(min(8, len(rows)))]
-    return hashlib.blake2b(repr(first).encode(), digest_size=8).hexdigest()
+def write_run_facts(checkpoint: Path, trainer: Trainer) -> None:
+    """Write a checkpoint's facts, once everything else of it is there."""
+    files = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    # A card and the decoder's name in the config may be added later.
+    sizes = {name: None if name == CONFIG_FILE else path.stat().st_size for name, path in files.items()}
+    sizes.pop("README.md", None)
+    text = json.dumps({"files": sizes} | run_facts(trainer), indent=1)
+    replace_text(checkpoint / RUN_FACTS_FILE, f"{text}\n")
 
 
-def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
-    """Raise a `ValueError` unless a checkpoint is whole, and of the same run and draft as a trainer's."""
-    require_whole(checkpoint)
-    require_same_run(checkpoint, run_facts(trainer))
-    is_stream = not hasattr(trainer.train_dataset, "__len__")
-    if is_stream and TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME).epoch > 1:
-        warnings.warn(
-            f"{checkpoint} was saved after the stream of rows had come to its end and begun again. Where it was is "
-            "not known: it begins again now, and the loss curve is not that of a run without interruption",
-            stacklevel=4,
-        )
-    draft = trainer.accelerator.unwrap_model(trainer.model)
-    if _has_weights(checkpoint):  # `Trainer` would go on without what is not there
-        # Every launcher saves random states beside the optimiser's; those have many names.
-        if not any(checkpoint.glob("rng_state*.pth")):
-            raise ValueError(
-                f"{checkpoint} was saved with save_only_model: the states of optimiser and schedule are missing, so "
-                "its curve cannot be continued. Start anew from its weights with DSparkDraftModel.from_pretrained."
-            )
-        Checkpoint(checkpoint).compare(draft.expected_tensors(draft.config))
-
-
-def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names every fact in which the run of a checkpoint differs."""
-    before = read_json(checkpoint / RUN_FACTS_FILE)
-    different = differences(facts | {name: before[name] for name in facts if name in before}, facts)
-    if different:
-        raise ValueError(
-            f"{checkpoint} belongs to a run that differs in {different}: its loss curve cannot be continued. Go on as "
-            "before (half the processes need twice the gradient_accumulation_steps), or start anew from its weights "
-            "with DSparkDraftModel.from_pretrained."
-        )
+def require_whole(checkpoint: Path) -> None:
+    """Raise a `ValueError` that names the file which a checkpoint lacks, or which is not as long as it was saved."""
+    facts_file = checkpoint / RUN_FACTS_FILE
+    if not checkpoint.is_dir():
+        raise ValueError(f"there is no checkpoint {checkpoint}")
+    if not facts_file.exists():
+        raise ValueError(f"{facts_file} is missing: the checkpoint was not saved to its end")
+    sizes = read_json(facts_file).get("files")
+    if not isinstance(sizes, dict):
+        raise ValueError(f"{facts_file} does not list the files of the checkpoint")
+    for name, size in sizes.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing")
+        if size not in (None, path.stat().st_size):
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, and {size} were saved")
+        if name == CONFIG_FILE:
+            read_json(path)
+    if _has_weights(checkpoint):
+        _ = Checkpoint(checkpoint).tensors  # its headers are sound
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
@@ -96,46 +87,40 @@ def last_checkpoint(folder: str | Path) -> str | None:
     return None
 
 
-def require_whole(checkpoint: Path) -> None:
-    """Raise a `ValueError` that names the file which a checkpoint lacks, or which is not as it was saved.
+def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
+    """Raise a `ValueError` unless a checkpoint is whole, and of the same run and draft as a trainer's."""
+    require_whole(checkpoint)
+    require_same_run(checkpoint, run_facts(trainer))
+    is_stream = not hasattr(trainer.train_dataset, "__len__")
+    if is_stream and TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME).epoch > 1:
+        warnings.warn(
+            f"{checkpoint} was saved after the stream of rows had come to its end and begun again. Where it was is "
+            "not known: it begins again now, and the loss curve is not that of a run without interruption",
+            stacklevel=4,
+        )
+    if not _has_weights(checkpoint):
+        return
+    if not any(checkpoint.glob("rng_state*.pth")):  # every launcher saves them beside the optimiser's states
+        raise ValueError(
+            f"{checkpoint} was saved with save_only_model: the states of optimiser and schedule are missing, so "
+            "its curve cannot be continued. Start anew from its weights with DSparkDraftModel.from_pretrained."
+        )
+    draft = trainer.accelerator.unwrap_model(trainer.model)  # `Trainer` would keep its weights of missing tensors
+    Checkpoint(checkpoint).compare(draft.expected_tensors(draft.config))
 
-    The file of the run's facts is written last, and lists the others with their sizes.
-    """
-    facts_file = checkpoint / RUN_FACTS_FILE
-    if not checkpoint.is_dir():
-        raise ValueError(f"there is no checkpoint {checkpoint}")
-    if not facts_file.exists():
-        raise ValueError(f"{facts_file} is missing: the checkpoint was not saved to its end")
-    sizes = read_json(facts_file).get("files")
-    if not isinstance(sizes, dict):
-        raise ValueError(f"{facts_file} does not list the files of the checkpoint")
-    for name, size in sizes.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        if size not in (None, path.stat().st_size):
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, and {size} were saved")
-        try:
-            if path.suffix == ".json":
-                json.loads(path.read_bytes())
-            elif path.suffix in TORCH_FILES and ZipFile(path).testzip() is not None:
-                raise ValueError("its checksum is another one")
-        except Exception as error:  # zipfile raises what it likes about damaged files
-            raise ValueError(f"{path} is damaged: {error}") from None
-    if _has_weights(checkpoint):
-        _ = Checkpoint(checkpoint).tensors  # its headers are sound
+
+def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Raise a `ValueError` that names every fact in which the run of a checkpoint differs."""
+    before = read_json(checkpoint / RUN_FACTS_FILE)
+    different = differences(facts | {name: before[name] for name in facts if name in before}, facts)
+    if different:
+        raise ValueError(
+            f"{checkpoint} belongs to a run that differs in {different}: its loss curve cannot be continued. Go on as "
+            "before (half the processes need twice the gradient_accumulation_steps), or start anew from its weights "
+            "with DSparkDraftModel.from_pretrained."
+        )
 
 
 def _has_weights(checkpoint: Path) -> bool:
     """Tell whether the weights are in safetensors; else they are in shards of FSDP or DeepSpeed."""
     return any((checkpoint / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
-
-
-def write_run_facts(checkpoint: Path, trainer: Trainer) -> None:
-    """Write a checkpoint's facts, once everything else of it is there."""
-    files = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
-    # A card and the decoder's name in the config may be added later.
-    sizes = {name: None if name == CONFIG_FILE else path.stat().st_size for name, path in files.items()}
-    sizes.pop("README.md", None)
-    text = json.dumps({"files": sizes} | run_facts(trainer), indent=1)
-    replace_text(checkpoint / RUN_FACTS_FILE, f"{text}\n")

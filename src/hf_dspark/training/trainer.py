@@ -1,22 +1,24 @@
-"""transformers' `Trainer` for drafts; one training step reads top to bottom in [`DraftTrainer.compute_loss`].
-
-Users meet it as `DSparkTrainer` (`hub/training.py`), which also publishes what was trained.
-"""
+"""transformers' `Trainer` for drafts; one training step reads top to bottom in [`DSparkTrainer.compute_loss`]."""
 
 import hashlib
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
+from transformers.utils import PushInProgress
 
 from ..data.examples import prepare_examples
+from ..models import publisher
 from ..models.auto import load_draft, require_draft
 from ..models.configuration_draft import CALIBRATED
 from ..models.losses import BlockLosses, LossWeights
@@ -26,10 +28,10 @@ from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
 from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_run_facts
 from .rows import BlockCollator, PackedRows, PackedStream
-from .target_source import TargetSource
+from .target_states import TargetSource
 
 
-class DraftTrainer(Trainer):
+class DSparkTrainer(Trainer):
     """Trains a draft, DSpark, DFlash or Eagle3, on conversations that its target wrote.
 
     Args:
@@ -71,7 +73,13 @@ class DraftTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
-        self.args = args = _checked(args)
+        args = args or DSparkTrainingArguments()
+        if not isinstance(args, DSparkTrainingArguments):
+            raise TypeError(f"args must be DSparkTrainingArguments, got {type(args).__name__}")
+        if args.n_gpu > 1:  # DataParallel cannot split blocks, nor place a borrowed head
+            warnings.warn("training on one GPU of several: start it with `accelerate launch` to use all", stacklevel=2)
+            args._n_gpu = 1
+        self.args = args
         draft = _draft_to_train(model, args)
         self.target = AutoModelForCausalLM.from_pretrained(target, dtype="auto") if isinstance(target, str) else target
         self.processing_class = _tokenizer_of(self.target) if processing_class is None else processing_class
@@ -90,21 +98,22 @@ class DraftTrainer(Trainer):
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
 
     def _prepared(self, train_dataset: Any, eval_dataset: Any, draft: DraftModel) -> tuple[Any, Any]:
+        """Return both data sets as packed or plain rows of tokens, once their target states are known to be there."""
         several = isinstance(eval_dataset, dict)
-        sets = {f"[{name!r}]": part for name, part in eval_dataset.items()} if several else {"": eval_dataset}
-        given = {"train_dataset": train_dataset} | {f"eval_dataset{name}": part for name, part in sets.items()}
-        # A block need not fit into rows that only evaluate.
-        sizes = [draft.config.block_size] + [1] * (len(given) - 1)
+        sets = {"train_dataset": train_dataset}
+        sets |= {f"eval_dataset[{name!r}]": part for name, part in (eval_dataset if several else {}).items()}
+        sets |= {} if several else {"eval_dataset": eval_dataset}
         # One process at a time: the first one tokenises for all, and makes the cache's folder.
         with self.args.main_process_first():
-            rows = [self._tokenised(*part, draft, size) for part, size in zip(given.items(), sizes, strict=True)]
+            # A block need not fit into rows that only evaluate.
+            sizes = [draft.config.block_size] + [1] * (len(sets) - 1)
+            rows = [self._tokenised(*part, draft, size) for part, size in zip(sets.items(), sizes, strict=True)]
             self.source.require_rows([part for part in rows if hasattr(part, "__len__")], self.args.process_index == 0)
-        rows = [self._packed(part) for part in rows]
-        if any(isinstance(part, IterableDataset) for part in rows):
+        train_dataset, *evaluated = map(self._packed, rows)
+        if any(isinstance(part, IterableDataset) for part in (train_dataset, *evaluated)):
             # Else accelerate joins the batches of several processes, which are of different lengths.
             config = self.args.accelerator_config
             config.dispatch_batches = config.dispatch_batches or False
-        train_dataset, *evaluated = rows
         return train_dataset, dict(zip(eval_dataset, evaluated, strict=True)) if several else evaluated[0]
 
     def _tokenised(self, name: str, rows: Any, draft: DraftModel, block_size: int = 1) -> Any:
@@ -143,7 +152,14 @@ class DraftTrainer(Trainer):
             batch["blocks"] = self._sample_blocks(batch, (self.state.global_step, number))
             weight_sum += batch["blocks"].weights.sum().to(device)
         if self.state.global_step == 0 and self.is_world_process_zero():
-            self._report_coverage(batches)
+            covered = sum(count_covered(batch["blocks"], batch["loss_mask"]) for batch in batches)
+            supervised = sum(int(batch["loss_mask"].sum()) for batch in batches)
+            print(
+                f"num_anchors={self.args.num_anchors} per document: the blocks of the first step predict "
+                f"{covered / max(1, supervised):.0%} of its {supervised:,} supervised tokens; other epochs draw "
+                "others",
+                flush=True,
+            )
         return batches, self.accelerator.reduce(weight_sum, "sum")
 
     def _sample_blocks(self, batch: dict[str, torch.Tensor], key: tuple[int, ...]) -> AnchoredBlocks:
@@ -157,15 +173,6 @@ class DraftTrainer(Trainer):
             batch["input_ids"], batch["loss_mask"], layout, self.draft.draft_token_ids(),
             self.loss_weights.position_decay,
         )  # fmt: skip
-
-    def _report_coverage(self, batches: list[dict[str, Any]]) -> None:
-        covered = sum(count_covered(batch["blocks"], batch["loss_mask"]) for batch in batches)
-        supervised = sum(int(batch["loss_mask"].sum()) for batch in batches)
-        print(
-            f"num_anchors={self.args.num_anchors} per document: the blocks of the first step predict "
-            f"{covered / max(1, supervised):.0%} of its {supervised:,} supervised tokens; other epochs draw others",
-            flush=True,
-        )
 
     def compute_loss(
         self,
@@ -280,13 +287,12 @@ class DraftTrainer(Trainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = str(resume_from_checkpoint)
             require_continuable(Path(resume_from_checkpoint), self)
-        self._metrics["train"].reset()  # of a run that was interrupted between two reports
+        self._metrics["train"].reset()  # a run may have been interrupted between two reports
         config = self.draft.config
         calibration = {name: getattr(config, name) for name in CALIBRATED if config.sts_temperatures}
         config.update(dict.fromkeys(calibration))
         try:
-            with self.source.frozen():
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException:
             if self.state.global_step == 0:  # the weights are as they were
                 config.update(calibration)
@@ -315,15 +321,76 @@ class DraftTrainer(Trainer):
         if self.args.should_save:
             rotate_checkpoints(folder, limit, self.state.best_model_checkpoint, use_mtime=True)
 
+    # Publishing
 
-def _checked(args: DSparkTrainingArguments | None) -> DSparkTrainingArguments:
-    args = args or DSparkTrainingArguments()
-    if not isinstance(args, DSparkTrainingArguments):
-        raise TypeError(f"args must be DSparkTrainingArguments, got {type(args).__name__}")
-    if args.n_gpu > 1:  # DataParallel cannot split blocks, nor place a borrowed head
-        warnings.warn("training on one GPU of several: start it with `accelerate launch` to use all", stacklevel=3)
-        args._n_gpu = 1
-    return args
+    def create_model_card(
+        self, model_name: str | None = None, dataset: str | list[str] | None = None, **card: Any
+    ) -> None:
+        """Write the result file of this run, the model card and the one-file decoder beside the saved draft.
+
+        The card is made of all result files in `args.output_dir/results`, where this run's is `training.json`.
+
+        Args:
+            model_name (`str`, *optional*): Name of the repository, if `args.hub_model_id` is not set.
+            dataset (`str` or `list[str]`, *optional*): Ids of the data sets on the Hub.
+            card: For [`~card.model_card`]: `license`, `language`, `tags`, ...
+        """
+        if self.is_world_process_zero():
+            publisher.load().write_training_card(self, model_name, dataset, **card)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> str | Future | None:
+        """Save the draft and publish it, with its card and code; nothing else of `args.output_dir` is uploaded.
+
+        Args:
+            commit_message (`str`, *optional*): Of the commit.
+            blocking (`bool`): Whether to wait for the upload.
+            token, revision, private (*optional*): In place of those in `args`.
+            card: For [`~DSparkTrainer.create_model_card`].
+
+        Returns:
+            `str`: URL of the commit, or a future of it; `None` but in the main process.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = token or self.args.hub_token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**card)
+        self._finish_current_push()
+        upload = partial(
+            publisher.load().upload_repository, self.args.output_dir, self.hub_model_id, token=token,
+            private=self.args.hub_private_repo if private is None else private,
+            revision=revision or self.args.hub_revision, commit_message=commit_message,
+        )  # fmt: skip
+        return upload() if blocking else HfApi().run_as_future(upload)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Publish the draft of a checkpoint while training goes on.
+
+        In place of Trainer's, which uploads all of `args.output_dir`: caches, and pickled arguments with the token.
+        """
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
+        pending = [job for job in jobs if not job.done()]
+        if pending and not self.args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        job = publisher.load().push_checkpoint(
+            self, checkpoint_folder, self.hub_model_id, token=self.args.hub_token, revision=self.args.hub_revision,
+            commit_message=f"Training in progress, step {self.state.global_step}",
+        )  # fmt: skip
+        self.push_in_progress = PushInProgress([*pending, job])
 
 
 def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> DraftModel:
