@@ -120,13 +120,9 @@ def test_a_queue_gives_each_prompt_its_plain_answer(pair, device):
         assert done.token_ids.tolist() == plain[: len(done.token_ids)]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention"])
-def test_one_training_step_lowers_the_loss(make_target, make_draft, device, tmp_path, implementation):
-    if implementation == "flex_attention" and device.type == "cpu":
-        pytest.skip("flex_attention has no backward on a CPU")
+def test_one_training_step_lowers_the_loss(make_target, make_draft, device, tmp_path):
     target = make_target().to(device)
     draft = make_draft(target)
-    draft.set_attn_implementation(implementation)
     rows = [{"input_ids": list(range(1, 33)), "loss_mask": [1] * 32}] * 8
     args = DSparkTrainingArguments(
         tmp_path, max_steps=8, learning_rate=1e-2, per_device_train_batch_size=4, logging_steps=1, report_to=[],

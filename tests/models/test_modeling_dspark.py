@@ -49,10 +49,6 @@ LAYOUTS = {
     "pruned": {"draft_vocab_size": 20},
     "sinks": SLIDING | {"attention_sinks": True},
 }
-# Flex attention has no sinks.
-ATTENDING = [
-    (way, name) for way in ("sdpa", "flex_attention") for name in LAYOUTS if (way, name) != ("flex_attention", "sinks")
-]
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5, rtol: float = 1e-4) -> None:
@@ -149,11 +145,10 @@ def layout_of(anchors, real, length, gamma) -> BlockLayout:
     return BlockLayout(anchors, real, torch.arange(length).expand(len(anchors), -1), gamma)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
 @pytest.mark.parametrize("name", GOLDEN)
 @torch.no_grad()
-def test_training_pass_matches_deepspec(golden, name, attention):
-    data = golden(name, attn_implementation=attention)
+def test_training_pass_matches_deepspec(golden, name):
+    data = golden(name)
     train, kept = data.train, data.train["block_keep_mask"].bool()
     layout = layout_of(train["anchor_positions"], kept, train["input_ids"].shape[1], 5)
     hidden, logits, confidence = teacher_forced(
@@ -342,13 +337,12 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
         close(stepwise.confidence_logits, at_once.confidence_logits)
 
 
-@pytest.mark.parametrize(("attention", "layout"), ATTENDING)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
 def test_training_pass_scores_the_distribution_that_inference_draws_from(make_draft, target, head, layout, attention):
     """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
-    draft = make_draft(target, attn_implementation=attention, **HEADS[head], **LAYOUTS[layout])
-    assert draft.config._attn_implementation == attention
+    draft = make_draft(target, **HEADS[head], **LAYOUTS[layout])
     lengths = (70, 9, 61)
     input_ids, features = torch.randint(0, 47, (1, sum(lengths))), torch.randn(1, sum(lengths), 64)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -369,16 +363,13 @@ def test_training_pass_scores_the_distribution_that_inference_draws_from(make_dr
             close(confidence[:, index], block.confidence_logits, atol=1e-4)
 
 
-def test_sinks_learn_and_flex_attention_refuses_them(make_draft, target):
+def test_attention_sinks_learn(make_draft, target):
     draft = make_draft(target, attention_sinks=True).train()
     anchors = torch.tensor([[4, 9]])
     batch = torch.randint(0, 47, (1, 20)), torch.randn(1, 20, 64), layout_of(anchors, anchors > 0, 20, 4)
     labels = torch.randint(0, 47, (1, 2, 4))
     draft.block_hidden(*batch, labels).square().sum().backward()
     assert all((layer.self_attn.attention_sink_bias.grad != 0).all() for layer in draft.layers)
-    draft.config._attn_implementation = "flex_attention"
-    with pytest.raises(ValueError, match="flex attention has no sinks"):
-        draft.block_hidden(*batch, labels)
 
 
 def test_gradient_checkpointing_changes_no_gradient(make_draft, target):

@@ -5,7 +5,6 @@ documents one after the other; positions that start again at 0 tell them apart.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +61,7 @@ class BlockLayout:
     position_ids: torch.Tensor  # [B, S], of each token in its document
     block_size: int  # γ
     sample_from_anchor: bool = True  # the anchor's slot predicts; if not, a block has γ+1 slots
-    masks: dict[Any, Any] = field(default_factory=dict)  # made once, and used by all layers
+    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made once, and used by all layers
 
     @property
     def num_slots(self) -> int:
@@ -91,14 +90,21 @@ class BlockLayout:
 
     def mask(self, rows: slice, context: slice, window: SlidingWindow | None, group: int) -> torch.Tensor:
         """Return which keys the rows of a chunk see, `[B, 1, group*rows, context + rows]`."""
-        if (rows.start, window, group) not in self.masks:
-            device, (batch, length) = self.anchor_positions.device, self.position_ids.shape
-            queries = torch.arange(rows.start, rows.stop, device=device)
-            keys = torch.cat([torch.arange(context.start, context.stop, device=device), length + queries])
-            batches = torch.arange(batch, device=device)[:, None, None]
-            visible = visible_to_blocks(self, window)(batches, 0, queries[:, None], keys)[:, None]
-            self.masks[rows.start, window, group] = visible.repeat(1, 1, group, 1)
-        return self.masks[rows.start, window, group]
+        name = (rows.start, window, group)
+        if name not in self.masks:
+            device = self.anchor_positions.device
+            queries, keys = (torch.arange(part.start, part.stop, device=device) for part in (rows, context))
+            block, slot = queries // self.num_slots, queries % self.num_slots
+            anchors, starts = self.anchor_positions[:, block, None], self.starts[:, block, None]
+            seen = (keys < anchors) & (keys >= starts) & self.anchor_mask[:, block, None]
+            # A dummy sees its own block as well: rows that see nothing would be NaN.
+            own = block[:, None] == block
+            if window is not None:
+                seen = seen & window.sees_context(slot[:, None], anchors - keys)
+                own = own & window.sees_slot(slot[:, None], slot)
+            visible = torch.cat([seen, own.expand(len(seen), -1, -1)], dim=-1)[:, None]
+            self.masks[name] = visible.repeat(1, 1, group, 1)
+        return self.masks[name]
 
 
 def attend_blocks(
@@ -128,48 +134,6 @@ def attend_blocks(
         else:
             outputs.append(attend_with_extras(queries, keys, values, mask, scaling, sinks=sinks, dropout=dropout))
     return torch.cat(outputs, dim=2)
-
-
-def visible_to_blocks(layout: BlockLayout, window: SlidingWindow | None) -> Callable[..., torch.Tensor]:
-    """Return who sees what, as flex attention wants it: `(b, h, query row, key row) -> bool`."""
-    # A dummy sees its own block as well: rows that see nothing would be NaN.
-    anchors, starts, real = layout.anchor_positions, layout.starts, layout.anchor_mask
-    length, size = layout.position_ids.shape[1], layout.num_slots
-
-    def visible(batch, head, query_row, key_row):
-        block, slot = query_row // size, query_row % size
-        own_row = key_row - length
-        context = (key_row < anchors[batch, block]) & (key_row >= starts[batch, block]) & real[batch, block]
-        own = (own_row >= 0) & (own_row // size == block)
-        if window is not None:
-            context = context & window.sees_context(slot, anchors[batch, block] - key_row)
-            own = own & window.sees_slot(slot, own_row % size)
-        return context | own
-
-    return visible
-
-
-_compiled = functools.cache(functools.partial(torch.compile, dynamic=True))  # lengths change from batch to batch
-
-
-def flex_attend_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: BlockLayout,
-    window: SlidingWindow | None,
-    scaling: float,
-) -> torch.Tensor:
-    """As [`attend_blocks`], in one call of flex attention, which skips hidden tiles; CUDA only when training."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    on_gpu = query.device.type == "cuda"
-    run = _compiled(flex_attention) if on_gpu else flex_attention
-    if window not in layout.masks:
-        rule, sizes = visible_to_blocks(layout, window), (query.shape[2], key.shape[2])
-        layout.masks[window] = create_block_mask(rule, len(query), None, *sizes, query.device, _compile=on_gpu)
-    grouped = query.shape[1] != key.shape[1]
-    return run(query, key, value, block_mask=layout.masks[window], scale=scaling, enable_gqa=grouped)
 
 
 @dataclass(frozen=True)

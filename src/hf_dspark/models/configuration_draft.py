@@ -4,7 +4,7 @@ A `config.json` may come from a stranger: every value is checked before anything
 """
 
 import dataclasses
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -125,67 +125,72 @@ class DraftConfig(PreTrainedConfig):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
         if self.target_layer_ids is None:
-            self._require(self.num_target_layers is not None, "num_target_layers", "be known to choose tapped layers")
+            if self.num_target_layers is None:
+                raise ValueError(f"{type(self).__name__}.num_target_layers must be known to choose tapped layers")
             self.target_layer_ids = default_target_layer_ids(self.num_target_layers)
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
         super().__post_init__(**kwargs)
-        self._check_values()
+        self.check_values()
 
-    def _require(self, condition: bool, name: str, need: str) -> None:
-        if not condition:
-            raise ValueError(f"{type(self).__name__}.{name} must {need}, got {shortened(getattr(self, name))}")
+    def check_values(self) -> None:
+        """Raise a `ValueError` at the first rule that does not hold."""
+        for holds, name, need in self.rules():
+            if not holds:
+                raise ValueError(f"{type(self).__name__}.{name} must {need}, got {shortened(getattr(self, name))}")
 
-    def check_draft_top_k(self) -> None:
-        """Raise a `ValueError` if there are not so many tokens; it may be set at any time."""
-        tokens = getattr(self, "draft_vocab_size", None) or self.vocab_size
-        sound = self.draft_top_k is None or 1 <= self.draft_top_k <= tokens
-        self._require(sound, "draft_top_k", f"lie in [1, {tokens}], or be None")
-
-    def _check_values(self) -> None:
-        for name, largest in MAX_SIZES.items():
-            smallest = 0 if name == "markov_rank" else 1
-            if getattr(self, name) is not None or name != "num_target_layers":
-                self._require(smallest <= getattr(self, name) <= largest, name, f"lie in [{smallest}, {largest}]")
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield whether a rule holds, the field it is about, and what that must do; later rules need earlier ones."""
+        for name, most in MAX_SIZES.items():
+            least, size = 0 if name == "markov_rank" else 1, getattr(self, name)
+            unknown = size is None and name == "num_target_layers"
+            yield unknown or least <= size <= most, name, f"lie in [{least}, {most}]"
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if type(value) is float:
-                self._require(abs(value) <= LARGEST, field.name, "be finite in float32")  # NaN compares false
+            value = getattr(self, field.name)  # NaN compares false
+            yield type(value) is not float or abs(value) <= LARGEST, field.name, "be finite in float32"
         for name in ("embedding_scale", "logit_scale", "final_logit_softcapping", "rms_norm_eps"):
-            self._require(getattr(self, name) is None or getattr(self, name) > 0, name, "be positive")
-        self._require(self.initializer_range >= 0, "initializer_range", "not be negative")
-        self._require(0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)")
-        heads, ids = self.num_attention_heads, self.target_layer_ids
+            yield getattr(self, name) is None or getattr(self, name) > 0, name, "be positive"
+        heads, ids, tokens = self.num_attention_heads, self.target_layer_ids, self.num_draft_tokens
         last = (self.num_target_layers or MAX_SIZES["num_target_layers"]) - 1
         the_last = f"lie in [-1, {last - 1}]: the last layer ({last}) is only visible after the final norm"
-        self._require(self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)")
-        self._require(heads % self.num_key_value_heads == 0, "num_key_value_heads", f"divide {heads} attention heads")
-        self._require(len(ids) >= 1 and len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty")
-        self._require(len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}")
-        self._require(all(-1 <= i < last for i in ids), "target_layer_ids", the_last)
-        self.check_draft_top_k()
-        self._require(self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows")
-        self._require(self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}")
-        self._check_rope()
+        yield self.initializer_range >= 0, "initializer_range", "not be negative"
+        yield 0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)"
+        yield self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)"
+        yield heads % self.num_key_value_heads == 0, "num_key_value_heads", f"divide {heads} attention heads"
+        yield 1 <= len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty"
+        yield len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}"
+        yield all(-1 <= layer < last for layer in ids), "target_layer_ids", the_last
+        top_k = self.draft_top_k
+        yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"
+        yield self.hidden_act in ACT2FN, "hidden_act", "name an activation that transformers knows"
+        yield self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}"
 
-    def _check_rope(self) -> None:
-        rope_type = self.rope_parameters.get("rope_type", "default")
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(
-                f"{type(self).__name__}.rope_parameters: rope_type must be one of {ROPE_TYPES}, got "
-                f"{shortened(rope_type)}. Types whose frequencies change with the length would spoil cached keys."
-            )
-        require, values = partial(self._require, name="rope_parameters"), self.rope_parameters.values()
-        numbers = {name: value for name, value in self.rope_parameters.items() if type(value) in (int, float)}
-        for name in ("rope_theta", *ROPE_NUMBERS.get(rope_type, ())):
-            require(name in numbers, need=f"have a number {name} for the type {rope_type}")
+        rope, name = self.rope_parameters, "rope_parameters"
+        kind, values = rope.get("rope_type", "default"), rope.values()
+        yield kind in ROPE_TYPES, name, f"have a rope_type of {ROPE_TYPES}: others would spoil cached keys"
+        numbers = {key: value for key, value in rope.items() if type(value) in (int, float)}
+        for key in ("rope_theta", *ROPE_NUMBERS.get(kind, ())):
+            yield key in numbers, name, f"have a number {key} for the type {kind}"
         known = all(isinstance(value, (str, bool, int, float)) for value in values)
-        require(known, need="have numbers, names and flags for values")
+        yield known, name, "have numbers, names and flags for values"
         in_range = all(0 < value <= LARGEST for value in numbers.values())
-        require(in_range, need="have positive numbers, finite in float32")
-        require(numbers["rope_theta"] > 1, need="have a rope_theta above 1")
+        yield in_range, name, "have positive numbers, finite in float32"
+        yield numbers["rope_theta"] > 1, name, "have a rope_theta above 1"
         turned = self.head_dim * numbers.get("partial_rotary_factor", 1.0)
-        require(2 <= turned <= self.head_dim, need=f"turn between 2 and all of the {self.head_dim} entries of a head")
+        yield 2 <= turned <= self.head_dim, name, f"turn between 2 and all of the {self.head_dim} entries of a head"
+
+    def check_entries(self, name: str, check: Callable[[Any, int], None]) -> None:
+        """Check each entry of a field that maps names to what γ positions have; a `ValueError` names the entry."""
+        for key, entry in (getattr(self, name) or {}).items():
+            try:
+                check(entry, self.block_size)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{type(self).__name__}.{name}[{key!r}]: {error}") from error
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that the draft can propose."""
+        return self.vocab_size
 
     @property
     def num_slots(self) -> int:

@@ -1,5 +1,6 @@
 """The configuration of a DSpark draft: facts about the model, and nothing else."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
@@ -12,7 +13,7 @@ from .configuration_draft import DraftConfig, text_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")  # their classes stand in `heads.py`, in this order
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What makes a draft DFlash.
 WITHOUT_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -101,49 +102,43 @@ class DSparkConfig(DraftConfig):
             self.mask_token_id = self.vocab_size - 1
         super().__post_init__(**kwargs)
 
-    def _check_values(self) -> None:
-        super()._check_values()
-        layers, window = self.num_hidden_layers, self.sliding_window
-        each_layer = f"name one of {LAYER_TYPES} for each of the {layers} layers"
-        whole_block = f"be at least the {self.num_slots} slots of a block when a layer is sliding"
-        no_markov = "be False when markov_rank is 0: there is no Markov embedding to read"
-        known = len(self.layer_types) == layers and set(self.layer_types) <= set(LAYER_TYPES)
-        self._require(known, "layer_types", each_layer)
-        if "sliding_attention" in self.layer_types:
+    def rules(self) -> Iterator[tuple[bool, str, str]]:
+        yield from super().rules()
+        layers, types, pruned = self.num_hidden_layers, self.layer_types, self.draft_vocab_size
+        known = len(types) == layers and set(types) <= set(LAYER_TYPES)
+        yield known, "layer_types", f"name one of {LAYER_TYPES} for each of the {layers} layers"
+        if "sliding_attention" in types:
             least = 1 if self.sliding_from_anchor else self.num_slots
-            self._require(window is not None and window >= least, "sliding_window", whole_block)
-        self._require(0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]")
-        self._require(self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}")
-        if self.markov_rank == 0 and self.enable_confidence_head:
-            self._require(not self.confidence_head_with_markov, "confidence_head_with_markov", no_markov)
-        if self.sts_temperatures is not None:
-            self._require(self.enable_confidence_head, "sts_temperatures", "be None without a confidence head")
-            self._require("default" in self.sts_temperatures, "sts_temperatures", "have a 'default' entry")
-            for name, temperatures in self.sts_temperatures.items():
-                try:
-                    check_temperatures(temperatures, self.block_size)
-                except ValueError as error:
-                    raise ValueError(f"DSparkConfig.sts_temperatures[{name!r}]: {error}") from error
-        for name, fits in (self.confidence_fits or {}).items():
-            self._require(self.enable_confidence_head, "confidence_fits", "be None without a confidence head")
-            try:
-                check_logit_fits(fits, self.block_size)
-            except ValueError as error:
-                raise ValueError(f"DSparkConfig.confidence_fits[{name!r}]: {error}") from error
-        for regime, entry in (self.sibling_acceptance or {}).items():
-            self._require(regime in ("greedy", "sampled"), "sibling_acceptance", "have entries 'greedy' and 'sampled'")
-            try:
-                check_siblings(entry, self.block_size)
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"DSparkConfig.sibling_acceptance[{regime!r}]: {error}") from error
-        pruned = self.draft_vocab_size
-        if pruned is not None:
-            self._require(1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]")
+            need = f"be at least the {self.num_slots} slots of a block when a layer is sliding"
+            yield self.sliding_window is not None and self.sliding_window >= least, "sliding_window", need
+        yield 0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]"
+        yield self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}"
+        reads_markov = self.enable_confidence_head and self.confidence_head_with_markov
+        need = "be False when markov_rank is 0: there is no Markov embedding to read"
+        yield self.markov_rank > 0 or not reads_markov, "confidence_head_with_markov", need
+        yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
+        for name in ("sts_temperatures", "confidence_fits"):
+            sound = self.enable_confidence_head or not getattr(self, name)
+            yield sound, name, "be None without a confidence head"
+        temperatures = self.sts_temperatures
+        yield temperatures is None or "default" in temperatures, "sts_temperatures", "have a 'default' entry"
+        regimes = set(self.sibling_acceptance or ())
+        yield regimes <= {"greedy", "sampled"}, "sibling_acceptance", "have entries 'greedy' and 'sampled'"
+
+    def check_values(self) -> None:
+        super().check_values()
+        self.check_entries("sts_temperatures", check_temperatures)
+        self.check_entries("confidence_fits", check_logit_fits)
+        self.check_entries("sibling_acceptance", check_siblings)
 
     def siblings_for(self, do_sample: bool) -> SiblingAcceptance:
         """Return what to expect of nodes: what was measured, or else what holds for many drafts."""
         entry = (self.sibling_acceptance or {}).get("sampled" if do_sample else "greedy")
         return usual_acceptance(do_sample, self.block_size) if entry is None else SiblingAcceptance(do_sample, **entry)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def num_slots(self) -> int:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..sampling.distributions import largest
-from .configuration_dspark import DSparkConfig
+from .configuration_dspark import MARKOV_HEAD_TYPES, DSparkConfig
 
 State = torch.Tensor | None
 
@@ -63,7 +63,7 @@ class RNNHead(VanillaMarkovHead):
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
-MARKOV_HEADS = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}
+MARKOV_HEADS = dict(zip(MARKOV_HEAD_TYPES, (VanillaMarkovHead, GatedMarkovHead, RNNHead), strict=True))
 
 
 class Successors:
@@ -73,21 +73,20 @@ class Successors:
     that also read h_k or a state get zeros in their place.
     """
 
-    ROWS_AT_A_TIME = 256  # of W_1 W_2, while the whole table is filled
-
     def __init__(self, head: VanillaMarkovHead, hidden_size: int, count: int) -> None:
-        self._head, self._hidden_size, self._weights = head, hidden_size, _versions(head)
+        self._head, self._hidden_size, self._versions = head, hidden_size, _versions_of(head)
+        device, shape = head.markov_w1.weight.device, (head.markov_w1.num_embeddings, count)
         with torch.inference_mode(False):  # rows are written later, in or out of inference mode
-            device, shape = head.markov_w1.weight.device, (head.markov_w1.num_embeddings, count)
             self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
         # On an accelerator, asking whether a row is there would wait for the device each time.
         self._is_complete = device.type != "cpu"
         if self._is_complete:
-            self._fill()
+            for token_ids in torch.arange(len(self._table), device=device).split(256):
+                self._compute(token_ids)
 
     def is_current(self) -> bool:
         """Tell whether the head's weights are what they were."""
-        return self._weights == _versions(self._head)
+        return self._versions == _versions_of(self._head)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the successors `[B, count]` of tokens `[B]`, as ids of the draft's logits."""
@@ -97,10 +96,6 @@ class Successors:
             rows = self._table[token_ids]
         return rows.long()
 
-    def _fill(self) -> None:
-        for token_ids in torch.arange(len(self._table), device=self._table.device).split(self.ROWS_AT_A_TIME):
-            self._compute(token_ids)
-
     @torch.no_grad()
     def _compute(self, token_ids: torch.Tensor) -> None:
         embedding = self._head.markov_w1(token_ids)
@@ -109,7 +104,7 @@ class Successors:
         self._table[token_ids] = best.to(torch.int32)
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int]]:
+def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), version_of(weight)) for weight in module.parameters()]
 
 

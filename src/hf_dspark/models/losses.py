@@ -19,6 +19,11 @@ CHUNK_ELEMENTS = 2**23
 MINIMUM_CHUNK = {"cpu": 32, "cuda": 512}
 
 
+def argument(default: Any, help: str) -> Any:
+    """Return a field whose help the command line shows."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass
 class LossWeights:
     """The weight α of each loss, and the decay over the block. DSpark Eq. 12.
@@ -27,24 +32,16 @@ class LossWeights:
         cross_entropy_weight (`float`): Of the cross-entropy to the data token. DSpark Eq. 9.
         l1_weight (`float`): Of the L1 distance to the target's distribution. DSpark Eq. 10.
         confidence_weight (`float`): Of the confidence head's binary cross-entropy. DSpark Eq. 11.
-        soft_cross_entropy_weight (`float`): Of the cross-entropy to the target's distribution, which Eagle3 is trained
-            on.
+        soft_cross_entropy_weight (`float`): Of the cross-entropy to the target's distribution, as EAGLE-3 trains.
         position_decay (`float`, *optional*): Slots after which a loss weighs 1/e; `None` weighs all slots alike. The
             paper writes γ, the reference implementation uses 4.0.
     """
 
-    cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy (Eq. 9)."})
-    l1_weight: float = field(
-        default=0.9, metadata={"help": "Weight of the L1 distance to the target's distribution (Eq. 10)."}
-    )
-    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss (Eq. 11)."})
-    soft_cross_entropy_weight: float = field(
-        default=0.0,
-        metadata={"help": "Weight of the cross-entropy to the target's distribution (Eagle3's objective)."},
-    )
-    position_decay: float | None = field(
-        default=4.0, metadata={"help": "Slots after which a loss weighs 1/e; None weighs all slots alike."}
-    )
+    cross_entropy_weight: float = argument(0.1, "Weight of the cross-entropy (Eq. 9).")
+    l1_weight: float = argument(0.9, "Weight of the L1 distance to the target's distribution (Eq. 10).")
+    confidence_weight: float = argument(1.0, "Weight of the confidence loss (Eq. 11).")
+    soft_cross_entropy_weight: float = argument(0.0, "Weight of the cross-entropy to the target's distribution.")
+    position_decay: float | None = argument(4.0, "Slots after which a loss weighs 1/e; None weighs all slots alike.")
 
     def __post_init__(self) -> None:
         names = ("cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight")
@@ -104,15 +101,15 @@ def block_losses(
 ) -> BlockLosses:
     """Return the training objective of a batch of blocks. DSpark Eq. 9-12.
 
-    Labels are the data tokens x*_k, `[..., γ]`; slot weights come from [`position_weights`], and slots of weight 0
-    cost nothing. `weight_sum` is the denominator of all means, that of these blocks unless given: with the sum over
-    accumulation steps and processes, the losses of the parts add up to the mean over all of them. Logits of
-    `chunk_size` slots exist at a time.
+    Labels are the data tokens x*_k, `[..., γ]`; slots of weight 0 cost nothing. `weight_sum` is the denominator of all
+    means, that of these blocks unless given: with the sum over accumulation steps and processes, the losses of the
+    parts add up to the mean over all of them. Logits of `chunk_size` slots exist at a time.
     """
     counted = slot_weights > 0
     own_sum, slot_weights, labels = slot_weights.sum(), slot_weights[counted], labels[counted]
-    if draft.token_ids is not None:
-        labels = _places(draft.token_ids, draft.vocab_size)[labels]
+    if draft.token_ids is not None:  # the place of each label among the tokens that the draft can propose
+        places = torch.arange(len(draft.token_ids), device=labels.device)
+        labels = labels.new_zeros(draft.vocab_size).scatter(0, draft.token_ids, places)[labels]
     inverse = 1.0 / ((own_sum if weight_sum is None else weight_sum) + DENOMINATOR_EPSILON)
     draft = draft.select(counted)
     trained = [*draft.inputs, *(parameter for parameter in draft.parameters if parameter.requires_grad)]
@@ -129,22 +126,14 @@ def block_losses(
         loss = loss + weights.soft_cross_entropy_weight * soft_cross_entropy
     if gradients:
         loss = _WithGradients.apply(loss, gradients, *trained)
-    confidence = None
+    confidence, of_every_slot = None, acceptance.new_zeros(counted.shape).masked_scatter(counted, acceptance)
     if confidence_logits is not None:
-        confidence = F.binary_cross_entropy_with_logits(
-            confidence_logits[counted].float(), acceptance, slot_weights, reduction="sum"
-        )  # Eq. 11
-        loss = loss + weights.confidence_weight * confidence
-    return BlockLosses(
-        loss=loss * inverse,  # Eq. 12
-        weight_sum=own_sum,
-        cross_entropy=cross_entropy,
-        l1=l1,
-        soft_cross_entropy=soft_cross_entropy,
-        confidence=None if confidence is None else confidence.detach(),
-        acceptance=acceptance.new_zeros(counted.shape).masked_scatter(counted, acceptance),
-        confidence_logits=None if confidence_logits is None else confidence_logits.detach().float(),
-    )
+        logits, confidence_logits = confidence_logits[counted].float(), confidence_logits.detach().float()
+        confidence = F.binary_cross_entropy_with_logits(logits, acceptance, slot_weights, reduction="sum")  # Eq. 11
+        loss, confidence = loss + weights.confidence_weight * confidence, confidence.detach()
+    loss = loss * inverse  # Eq. 12
+    terms = (cross_entropy, l1, soft_cross_entropy, confidence)
+    return BlockLosses(loss, own_sum, *terms, of_every_slot, confidence_logits)
 
 
 class _WithGradients(torch.autograd.Function):
@@ -242,12 +231,6 @@ def _slot_losses(
         gradient.addcmul_(target_probs, slot_weights[:, None], value=-soft)
     gradient.scatter_add_(-1, labels[:, None], (-hard * slot_weights)[:, None])
     return losses, gradient
-
-
-def _places(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return where each token of the vocabulary stands among some of them, `[V]`; anywhere if it does not."""
-    places = torch.zeros(vocab_size, dtype=torch.long, device=token_ids.device)
-    return places.scatter(0, token_ids, torch.arange(len(token_ids), device=token_ids.device))
 
 
 def _row_products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..formats.checkpoint import kept_token_ids
 from ..sampling.distributions import DraftBlock, Grower, Sampler, TokenDistribution, largest
 from .attention import attend_with_extras, fold_mask, grouped_attention
-from .block_attention import BlockLayout, SlidingWindow, attend_blocks, flex_attend_blocks
+from .block_attention import BlockLayout, SlidingWindow, attend_blocks
 from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, version_of, with_successors
 from .losses import SlotLogits
@@ -189,16 +189,8 @@ class DSparkAttention(nn.Module):
     def _attend_in_training(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BlockLayout
     ) -> torch.Tensor:
-        if self.config._attn_implementation == "flex_attention":
-            if self.attention_sink_bias is not None or (self.training and self.config.attention_dropout > 0):
-                raise ValueError(
-                    "flex attention has no sinks and no dropout: load the draft with attn_implementation='sdpa', or "
-                    "set attention_dropout=0"
-                )
-            output = flex_attend_blocks(query, key, value, layout, self.window, self.scaling)
-        else:
-            dropout, sinks = self.config.attention_dropout if self.training else 0.0, self.attention_sink_bias
-            output = attend_blocks(query, key, value, layout, self.window, self.scaling, dropout, sinks)
+        dropout, sinks = self.config.attention_dropout if self.training else 0.0, self.attention_sink_bias
+        output = attend_blocks(query, key, value, layout, self.window, self.scaling, dropout, sinks)
         return output.transpose(1, 2)
 
     def _attend_to_slots(
@@ -293,7 +285,6 @@ class DSparkDraftModel(DraftModel):
     config: DSparkConfig
     grows_trees = True
     _supports_sdpa = True
-    _supports_flex_attn = True
     _no_split_modules = ["DSparkLayer"]
 
     def __init__(self, config: DSparkConfig) -> None:

@@ -1,12 +1,12 @@
 """The arguments of a training: those of transformers' `Trainer`, and what a batch, an anchor and a loss are."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from ..models.losses import LossWeights
+from ..models.losses import LossWeights, argument
 
 
 @dataclass
@@ -34,16 +34,14 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
     ```
     """
 
-    num_anchors: int = field(default=64, metadata={"help": "Blocks per document and step at most."})
-    max_length: int | None = field(default=2048, metadata={"help": "Rows are cut to this many tokens."})
-    packing: bool = field(default=False, metadata={"help": "Join short documents into rows of max_length."})
-    chat_template_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "For the chat template, as JSON, such as '{\"enable_thinking\": false}'."}
+    num_anchors: int = argument(64, "Blocks per document and step at most.")
+    max_length: int | None = argument(2048, "Rows are cut to this many tokens.")
+    packing: bool = argument(False, "Join short documents into rows of max_length.")
+    chat_template_kwargs: dict | str | None = argument(
+        None, "For the chat template, as JSON, such as '{\"enable_thinking\": false}'."
     )
-    feature_cache_dir: str | None = field(
-        default=None, metadata={"help": "Where the target's states are kept; filled while training if need be."}
-    )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+    feature_cache_dir: str | None = argument(None, "Where the target's states are kept; filled while training.")
+    dataset_num_proc: int | None = argument(None, "Processes that tokenise.")
 
     # Trainer parses strings for these fields: one more than its own.
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]

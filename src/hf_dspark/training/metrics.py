@@ -1,4 +1,4 @@
-"""What training and evaluation report of their blocks, as sums that add up over batches and processes."""
+"""Metrics of training and evaluation, as sums over blocks that add up over batches and processes."""
 
 import math
 from typing import Any
@@ -19,46 +19,44 @@ class BlockMetrics:
         self.reset()
 
     def reset(self) -> None:
-        gamma, wide = self._block_size, torch.float64
-        self._sums = {
-            "losses": torch.zeros(1 + len(TERMS), dtype=wide),  # the weights, then the terms
-            "seen": torch.zeros(len(TERMS), dtype=wide),
-            "blocks": torch.zeros(2, dtype=wide),  # blocks, and tokens they are expected to have accepted
-            "reached": torch.zeros(gamma, dtype=wide),
-            "accepted": torch.zeros(gamma, dtype=wide),
-            "bins": torch.zeros(3, gamma, NUM_BINS, dtype=wide),  # count, predicted and expected survival
-            "histogram": torch.zeros(2, CONFIDENCE_STEPS, dtype=wide),  # accepted and rejected by confidence
+        gamma = self._block_size
+        shapes = {
+            "losses": (1 + len(TERMS),),  # the weights, then the terms
+            "seen": (len(TERMS),),
+            "blocks": (2,),  # blocks, and tokens they are expected to have accepted
+            "slots": (2, gamma),  # reached and accepted
+            "bins": (3, gamma, NUM_BINS),  # count, predicted and expected survival
+            "histogram": (2, CONFIDENCE_STEPS),  # accepted and rejected by confidence
         }
+        self._sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
     @torch.no_grad()
     def add(self, losses: BlockLosses, supervised: torch.Tensor) -> None:
-        """Add the blocks of a batch; `supervised [B, N, γ]` tells the slots that count."""
-        # Stays on the device: nothing here waits for an accelerator.
+        """Add the blocks of a batch; `supervised [B, N, γ]` tells the slots that count. Waits for no accelerator."""
         device = supervised.device
         wide = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have nothing wider
         self._sums = sums = {name: value.to(device, wide) for name, value in self._sums.items()}
         terms = [getattr(losses, name) for name in TERMS]
         nothing = torch.zeros_like(losses.weight_sum)
         sums["losses"] += torch.stack([losses.weight_sum, *(nothing if term is None else term for term in terms)])
-        sums["seen"] += torch.tensor([float(term is not None) for term in terms], device=supervised.device)
-        supervised, acceptance = supervised.flatten(0, 1), losses.acceptance.flatten(0, 1).to(sums["losses"].dtype)
+        sums["seen"] += torch.tensor([float(term is not None) for term in terms], device=device)
+        supervised, acceptance = supervised.flatten(0, 1), losses.acceptance.flatten(0, 1).to(wide)
         survival = (acceptance * supervised).cumprod(dim=-1)
         before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=-1) * supervised
-        sums["blocks"] += torch.stack([supervised[:, 0].sum().to(survival), survival.sum()])
-        sums["reached"] += before.sum(dim=0)
-        sums["accepted"] += survival.sum(dim=0)
+        sums["blocks"] += torch.stack([supervised[:, 0].sum().to(wide), survival.sum()])
+        sums["slots"] += torch.stack([before.sum(dim=0), survival.sum(dim=0)])
         if losses.confidence_logits is None:
             return
-        logits = losses.confidence_logits.flatten(0, 1).to(survival.dtype)
-        confidence = logits.nan_to_num().sigmoid()  # a loss that is no number is reported elsewhere
+        # A loss that is no number is reported elsewhere.
+        confidence = losses.confidence_logits.flatten(0, 1).to(wide).nan_to_num().sigmoid()
         predicted = confidence.cumprod(dim=-1)
-        slots = torch.arange(self._block_size, device=logits.device).expand_as(predicted)
+        slots = torch.arange(self._block_size, device=device).expand_as(predicted)
         bins = slots * NUM_BINS + (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
         values = torch.stack([torch.ones_like(predicted), predicted, survival])[:, supervised]
-        self._sums["bins"].flatten(1).index_add_(1, bins[supervised], values)
+        sums["bins"].flatten(1).index_add_(1, bins[supervised], values)
         steps = (confidence * CONFIDENCE_STEPS).long().clamp_max(CONFIDENCE_STEPS - 1)
         values = torch.stack([survival, before * (1.0 - acceptance)])[:, supervised]
-        self._sums["histogram"].index_add_(1, steps[supervised], values)
+        sums["histogram"].index_add_(1, steps[supervised], values)
 
     def reduced(self, accelerator: Any, weights: LossWeights) -> dict[str, float]:
         """Return the means over the blocks of all processes since the last report; empty when there is none.
@@ -80,22 +78,18 @@ class BlockMetrics:
         }
         values = {"loss": sum(getattr(weights, f"{name}_weight") * mean for name, mean in means.items())}
         values |= {"confidence_loss" if name == "confidence" else name: mean for name, mean in means.items()}
-        blocks, accepted = sums["blocks"].tolist()
-        values["tau"] = 1.0 + accepted / blocks
-        rates = (sums["accepted"] / sums["reached"]).tolist()
+        (blocks, expected), (reached, accepted) = sums["blocks"].tolist(), sums["slots"]
+        values["tau"] = 1.0 + expected / blocks
+        rates = (accepted / reached).tolist()
         values |= {f"acceptance_{slot}": rate for slot, rate in enumerate(rates, start=1) if not math.isnan(rate)}
-        if "confidence" in means:
-            values |= self._confidence(sums["bins"], sums["histogram"])
-        return values
-
-    @staticmethod
-    def _confidence(bins: torch.Tensor, histogram: torch.Tensor) -> dict[str, float]:
-        count, predicted, survival = bins
+        if "confidence" not in means:
+            return values
+        count, predicted, survival = sums["bins"]
         used = count.sum(dim=-1) > 0
         ece = (predicted - survival).abs().sum(dim=-1)[used] / count.sum(dim=-1)[used]
-        accepted, rejected = histogram
-        pairs = accepted.sum() * rejected.sum()
-        # Of pairs in the same step, half count as ranked rightly.
-        ranked = (accepted * (rejected.cumsum(0) - rejected / 2)).sum()
-        values = {"confidence_ece": ece.mean().item()}
-        return values if pairs == 0 else values | {"confidence_auc": (ranked / pairs).item()}
+        values["confidence_ece"] = ece.mean().item()
+        accepted, rejected = sums["histogram"]
+        if (pairs := accepted.sum() * rejected.sum()) > 0:  # of pairs in the same step, half count as ranked rightly
+            ranked = (accepted * (rejected.cumsum(0) - rejected / 2)).sum()
+            values["confidence_auc"] = (ranked / pairs).item()
+        return values

@@ -21,26 +21,26 @@ class BlockCollator:
 
         A packed row brings its `position_ids`; those of its padding start again at 0, as another document's would.
         """
-        for row in rows:
-            tokens, flags = len(row["input_ids"]), len(row["loss_mask"])
-            if tokens != flags:
-                raise ValueError(f"input_ids ({tokens} tokens) and loss_mask ({flags}) differ in length")
-        length = max(len(row["input_ids"]) for row in rows)
-
-        def pad(name: str, value: int) -> torch.Tensor:
-            return torch.tensor([list(row[name]) + [value] * (length - len(row[name])) for row in rows])
-
-        def positions(row: dict[str, Any]) -> torch.Tensor:
-            own = torch.as_tensor(row.get("position_ids", range(len(row["input_ids"]))))
-            return torch.cat([own, torch.arange(length - len(own))])
-
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        return {
-            "input_ids": pad("input_ids", self.pad_token_id),
-            "loss_mask": pad("loss_mask", 0).bool(),
-            "position_ids": torch.stack([positions(row) for row in rows]),
-            "attention_mask": (torch.arange(length) < lengths[:, None]).long(),
+        lengths = [len(row["input_ids"]) for row in rows]
+        for row, tokens in zip(rows, lengths, strict=True):
+            if tokens != len(row["loss_mask"]):
+                raise ValueError(
+                    f"input_ids ({tokens} tokens) and loss_mask ({len(row['loss_mask'])}) differ in length"
+                )
+        batch: dict[str, list[list[int]]] = {
+            "input_ids": [],
+            "loss_mask": [],
+            "position_ids": [],
+            "attention_mask": [],
         }
+        for row, tokens in zip(rows, lengths, strict=True):
+            padding = max(lengths) - tokens
+            batch["input_ids"].append([*row["input_ids"], *[self.pad_token_id] * padding])
+            batch["loss_mask"].append([*row["loss_mask"], *[0] * padding])
+            batch["position_ids"].append([*row.get("position_ids", range(tokens)), *range(padding)])
+            batch["attention_mask"].append([1] * tokens + [0] * padding)
+        tensors = {name: torch.tensor(values) for name, values in batch.items()}
+        return tensors | {"loss_mask": tensors["loss_mask"].bool()}
 
 
 class PackedRows(torch.utils.data.Dataset):
@@ -74,21 +74,22 @@ class PackedStream(torch.utils.data.IterableDataset):
     """Several documents per row, for rows that come one by one: joined in their order."""
 
     def __init__(self, rows: Any, max_length: int) -> None:
-        self._rows = rows
-        self._max_length = max_length
+        self._rows, self._max_length = rows, max_length
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        waiting: list[dict[str, Any]] = []
+        waiting, room = [], self._max_length
         for row in self._rows:
-            _require_fit(len(row["input_ids"]), self._max_length)
-            if sum(len(part["input_ids"]) for part in waiting) + len(row["input_ids"]) > self._max_length:
+            length = len(row["input_ids"])
+            _require_fit(length, self._max_length)
+            if length > room:
                 yield join_documents(waiting)
-                waiting = []
+                waiting, room = [], self._max_length
             waiting.append(row)
+            room -= length
         if waiting:
             yield join_documents(waiting)
 
