@@ -356,8 +356,8 @@ def test_layers_that_are_not_in_the_files_are_refused_before_they_are_built(fold
 @pytest.mark.parametrize(
     "key",
     [
-        "to_dict", "__post_init__", "check_values", "from_pretrained", "num_slots", "is_autoregressive", "per_layer_config",
-        "validate", "get_text_config", "attribute_map", "confidence_fits_for",
+        "to_dict", "__post_init__", "check_values", "from_pretrained", "num_slots", "is_autoregressive",
+        "per_layer_config", "validate", "get_text_config", "attribute_map", "confidence_fits_for",
     ],
 )  # fmt: skip
 def test_config_cannot_replace_a_part_of_its_class(folder, key):

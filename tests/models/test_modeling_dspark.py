@@ -340,7 +340,7 @@ def test_cached_rounds_equal_one_pass_over_the_whole_context(make_draft, target,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head", HEADS)
 @torch.no_grad()
-def test_training_pass_scores_the_distribution_that_inference_draws_from(make_draft, target, head, layout, attention):
+def test_training_pass_scores_the_distribution_that_inference_draws_from(make_draft, target, head, layout):
     """Three documents in one row, many blocks, so that several chunks attend; each block knows its document alone."""
     draft = make_draft(target, **HEADS[head], **LAYOUTS[layout])
     lengths = (70, 9, 61)

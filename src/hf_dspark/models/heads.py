@@ -73,6 +73,8 @@ class Successors:
     that also read h_k or a state get zeros in their place.
     """
 
+    ROWS_AT_A_TIME = 256  # of W_1 W_2, while the whole table is filled
+
     def __init__(self, head: VanillaMarkovHead, hidden_size: int, count: int) -> None:
         self._head, self._hidden_size, self._versions = head, hidden_size, _versions_of(head)
         device, shape = head.markov_w1.weight.device, (head.markov_w1.num_embeddings, count)
@@ -81,8 +83,7 @@ class Successors:
         # On an accelerator, asking whether a row is there would wait for the device each time.
         self._is_complete = device.type != "cpu"
         if self._is_complete:
-            for token_ids in torch.arange(len(self._table), device=device).split(256):
-                self._compute(token_ids)
+            self._fill()
 
     def is_current(self) -> bool:
         """Tell whether the head's weights are what they were."""
@@ -95,6 +96,10 @@ class Successors:
             self._compute(token_ids[rows[:, 0] < 0].unique())
             rows = self._table[token_ids]
         return rows.long()
+
+    def _fill(self) -> None:
+        for token_ids in torch.arange(len(self._table), device=self._table.device).split(self.ROWS_AT_A_TIME):
+            self._compute(token_ids)
 
     @torch.no_grad()
     def _compute(self, token_ids: torch.Tensor) -> None:

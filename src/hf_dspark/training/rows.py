@@ -4,6 +4,7 @@ Documents of a packed row follow each other; `position_ids` that start again at 
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,20 +22,13 @@ class BlockCollator:
 
         A packed row brings its `position_ids`; those of its padding start again at 0, as another document's would.
         """
-        lengths = [len(row["input_ids"]) for row in rows]
-        for row, tokens in zip(rows, lengths, strict=True):
-            if tokens != len(row["loss_mask"]):
-                raise ValueError(
-                    f"input_ids ({tokens} tokens) and loss_mask ({len(row['loss_mask'])}) differ in length"
-                )
-        batch: dict[str, list[list[int]]] = {
-            "input_ids": [],
-            "loss_mask": [],
-            "position_ids": [],
-            "attention_mask": [],
-        }
-        for row, tokens in zip(rows, lengths, strict=True):
-            padding = max(lengths) - tokens
+        batch = defaultdict(list)
+        longest = max(len(row["input_ids"]) for row in rows)
+        for row in rows:
+            tokens, flags = len(row["input_ids"]), len(row["loss_mask"])
+            if tokens != flags:
+                raise ValueError(f"input_ids ({tokens} tokens) and loss_mask ({flags}) differ in length")
+            padding = longest - tokens
             batch["input_ids"].append([*row["input_ids"], *[self.pad_token_id] * padding])
             batch["loss_mask"].append([*row["loss_mask"], *[0] * padding])
             batch["position_ids"].append([*row.get("position_ids", range(tokens)), *range(padding)])
