@@ -133,10 +133,10 @@ class DraftConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.check_values()
 
-    def check_values(self) -> None:
-        """Raise a `ValueError` at the first rule that does not hold."""
+    def check_values(self, *names: str) -> None:
+        """Raise a `ValueError` at the first rule that does not hold, of all fields or of some."""
         for holds, name, need in self.rules():
-            if not holds:
+            if not holds and (not names or name in names):
                 raise ValueError(f"{type(self).__name__}.{name} must {need}, got {shortened(getattr(self, name))}")
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:

@@ -101,6 +101,9 @@ class DSparkConfig(DraftConfig):
         if self.mask_token_id is None:
             self.mask_token_id = self.vocab_size - 1
         super().__post_init__(**kwargs)
+        self.check_entries("sts_temperatures", check_temperatures)
+        self.check_entries("confidence_fits", check_logit_fits)
+        self.check_entries("sibling_acceptance", check_siblings)
 
     def rules(self) -> Iterator[tuple[bool, str, str]]:
         yield from super().rules()
@@ -124,12 +127,6 @@ class DSparkConfig(DraftConfig):
         yield temperatures is None or "default" in temperatures, "sts_temperatures", "have a 'default' entry"
         regimes = set(self.sibling_acceptance or ())
         yield regimes <= {"greedy", "sampled"}, "sibling_acceptance", "have entries 'greedy' and 'sampled'"
-
-    def check_values(self) -> None:
-        super().check_values()
-        self.check_entries("sts_temperatures", check_temperatures)
-        self.check_entries("confidence_fits", check_logit_fits)
-        self.check_entries("sibling_acceptance", check_siblings)
 
     def siblings_for(self, do_sample: bool) -> SiblingAcceptance:
         """Return what to expect of nodes: what was measured, or else what holds for many drafts."""

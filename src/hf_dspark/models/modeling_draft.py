@@ -197,7 +197,7 @@ class DraftModel(PreTrainedModel):
             ValueError: If vocabulary, hidden size or layer count differ, the target is an encoder-decoder, or the
                 config's `draft_top_k` is impossible.
         """
-        self.config.check_values()
+        self.config.check_values("draft_top_k")
         check_fits(self.config, target)
         return self.bind_parts(target.get_input_embeddings(), lm_head_of(target), target.dtype)
 
