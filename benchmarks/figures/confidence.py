@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from style import GREY, INK, METHODS, PALE, finish, handles_of, load, panels
+from style import GREY, INK, METHODS, PALE, drawn, finish, handles_of, load, panels
 
 PAIR = "The shipped pair, GSM8K."
 POSITIONS = (1, 3, 5, 7)
@@ -40,6 +40,7 @@ def draw_reliability(axis: Axes, raw: Mapping[str, Any], calibrated: Mapping[str
     axis.text(0.04, 0.94, ece, transform=axis.transAxes, va="top", fontsize=8.5)
 
 
+@drawn
 def figure_5_threshold() -> Figure:
     """Draw tokens per round and the acceptance rate against the confidence threshold."""
     figure, axes = panels([list(REGIMES)], 3.4, sharey=True)
@@ -77,6 +78,7 @@ def figure_5_threshold() -> Figure:
     )
 
 
+@drawn
 def figure_6_reliability() -> Figure:
     """Draw predicted survival against what happened, at four positions."""
     names = [[f"{regime} {position}" for position in POSITIONS] for regime in REGIMES]

@@ -1,7 +1,7 @@
 """What schedulers gain, simulated: the paper's Figures 7 and 8, AdaSpec's attainment, jagged step times; speed-ups."""
 
 from matplotlib.figure import Figure
-from style import GREY, INK, LIGHT_BLUE, METHODS, SCHEDULERS, finish, load, panels
+from style import GREY, INK, LIGHT_BLUE, METHODS, SCHEDULERS, drawn, finish, load, panels
 
 REPLAYED = "The rounds are recorded ones of the shipped pair (GSM8K, temperature 1)."
 ADASPEC = "AdaSpec, limit: expected"
@@ -20,6 +20,7 @@ def on_gpu(curve: str) -> str:
     return " on ".join(reversed(curve.split()))
 
 
+@drawn
 def figure_7_frontier() -> Figure:
     """Draw throughput against the speed that each user sees."""
     found = load("frontier")["machines"]
@@ -39,6 +40,7 @@ def figure_7_frontier() -> Figure:
     )
 
 
+@drawn
 def figure_8_load() -> Figure:
     """Draw throughput and the tokens that are verified per request against concurrency."""
     titles = {"knee": "20 ms up to 512 tokens, then in proportion", "recorded": "two CPU cores, the shipped pair"}
@@ -68,6 +70,7 @@ def figure_8_load() -> Figure:
     )
 
 
+@drawn
 def slo_attainment() -> Figure:
     """Draw the share of requests within the limit of the time per output token, against the arrival rate."""
     found = load("simulator")
@@ -90,6 +93,7 @@ def slo_attainment() -> Figure:
     )
 
 
+@drawn
 def jagged_step_times() -> Figure:
     """Draw each scheduler's throughput on measured, jagged step times over that of an unconstrained search."""
     curves = {
@@ -121,6 +125,7 @@ def jagged_step_times() -> Figure:
     )
 
 
+@drawn
 def speedups() -> Figure:
     """Draw the speed-up of every way to decode over plain `generate()`."""
     found = load(SPEEDUPS)

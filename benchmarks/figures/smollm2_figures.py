@@ -5,7 +5,7 @@ from typing import Any
 from confidence import draw_reliability, draw_thresholds
 from drafts import FEWEST_ROUNDS, KINDS, draw_acceptance
 from matplotlib.figure import Figure
-from style import finish, handles_of, load, panels
+from style import drawn, finish, handles_of, load, panels
 
 DOMAINS = ("mathematics", "code", "chat")
 TARGET = "SmolLM2-135M-Instruct, prompts of the paper's evaluation."
@@ -21,6 +21,7 @@ def over_tasks(rows: list[dict[str, Any]]) -> tuple[list[float | None], list[int
     return rates, counts
 
 
+@drawn
 def smollm2_acceptance() -> Figure:
     """Draw the acceptance of each position by domain, as the paper's Figure 2."""
     figure, axes = panels([list(DOMAINS)], 3.3, sharey=True)
@@ -39,6 +40,7 @@ def smollm2_acceptance() -> Figure:
     )
 
 
+@drawn
 def smollm2_confidence() -> Figure:
     """Draw predicted against realised survival of the first token, and tokens against thresholds, by domain."""
     names = [[f"{domain}, {part}" for domain in DOMAINS] for part in ("reliability", "thresholds")]

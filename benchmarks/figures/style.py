@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,13 @@ STYLE = {
     "figure.constrained_layout.w_pad": 0.06,
 }  # fmt: skip
 pyplot.rcParams.update(STYLE)
+FIGURES: dict[str, Callable[[], Figure]] = {}
+
+
+def drawn(make: Callable[[], Figure]) -> Callable[[], Figure]:
+    """Make a figure known under its function's name."""
+    FIGURES[make.__name__] = make
+    return make
 
 
 def load(name: str, results: Path = RESULTS) -> dict[str, Any]:

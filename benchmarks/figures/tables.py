@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,8 @@ def alternatives(name: str, batch_sizes: Sequence[int]) -> Rows:
         yield METHODS.get(method, method), *speedups, *taus
 
 
-@table("compare_native_amx")
-def same_kernels() -> Rows:
-    return alternatives("compare_native_amx", [1])
-
-
-@table("compare_7350")
-def all_methods() -> Rows:
-    return alternatives("compare_7350", [1, 4, 16])
+TABLES["same_kernels"] = Table(["compare_native_amx"], partial(alternatives, "compare_native_amx", [1]))
+TABLES["all_methods"] = Table(["compare_7350"], partial(alternatives, "compare_7350", [1, 4, 16]))
 
 
 @table("compare_long_1024_amx", "compare_long_8192_amx", "compare_long")
@@ -216,15 +211,6 @@ def hybrid_sizes() -> Rows:
         yield cell["regime"], *map(number, numbers)
 
 
-@table("hybrid_pair_lfm2", "hybrid_pair_qwen3")
-def hybrid_pairs() -> Rows:
-    yield "target of 11 M parameters", "", "τ", "as it is", "same kernels"
-    for name in TABLES["hybrid_pairs"].files:
-        kind = "LFM2: convolutions and attention" if "lfm2" in name else "Qwen3: attention alone"
-        for cell in load(name)["cells"]:
-            yield kind, cell["regime"], *(number(cell[key]) for key in ("tau", "speedup", "speedup_same_kernels"))
-
-
 # ---- drafting
 
 
@@ -236,36 +222,6 @@ def candidates() -> Rows:
         cells = [result["drafting"][way] for way in ("greedy", "temperature 1")]
         ratios = [cell["candidates"][count]["ratio"] for cell in cells for count in ("64", "256")]
         yield machine(result), result["dtype"], *map(number, ratios), number(cells[0]["full_ms"], 0)
-
-
-@table("candidates")
-def candidate_tau() -> Rows:
-    yield "", "τ, all tokens", "64: loss, %", "128: loss, %", "256: loss, %"
-    for name, part in load("candidates")["tau"].items():
-        losses = (percent(part["candidates"][count]["loss"]) for count in ("64", "128", "256"))
-        yield REGIMES[name], number(part["full"]), *losses
-
-
-@table("block_sizes_amx", "block_sizes")
-def block_sizes() -> Rows:
-    yield "machine", "", "γ = 4, ms", "γ = 8, ms", "γ = 16, ms", "growth, %"
-    heads = {None: "DFlash, no head", "vanilla": "Markov head", "rnn": "RNN head"}
-    for result in map(load, TABLES["block_sizes"].files):
-        for head in dict.fromkeys(row["head"] for row in result["block_sizes"]):
-            times = [row["total_ms"] for row in result["block_sizes"] if row["head"] == head]
-            growth = percent(times[-1] / times[0] - 1, 0)
-            yield machine(result), heads[head], *(number(time, 0) for time in times), growth
-
-
-@table("tau_by_block_size")
-def longer_blocks() -> Rows:
-    result = load("tau_by_block_size")
-    taus = {(row["kind"], row["regime"], row["block_size"]): row["tau"]["math"] for row in result["block_sizes"]}
-    keys = [(name, size) for name in ("greedy", "temperature 1") for size in (7, 15)]
-    yield "τ", *(f"{name}, γ = {size}" for name, size in keys)
-    for kind in ("dspark", "dflash"):
-        yield DRAFTS[f"{kind}_2"], *(number(taus[(kind, *key)]) for key in keys)
-    yield "ratio", *(number(taus[("dspark", *key)] / taus[("dflash", *key)]) for key in keys)
 
 
 @table("domains", "domains_depth")
@@ -287,15 +243,6 @@ def calibration() -> Rows:
         yield REGIMES[name], f"{part['num_rounds']:,}", *errors, number(part["conditional_auc"])
 
 
-@table("decisions")
-def decisions() -> Rows:
-    yield "256 requests of 7 tokens", "median, µs", "95th percentile, µs"
-    names = {"hull + fill": "how many tokens", "draft or skip": "whether to draft", "Algorithm 1": "Algorithm 1"}
-    for name, label in names.items():
-        found = load("decisions")["decision"][name]
-        yield label, *(number(found[key], 0) for key in ("median_us", "p95_us"))
-
-
 # ---- trees
 
 
@@ -315,26 +262,6 @@ def trees_speed() -> Rows:
         ratios = row["speedup_same_kernels"], row["over_scheduled_chains_in_all"]
         facts = number(row["nodes"], 1), number(row["tau"]), number(milliseconds, 1)
         yield REGIMES[row["regime"]], row["policy"], *facts, *map(number, ratios)
-
-
-@table("trees_replay", "trees_replay_4b")
-def trees_replay() -> Rows:
-    shapes = ("tree of 7", "tree of 15", "tree of 31")
-    yield "over chains", "", *shapes
-    for row in (row for name in TABLES["trees_replay"].files for row in load(name)["rows"]):
-        size = row["geometry"].replace("qwen", "Qwen").replace("b", "B")
-        yield size, REGIMES[row["regime"]], *(number(row["over_chain"][shape]) for shape in shapes)
-
-
-@table("trees_machines")
-def trees_machines() -> Rows:
-    """The best tree over the best chain, by the measured step times of GPUs."""
-    rows = [row for row in load("trees_machines")["rows"] if not row["table"].startswith("cpu")]
-    sizes = sorted({row["requests"] for row in rows})
-    yield "over the best chain", "", *(f"{size} request{'s' if size > 1 else ''}" for size in sizes)
-    for key in dict.fromkeys((row["table"], row["regime"]) for row in rows):
-        gains = [row["tree_over_chain"] for row in rows if (row["table"], row["regime"]) == key]
-        yield key[0], REGIMES[key[1]], *map(number, gains)
 
 
 @table("trees_copies")
@@ -379,16 +306,6 @@ def tau_and_speedup(part: Result) -> tuple[str, str]:
 def mean_speedup(tasks: Mapping[str, Result]) -> str:
     mean = statistics.mean(part["speedup"]["ratio_of_medians"] for task, part in tasks.items() if task != "all")
     return f"**{number(mean)}**"
-
-
-@table(*SUITES["paper"])
-def smollm2_paper() -> Rows:
-    return suite("paper")
-
-
-@table(*SUITES["spec_bench"])
-def smollm2_spec_bench() -> Rows:
-    return suite("spec_bench")
 
 
 @table(*SUITES["paper"], *SUITES["spec_bench"])
@@ -483,6 +400,10 @@ def smollm2_distribution() -> Rows:
     for row in load("smollm2_distribution")["rows"]:
         areas = row["conditional_auc"], row["auc_of_the_distribution"]
         yield row["domain"], f"{row['num_rounds']:,}", *map(number, areas)
+
+
+for _name in SUITES:
+    TABLES[f"smollm2_{_name}"] = Table(SUITES[_name], partial(suite, _name))
 
 
 # ---- the rest

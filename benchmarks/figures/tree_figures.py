@@ -1,65 +1,13 @@
-"""Trees of drafts: what they commit against nodes verified, and one real tree."""
+"""One real draft tree."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from style import GREY, INK, METHODS, finish, load, panels
+from style import GREY, INK, METHODS, drawn, finish, load, panels
 
 PAIR = "The shipped pair, GSM8K."
-REGIMES = {"greedy": "greedy", "sampled": "temperature 1"}
 
 
-def trees_tau() -> Figure:
-    """Draw tokens per round against the nodes of a tree."""
-    figure, axes = panels([list(REGIMES)], 3.2, sharey=True)
-    rows = load("trees_tau")["rows"]
-    for regime, axis in axes.items():
-        of_regime = [row for row in rows if row["regime"] == regime]
-        (chain,) = (row for row in of_regime if row["tree"] == "chain")
-        trees = [row for row in of_regime if row["tree"] != "chain"]
-        axis.errorbar(
-            [row["nodes"] for row in trees], [row["tau"] for row in trees],
-            [row["standard_error"] for row in trees], color=METHODS["DSpark"], marker="o", label="tree",
-        )  # fmt: skip
-        axis.errorbar(
-            [chain["nodes"]], [chain["tau"]], [chain["standard_error"]], color=INK, marker="s", linestyle="none",
-            label="chain of 7",
-        )  # fmt: skip
-        axis.set(title=REGIMES[regime], xlabel="nodes verified in a round", ylim=(3, 6.2), xticks=(7, 15, 31))
-    axes["greedy"].set_ylabel("tokens per round")
-    return finish(
-        figure,
-        "Greedy trees commit more than chains; drawn ones need 15 nodes",
-        f"{PAIR} 50 held-out questions. Bars: standard error over rounds.",
-        axes["greedy"],
-    )
-
-
-def trees_time() -> Figure:
-    """Draw what a round takes against the nodes of a tree, beside the chain."""
-    figure, axes = panels([list(REGIMES)], 3.2, sharey=True)
-    rows = load("trees_speed")["rows"]
-    bars = {"whole blocks": "chain\nof 7"} | {f"trees of {nodes}": f"tree\nof {nodes}" for nodes in (7, 15, 31)}
-    parts = {"draft": METHODS["DSpark"], "verify": GREY, "rest": INK}
-    for regime, axis in axes.items():
-        of_regime = {row["policy"]: row for row in rows if row["regime"] == regime}
-        below = [0.0] * len(bars)
-        for part, colour in parts.items():
-            heights = [of_regime[policy][f"{part}_ms"] for policy in bars]
-            axis.bar(list(bars.values()), heights, bottom=below, color=colour, label=part, width=0.6)
-            below = [start + height for start, height in zip(below, heights, strict=True)]
-        for place, (policy, top) in enumerate(zip(bars, below, strict=True)):
-            tau = of_regime[policy]["tau"]
-            axis.annotate(f"{tau:.2f} tokens", (place, top), (0, 3), textcoords="offset points", ha="center", size=8)
-        axis.set(title=REGIMES[regime])
-    axes["greedy"].set_ylabel("milliseconds per round")
-    return finish(
-        figure,
-        "More nodes take longer to draft and to verify",
-        f"{PAIR} {load('trees_speed')['provenance']['device'].split(',')[0]}, two cores. Above the bars: tokens per round.",
-        axes["greedy"],
-    )
-
-
+@drawn
 def tree_example() -> Figure:
     """Draw one tree with its accepted path."""
     figure, axes = panels([["tree"]], 3.4)

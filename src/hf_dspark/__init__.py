@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .training.target_states import cache_features as cache_features
     from .training.trainer import DSparkTrainer as DSparkTrainer
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 # The public names by their modules.
 _NAMES = {
