@@ -34,11 +34,11 @@ import torch
 from pair import (
     REGIMES,
     WARM_UP_TOKENS,
+    DrawnChains,
     acceptance,
     decoding,
     held_out_prompts,
     load_pair,
-    plain_sampler,
     provenance_of,
     random_pair,
     synchronize,
@@ -50,10 +50,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from hf_dspark import DSparkConfig, DSparkDraftModel, FullBlock, fast_linears
 from hf_dspark.models.configuration_dspark import WITHOUT_HEADS
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.distributions import greedy_sampler
+from hf_dspark.sampling.drafts import ChainSampler
 
 GEOMETRY = "qwen3-0.6b"
-SAMPLERS = {"greedy": greedy_sampler, "temperature 1": plain_sampler}
+SAMPLERS = {"greedy": ChainSampler, "temperature 1": DrawnChains}
 NO_HEAD = "dflash"
 HEADS = (NO_HEAD, "vanilla", "rnn")  # of `block_sizes`
 NEW_CONTEXT = 3  # tokens committed since the last block
@@ -72,11 +72,11 @@ class Drafting:
         self.draft, self.context_length, self.cache = draft, context_length, SlotCache()
         self.width = len(draft.config.target_layer_ids) * draft.config.hidden_size
         self.anchor = torch.zeros(1, dtype=torch.long, device=draft.device)
-        self._draft_block(context_length, greedy_sampler)
+        self._draft_block(context_length, ChainSampler)
 
     def _draft_block(self, num_features: int, sampler) -> None:
         features = torch.ones(1, num_features, self.width, dtype=self.draft.dtype, device=self.draft.device)
-        self.draft.draft_block(self.anchor, features, self.cache, sampler)
+        self.draft.draft_block(self.anchor, features, self.cache, sampler())
         self.cache.truncate(0, self.context_length)
 
     @torch.inference_mode()
@@ -254,7 +254,7 @@ def compiled_costs(
     counts = range(1, 2 + draft.config.block_size)  # as a round may commit
 
     def blocks(drawing: Drafting, times: int) -> list[float]:
-        return [drawing.seconds(greedy_sampler, count) for _ in range(times) for count in counts]
+        return [drawing.seconds(ChainSampler, count) for _ in range(times) for count in counts]
 
     found = {}
     for mode in modes:

@@ -59,7 +59,7 @@ from transformers import DynamicCache
 
 from hf_dspark import FullBlock, Rounds
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.distributions import greedy_sampler
+from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.support import keeps_states
 
 SAMPLINGS = {
@@ -116,7 +116,7 @@ class Forwards:
         shape = self.rows, num_new, self.width
         features = torch.ones(shape, dtype=self.draft.dtype, device=self.prompt.device)
         ids = torch.zeros(self.rows * num_new, dtype=torch.long, device=self.prompt.device)
-        self.draft.draft_block(self.anchors, features, self.cache, greedy_sampler, committed_ids=ids)
+        self.draft.draft_block(self.anchors, features, self.cache, ChainSampler(), committed_ids=ids)
         for row in range(self.rows):
             self.cache.truncate(row, self.prompt.shape[1])
 

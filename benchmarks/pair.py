@@ -36,14 +36,13 @@ from hf_dspark import (
     evaluate,
     fast_linears,
 )
+from hf_dspark.decoding import loop as loop_module
 from hf_dspark.decoding.hook import default_policy as default_policy
-from hf_dspark.decoding.loop import DecodingLoop
+from hf_dspark.measuring.profile import DrawnChains as DrawnChains
 from hf_dspark.measuring.profile import _passes_by_columns as passes_by_columns  # noqa: F401
 from hf_dspark.measuring.profile import _passes_by_slots as passes_by_slots  # noqa: F401
-from hf_dspark.measuring.profile import _plain_sampler as plain_sampler  # noqa: F401
 from hf_dspark.provenance import provenance
-from hf_dspark.sampling.distributions import VerifiedBlock
-from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.sampling.drafts import DraftTree, DraftTrees, Verified
 from hf_dspark.scheduling.costs import StepCost
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
@@ -282,21 +281,21 @@ def replaying(rounds: Sequence[int]) -> Iterator[None]:
 
     Random weights accept nothing by themselves. The requests of a batch take rounds in turn.
     """
-    honest, recorded = DecodingLoop._verify, itertools.cycle(rounds)
+    honest, recorded = loop_module.verify, itertools.cycle(rounds)
 
-    def verify(self, proposal, *args):
-        verified = honest(self, proposal, *args)
-        if proposal.trees is not None:
-            paths = [path_of(tree, next(recorded)) for tree in proposal.trees]
-            return VerifiedBlock(torch.tensor(list(map(len, paths))), verified.next_token_ids, paths)
-        if proposal.block is None:
+    def verify(drafts, *args):
+        verified = honest(drafts, *args)
+        if isinstance(drafts, DraftTrees):
+            paths = [path_of(tree, next(recorded)) for tree in drafts.trees]
+            return Verified(torch.tensor(list(map(len, paths))), verified.next_token_ids, paths)
+        if drafts.token_ids.shape[1] == 0:
             return verified
-        lengths = proposal.lengths.to(verified.num_accepted.device)
+        lengths = drafts.lengths.to(verified.num_accepted.device)
         accepted = torch.tensor([next(recorded) for _ in range(len(lengths))], device=lengths.device)
-        return VerifiedBlock(accepted.minimum(lengths), verified.next_token_ids)
+        return Verified(accepted.minimum(lengths), verified.next_token_ids)
 
-    DecodingLoop._verify = verify
+    loop_module.verify = verify
     try:
         yield
     finally:
-        DecodingLoop._verify = honest
+        loop_module.verify = honest

@@ -74,9 +74,9 @@ from hf_dspark.decoding.hook import scheduled_by
 from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
 from hf_dspark.measuring.calibrate import collect_rounds, collect_siblings
 from hf_dspark.models.modeling_draft import DraftModel
-from hf_dspark.sampling.block_verification import prefix_weights
-from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution, drafted_probabilities
-from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.drafts import DraftBlock, DraftTree
+from hf_dspark.sampling.verification import drafted_probabilities, prefix_weights
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.policies import Policy
 from hf_dspark.scheduling.rounds import RoundOutcome
@@ -237,7 +237,7 @@ def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     lookup = PromptLookup(target)
     drafted: dict[str, tuple[DraftModel, DecodingOptions]] = {
         "chain": (draft, DecodingOptions(policy=FullBlock())),
-        "tree": (draft, DecodingOptions(policy=TreeBudget(options.nodes), copies=False)),
+        "tree": (draft, DecodingOptions(policy=TreeBudget(options.nodes), prompt_lookup=False)),
         "tree, copies": (draft, DecodingOptions(policy=TreeBudget(options.nodes))),
         "default": (draft, DecodingOptions()),
         "copies alone": (lookup, DecodingOptions()),
@@ -287,7 +287,7 @@ def example(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     target, draft, tokenizer = load_pair()
     found: list[RoundOutcome] = []
     for prompt in held_out_prompts()[: options.num_prompts]:
-        draft.decoding = DecodingOptions(policy=TreeBudget(15), copies=False, observer=found.append)
+        draft.decoding = DecodingOptions(policy=TreeBudget(15), prompt_lookup=False, observer=found.append)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         target.generate(ids, assistant_model=draft, max_new_tokens=64, **GREEDY)
     best = max((each for each in found if each.trees), key=saved_depth)

@@ -9,12 +9,13 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.decoding.logits_processing import BlockProcessor
+from hf_dspark.decoding.logits_processing import DraftProcessor
 from hf_dspark.decoding.request import Request, StopRule
-from hf_dspark.decoding.sampler import ProcessedDistributions, ProcessedSampler
+from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling import block_verification, trees
-from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution
+from hf_dspark.sampling import drafts, verification
+from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
 from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, ThroughputTable
 from hf_dspark.targets.feature_capture import FeatureCapture
 
@@ -37,20 +38,19 @@ HEADS = {
 }
 
 
-class EnumeratingSampler:
+class EnumeratingSampler(ChainSampler):
     """Returns given tokens with the distribution that the real sampler would have drawn them from."""
 
     def __init__(self, tokens, processors):
-        self.tokens, self.processors = tokens, processors
+        super().__init__()
+        request = Request(0, PROMPT[0], 99, processors, StopRule(StoppingCriteriaList()))
+        self.tokens = tokens
+        self.real = Chains([request], DraftProcessor(processors, VOCAB), torch.zeros(1, len(tokens)))
 
-    def __call__(self, logits, candidate_ids, drafted_ids):
-        ids, rule = PROMPT[0], StopRule(StoppingCriteriaList())
-        request = Request(0, ids, 99, self.processors, rule)
-        uniform = torch.zeros(1, len(self.tokens))
-        distributions = ProcessedDistributions(BlockProcessor(self.processors, VOCAB), VOCAB)
-        sampler = ProcessedSampler(distributions, [request], uniform)
-        _, distribution = sampler(logits, candidate_ids, drafted_ids)
-        return torch.tensor([self.tokens[drafted_ids.shape[1]]]), distribution
+    def draw(self, logits, candidate_ids):
+        self.real.token_ids = self.token_ids
+        _, distribution = self.real.draw(logits, candidate_ids)
+        return torch.tensor([self.tokens[len(self.token_ids)]]), distribution
 
 
 def make_pair(make_target, gamma=2, seed=0, **overrides):
@@ -118,12 +118,12 @@ def decide_trees(monkeypatch, paths):
         ratio = min(1.0, max(0.0, ratio))
         return paths.choose([1.0 - ratio, ratio]) == 1
 
-    monkeypatch.setattr(trees, "invert_without", invert)
-    monkeypatch.setattr(trees, "accepts", accepts)
+    monkeypatch.setattr(drafts, "invert_without", invert)
+    monkeypatch.setattr(verification, "accepts", accepts)
 
 
 def decide_longest(paths, chances):
-    """Let `paths` decide which prefixes are accepted, the longest first: for `block_verification.longest_accepted`."""
+    """Let `paths` decide which prefixes are accepted, the longest first: for `verification.longest_accepted`."""
     found = torch.zeros(len(chances), dtype=torch.long)
     for row, chance in enumerate(chances.double().clamp(0.0, 1.0).tolist()):
         for count in range(len(chance), 0, -1):
@@ -139,15 +139,13 @@ def outcomes(block, length, target_distribution):
     paths, drawn_from, first = Paths(), [], torch.zeros(1, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            block_verification, "draw", lambda distribution, uniform: drawn_from.append(distribution.probs[0]) or first
+            verification, "draw", lambda distribution, uniform: drawn_from.append(distribution.probs[0]) or first
         )
         patch.setattr(
-            block_verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)
+            verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)
         )
         for path in paths:
-            found = block_verification.verify_block(
-                block, torch.tensor([length]), target_distribution, first, None, None
-            )
+            found = verification.verify_chains(block, torch.tensor([length]), target_distribution, first, None, None)
             yield int(found.num_accepted), path.probability, drawn_from[-1].tolist()
 
 

@@ -16,16 +16,16 @@ def rig(monkeypatch, answers, right_part=0.7, seed=0):
 
     def rigged(self, requests, noise):
         proposal = propose(self, requests, noise)
-        if proposal.block is None:
+        if not proposal.drafted:
             return proposal
-        token_ids = proposal.block.token_ids.clone()
+        token_ids = proposal.drafts.token_ids.clone()
         for row, request in enumerate(requests):
             coming = answers[request.id][len(request.token_ids) :][: token_ids.shape[1]]
             token_ids[row, : len(coming)] = coming
         wrong = torch.rand(token_ids.shape, generator=generator) > right_part
         token_ids = torch.where(wrong, (token_ids + 1) % self.draft.config.vocab_size, token_ids)
         proposed.append(token_ids)
-        return replace(proposal, block=replace(proposal.block, token_ids=token_ids))
+        return replace(proposal, drafts=replace(proposal.drafts, token_ids=token_ids))
 
     monkeypatch.setattr(Drafter, "propose", rigged)
     return proposed

@@ -20,7 +20,7 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.distributions import greedy_sampler
+from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.costs import ForwardCost, LinearCost
 from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.distributions import HEADS, PROMPT, STEEP, TABLE, EnumeratingSampler, make_pair
@@ -82,7 +82,7 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
             num_tokens = outcome.block.token_ids.shape[1]
-            block = draft.draft_block(prefix[:, -1], features, SlotCache(), greedy_sampler, num_tokens=num_tokens)
+            block = draft.draft_block(prefix[:, -1], features, SlotCache(), ChainSampler(), num_tokens=num_tokens)
             torch.testing.assert_close(outcome.block.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
             assert torch.equal(outcome.block.token_ids, block.token_ids)
         committed += int(outcome.num_accepted[0]) + 1
@@ -117,9 +117,10 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
     """The same tokens, by the same distributions, with the same confidences: only what cannot be sent is left out."""
     target, draft = make_pair(make_target, gamma=3, **head)
     features = torch.randn(1, 4, len(draft.config.target_layer_ids) * draft.config.hidden_size)
-    sampler = EnumeratingSampler((0, 2, 1), LogitsProcessorList())
+    samplers = [EnumeratingSampler((0, 2, 1), LogitsProcessorList()) for _ in range(2)]
     whole, short = (
-        draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count) for count in (None, 2)
+        draft.draft_block(PROMPT[:, -1], features, SlotCache(), sampler, num_tokens=count)
+        for sampler, count in zip(samplers, (None, 2), strict=True)
     )
     assert torch.equal(short.token_ids, whole.token_ids[:, :2])
     torch.testing.assert_close(short.distribution.probs, whole.distribution.probs[:, :2])

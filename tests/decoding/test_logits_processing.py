@@ -14,10 +14,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from hf_dspark import generate_many
 from hf_dspark.decoding import logits_processing
-from hf_dspark.decoding.logits_processing import BlockProcessor, Prefix, Truncation, UsersProcessor
-from tests.rows import GREEDY, alone, assert_same_tokens, padded
+from hf_dspark.decoding.logits_processing import BlockProcessor, Prefix, Truncation
+from tests.rows import GREEDY, padded
 
 VOCAB = 400
 CHAINS = {
@@ -165,69 +164,6 @@ def test_nothing_is_copied_without_processors():
 # ---- what users write
 
 
-class Late(LogitsProcessor):
-    """Keeps to its arguments up to a length, and does something else from then on."""
-
-    def __init__(self, then, length):
-        self.then, self.length = then, length
-        self.seen, self.counts, self.mask = False, {"calls": [0]}, torch.zeros(64)
-
-    def __call__(self, input_ids, scores):
-        return self.then(self, input_ids, scores) if input_ids.shape[1] > self.length else scores
-
-
-def sets_a_flag(self, input_ids, scores):
-    self.seen = True
-    return scores
-
-
-def counts(self, input_ids, scores):
-    self.counts["calls"][0] += 1
-    return scores
-
-
-def writes_into_a_tensor(self, input_ids, scores):
-    self.mask[int(input_ids[0, -1])] = -1.0
-    return scores + self.mask
-
-
-def draws(self, input_ids, scores):
-    return scores + torch.rand(()) * torch.arange(64) / 9
-
-
-LATE = {
-    "flag": (sets_a_flag, "Late changed its attribute seen"),
-    "count": (counts, "Late changed its attribute counts"),
-    "tensor": (writes_into_a_tensor, "Late changed its attribute mask"),
-    "chance": (draws, "the result of the logits processor Late is random"),
-}
-
-
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("then", "message"), LATE.values(), ids=LATE)
-@pytest.mark.usefixtures("either_loop")
-def test_a_processor_that_keeps_state_late_stops_the_call(target, draft, prompt_ids, then, message, do_sample):
-    processors = LogitsProcessorList([Late(then, prompt_ids[0].shape[1] + 4)])
-    options = GREEDY | {"do_sample": do_sample, "top_k": 0, "eos_token_id": None, "logits_processor": processors}
-    with pytest.raises(ValueError, match=message):
-        target.generate(prompt_ids[0], assistant_model=draft, **options)
-    assert_same_tokens(target, draft, prompt_ids[0])
-
-
-def test_a_processor_that_keeps_state_late_stops_its_own_row_of_many(target, draft, prompts):
-    class Forgets(Late):
-        def __call__(self, input_ids, scores):
-            self.seen = False
-            return super().__call__(input_ids, scores)
-
-    processors = LogitsProcessorList([Forgets(sets_a_flag, 45)])
-    options = GREEDY | {"eos_token_id": None, "logits_processor": processors, "max_new_tokens": 30}
-    found = {each.index: each for each in generate_many(target, draft, prompts[:4], progress=False, **options)}
-    assert "Forgets changed its attribute seen" in str(found[3].error)
-    for row in range(3):  # never as long
-        assert found[row].token_ids.tolist() == alone(target, prompts[row], **options)
-
-
 def test_a_processor_may_set_itself_up_in_its_first_call(target, draft, prompts):
     class MovesAMask(LogitsProcessor):
         def __init__(self):
@@ -257,9 +193,3 @@ def test_a_processor_may_use_the_global_generator_if_its_result_does_not_depend_
 
     batch, options = padded(prompts[:1]), GREEDY | {"logits_processor": LogitsProcessorList([Seeds()])}
     assert torch.equal(target.generate(**batch, assistant_model=draft, **options), target.generate(**batch, **options))
-
-
-def test_what_transformers_wrote_is_not_watched(target, draft, prompt_ids, monkeypatch):
-    monkeypatch.setattr(UsersProcessor, "__init__", None)
-    options = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [3]}
-    assert_same_tokens(target, draft, prompt_ids[0], **options)

@@ -21,10 +21,11 @@ from hf_dspark import (
     PrefixScheduler,
     SLOLimit,
 )
-from hf_dspark.decoding import drafter as drafter_module
+from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models import modeling_dspark
-from hf_dspark.sampling.block_verification import verify_block
-from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution, residual_distribution
+from hf_dspark.sampling.distributions import TokenDistribution, residual_distribution
+from hf_dspark.sampling.drafts import DraftBlock
+from hf_dspark.sampling.verification import verify_chains
 from hf_dspark.scheduling.costs import ThroughputTable
 from tests.distributions import (
     CLIFF,
@@ -151,14 +152,14 @@ def test_appendix_a_example_of_a_look_ahead_scheduler_is_lossy_and_early_stop_is
     torch.testing.assert_close(distribution_of_first_token(early_stop), torch.tensor([0.7, 0.3]))
 
 
-def test_verify_block_draws_from_the_target_distribution():
+def test_verify_chains_draws_from_the_target_distribution():
     generator = torch.Generator().manual_seed(0)
     draws, vocab = 40_000, 4
     target = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
     draft = torch.tensor([0.1, 0.4, 0.3, 0.2])
     token_ids = torch.multinomial(draft.expand(draws, -1), 1, generator=generator)
     block = DraftBlock(token_ids, TokenDistribution(draft.expand(draws, 1, vocab)), None)
-    verified = verify_block(
+    verified = verify_chains(
         block, torch.ones(draws, dtype=torch.long), TokenDistribution(target.repeat(draws, 1)),
         2 * torch.arange(draws),
         torch.rand(draws, 1, generator=generator), torch.rand(draws, generator=generator),
@@ -217,12 +218,12 @@ def test_generate_samples_from_the_target_distribution_under_a_scheduler(make_ta
 
 def test_chi_square_catches_drafts_tested_against_a_wrong_distribution(make_target, monkeypatch):
     target, draft = make_pair(make_target, gamma=3, seed=5)
-    honest = drafter_module.ProcessedSampler.__call__
+    honest = Chains.draw
 
     def flattened(self, *arguments):
         token_ids, distribution = honest(self, *arguments)
         return token_ids, TokenDistribution(torch.full_like(distribution.probs, 1 / VOCAB))
 
-    monkeypatch.setattr(drafter_module.ProcessedSampler, "__call__", flattened)
+    monkeypatch.setattr(Chains, "draw", flattened)
     counts = sampled_sequences(target, draft, num_draws=700)
     assert chi_square_p_value(counts, extend(TargetDistribution(target, LogitsProcessorList()), {(): 1.0}, 4)) < 1e-6

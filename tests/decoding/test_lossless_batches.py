@@ -27,7 +27,7 @@ from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.decoding.request import Call
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling import block_verification
+from hf_dspark.sampling import distributions, verification
 from hf_dspark.scheduling.costs import ThroughputTable
 from tests.distributions import (
     CLIFF,
@@ -51,7 +51,7 @@ STEP = ThroughputTable((1, 2, 3, 4, 5, 6), (1.0, 1.0, 0.85, 0.85, 0.85, 0.85))
 
 
 def enumerate_rounds(
-    monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1, length=None, copies=False
+    monkeypatch, target, draft, policy, processors, prompts=PROMPTS, rounds=1, length=None, prompt_lookup=False
 ):
     """Enumerate what rounds commit, continued by the target alone.
 
@@ -60,8 +60,10 @@ def enumerate_rounds(
     batch, length = padded(prompts), length or rounds * (GAMMA + 1)
     config = GenerationConfig(do_sample=True, max_length=60, pad_token_id=0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
-    paths, joint, lengths, distributions = Paths(), {}, [], None
-    options = DecodingOptions(observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), copies=copies)
+    paths, joint, lengths, truths = Paths(), {}, [], None
+    options = DecodingOptions(
+        observer=lambda outcome: lengths.append(tuple(outcome.lengths.tolist())), prompt_lookup=prompt_lookup
+    )
     extra = {"attention_mask": batch["attention_mask"], "logits_to_keep": 1}
     call = Call(batch["input_ids"], processors, criteria, config, extra, policy, options=options)
     honest_invert = distributions.invert
@@ -70,7 +72,7 @@ def enumerate_rounds(
         return torch.tensor([[0 if row.isnan().any() else paths.choose(row.double())] for row in probs])
 
     monkeypatch.setattr(
-        block_verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)
+        verification, "longest_accepted", lambda chances, accept_uniforms: decide_longest(paths, chances)
     )
     decide_trees(monkeypatch, paths)
     for path in paths:
@@ -82,20 +84,18 @@ def enumerate_rounds(
         loop = DecodingLoop(target, drafter, call, cache)
         loop.admit(requests, [prompt.fed for prompt in read])  # the first tokens are the same on all paths
         starts = [request.length for request in requests]
-        distributions = distributions or [
+        truths = truths or [
             TargetDistribution(target, processors, prompt=request.token_ids[None]) for request in requests
         ]
         monkeypatch.setattr(distributions, "invert", invert)
         for _ in range(rounds):
             loop.run_round()
         news = [tuple(request.token_ids[start:].tolist()) for request, start in zip(requests, starts, strict=True)]
-        rows = [
-            extend(distribution, {new: 1.0}, length) for distribution, new in zip(distributions, news, strict=True)
-        ]
+        rows = [extend(truth, {new: 1.0}, length) for truth, new in zip(truths, news, strict=True)]
         for key, mass in joint_distribution(rows).items():
             joint[key] = joint.get(key, 0.0) + path.probability * mass
     monkeypatch.setattr(distributions, "invert", honest_invert)
-    return total_variation(joint, product_of(distributions, length)), sum(joint.values()), set(lengths)
+    return total_variation(joint, product_of(truths, length)), sum(joint.values()), set(lengths)
 
 
 def product_of(distributions, length):

@@ -3,7 +3,6 @@ answers."""
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +10,11 @@ import torch
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, PromptLookup
-from hf_dspark.decoding import loop, tree_drafting
 from hf_dspark.decoding.drafter import Drafter
-from hf_dspark.decoding.tree_drafting import TreeGrower
-from hf_dspark.sampling.trees import DraftTree
-from hf_dspark.scheduling.prompt_lookup import CopyRates
+from hf_dspark.decoding.tree_drafting import DrawnTrees, TreeSampler
+from hf_dspark.sampling import verification
+from hf_dspark.sampling.drafts import DraftTree, DraftTrees, SiblingDistribution
+from hf_dspark.scheduling.prompt_lookup import MatchAcceptance
 from hf_dspark.scheduling.tree_plans import PricePlan, TreePlan
 from hf_dspark.scheduling.tree_policies import TreeBudget, TreeScheduler
 from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
@@ -63,43 +62,44 @@ def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatc
 
 @pytest.mark.parametrize("chances", [0.6, 0.1], ids=["before", "after"])
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_rounds_with_copied_branches_have_the_targets_distribution(make_target, monkeypatch, chances, rounds):
-    """What is copied stands before the drawn siblings, or after the first of them."""
-    monkeypatch.setattr(CopyRates, "of", lambda self, length: chances)
-    copied, honest = [], TreeGrower.copy_on
+def test_rounds_with_prompt_lookup_have_the_targets_distribution(make_target, monkeypatch, chances, rounds):
+    """What was matched stands before the drawn siblings, or after the first of them."""
+    monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: chances)
+    known, honest = [], TreeSampler.finish
 
-    def copy_on(self, rooms):
-        honest(self, rooms)
-        copied.extend(mass == 0.0 for tree in self.trees for mass in tree.masses)
+    def finish(self, *args):
+        drafts = honest(self, *args)
+        known.extend(mass == 0.0 for tree in drafts.trees for mass in tree.masses)
+        return drafts
 
-    monkeypatch.setattr(TreeGrower, "copy_on", copy_on)
+    monkeypatch.setattr(TreeSampler, "finish", finish)
     pair, every_match = make_pair(make_target, seed=5), [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
     budget = TreeBudget(2 if rounds == 2 else 4)
-    found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, copies=True)
-    assert found < 5e-6 and any(copied) and not all(copied)
+    found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, prompt_lookup=True)
+    assert found < 5e-6 and any(known) and not all(known)
 
 
 @pytest.mark.parametrize(("num_rows", "rounds"), [(1, 2), (2, 1)])
-def test_rounds_of_copies_alone_have_the_targets_distribution(make_target, monkeypatch, num_rows, rounds):
-    monkeypatch.setattr(CopyRates, "of", lambda self, length: 0.9)
+def test_rounds_of_prompt_lookup_alone_have_the_targets_distribution(make_target, monkeypatch, num_rows, rounds):
+    monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: 0.9)
     target, _ = make_pair(make_target, seed=5)
     pair = target, PromptLookup(target)
     every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]] * num_rows
     length = 4 if num_rows == 2 else 6
-    options = {"prompts": every_match, "rounds": rounds, "length": length, "copies": True}
+    options = {"prompts": every_match, "rounds": rounds, "length": length, "prompt_lookup": True}
     found, counts = distance(monkeypatch, pair, TreeBudget(2), **options)
     assert found < 5e-6 and max(map(max, counts)) > 1
 
 
-def test_a_round_of_copies_before_one_of_drafts_keeps_the_targets_distribution(make_target, monkeypatch):
+def test_a_round_of_prompt_lookup_before_one_of_drafts_keeps_the_targets_distribution(make_target, monkeypatch):
     """The draft reads what it missed in the second round."""
-    monkeypatch.setattr(CopyRates, "of", lambda self, length: 0.9)
+    monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: 0.9)
     plans = itertools.cycle([PricePlan(0.01, 2, 2, drafts=False), PricePlan(0.01, 2, 2)])
     monkeypatch.setattr(TreeBudget, "plan_tree", lambda *args: next(plans))
     drafted, honest = [], Drafter._read
     monkeypatch.setattr(Drafter, "_read", lambda self, *args, **how: drafted.append(1) or honest(self, *args, **how))
     every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
-    options = {"prompts": every_match, "rounds": 2, "length": 6, "copies": True}
+    options = {"prompts": every_match, "rounds": 2, "length": 6, "prompt_lookup": True}
     found, counts = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(2), **options)
     assert found < 5e-6 and drafted and max(map(max, counts)) > 1
 
@@ -129,22 +129,21 @@ def test_a_budget_by_the_neighbours_draws_keeps_the_joint_distribution(make_targ
 
 def test_enumeration_catches_a_node_left_out_by_its_token(make_target, monkeypatch):
     """As a reranking at temperature 1 would."""
-    honest = Drafter._grow_trees
+    honest = DrawnTrees.finish
 
-    def grow_trees(self, *args):
-        proposal = honest(self, *args)
-        (tree,) = proposal.trees
+    def finish(self, *args):
+        (tree,) = honest(self, *args).trees
         if tree.token_ids[-1] != 0:
             for part in (tree.token_ids, tree.parents, tree.depths, tree.survivals, tree.masses):
                 part.pop()
-        return replace(proposal, lengths=torch.tensor([tree.num_nodes]))
+        return DraftTrees([tree])
 
-    monkeypatch.setattr(Drafter, "_grow_trees", grow_trees)
+    monkeypatch.setattr(DrawnTrees, "finish", finish)
     assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(1), prompts=ONE_ROW)[0] > 0.005
 
 
 def test_enumeration_catches_siblings_tested_in_another_order(make_target, monkeypatch):
-    honest = loop.verify_tree
+    honest = verification.verify_tree
 
     def backwards(tree, distribution, accept_uniforms):
         children = DraftTree.children
@@ -152,12 +151,12 @@ def test_enumeration_catches_siblings_tested_in_another_order(make_target, monke
             patch.setattr(DraftTree, "children", lambda self, place: children(self, place)[::-1])
             return honest(tree, distribution, accept_uniforms)
 
-    monkeypatch.setattr(loop, "verify_tree", backwards)
+    monkeypatch.setattr(verification, "verify_tree", backwards)
     assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3), prompts=ONE_ROW)[0] > 0.005
 
 
-def p_value(target, draft, policy, copies, calls=6, rows=100, length=5):
-    draft.decoding, counts = DecodingOptions(policy=policy, copies=copies), Counter()
+def p_value(target, draft, policy, prompt_lookup, calls=6, rows=100, length=5):
+    draft.decoding, counts = DecodingOptions(policy=policy, prompt_lookup=prompt_lookup), Counter()
     torch.manual_seed(7)
     for _ in range(calls):
         output = target.generate(
@@ -168,22 +167,22 @@ def p_value(target, draft, policy, copies, calls=6, rows=100, length=5):
     return chi_square_p_value(counts, distribution_of_call(target, length))
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
-def test_samples_of_calls_with_trees_have_the_targets_distribution(make_target, copies):
-    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), copies) > 1e-3
+@pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
+def test_samples_of_calls_with_trees_have_the_targets_distribution(make_target, prompt_lookup):
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), prompt_lookup) > 1e-3
 
 
 def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch):
-    honest = tree_drafting.SiblingDistribution.draw
+    honest = SiblingDistribution.draw
 
     def again(self, uniform):
-        index, _ = honest(tree_drafting.SiblingDistribution(self._probs), uniform)
+        index, _ = honest(SiblingDistribution(self._probs), uniform)
         mass = 1.0 - sum(size for _, size in self._removed)
         self.remove(index)
         return index, mass
 
-    monkeypatch.setattr(tree_drafting.SiblingDistribution, "draw", again)
-    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), copies=False) < 1e-6
+    monkeypatch.setattr(SiblingDistribution, "draw", again)
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), prompt_lookup=False) < 1e-6
 
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -196,19 +195,19 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
-def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, copies):
+@pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
+def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, prompt_lookup):
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4,
                                                       markov_head_type=head)).eval()  # fmt: skip
-    draft.decoding = DecodingOptions(policy=TreeBudget(20), copies=copies)
+    draft.decoding = DecodingOptions(policy=TreeBudget(20), prompt_lookup=prompt_lookup)
     greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | options
     alone = [target.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in PROMPTS]
     batch = padded(PROMPTS)
     together = target.generate(**batch, assistant_model=draft, **greedy)[:, batch["input_ids"].shape[1] :].tolist()
     assert [row[: len(own)] for row, own in zip(together, alone, strict=True)] == alone
-    assert max(draft.last_stats.proposed) > 4 and (copies or max(draft.last_stats.depths) <= 4)
+    assert max(draft.last_stats.proposed) > 4 and (prompt_lookup or max(draft.last_stats.depths) <= 4)
 
 
 def test_scores_and_states_are_those_along_the_accepted_path(make_target):

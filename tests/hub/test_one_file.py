@@ -28,6 +28,7 @@ from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, DSpark
 from hf_dspark.hub.repository import DECODER
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
 from tests.distributions import ROUNDING, total_variation
@@ -101,11 +102,12 @@ def test_file_is_short_and_imports_transformers_torch_and_the_standard_library_a
 def package_block(draft, ids, features, cache):
     """Draft arg-max tokens with the package; returns them, their distributions and the raw confidence."""
 
-    def sampler(logits, candidate_ids, drafted_ids):
-        distribution = TokenDistribution(logits.softmax(-1), candidate_ids).dense(draft.config.vocab_size)
-        return distribution.probs.argmax(-1), distribution
+    class Dense(ChainSampler):
+        def draw(self, logits, candidate_ids):
+            distribution = TokenDistribution(logits.softmax(-1), candidate_ids).dense(draft.config.vocab_size)
+            return distribution.probs.argmax(-1), distribution
 
-    return draft.draft_block(ids[0, -1:], features, cache, sampler)
+    return draft.draft_block(ids[0, -1:], features, cache, Dense())
 
 
 @pytest.mark.parametrize("facts", KINDS.values(), ids=KINDS)

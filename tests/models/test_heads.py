@@ -7,7 +7,7 @@ import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.models.heads import Successors, with_successors
-from hf_dspark.sampling.distributions import greedy_sampler
+from hf_dspark.sampling.drafts import ChainSampler
 
 COUNT = 3
 
@@ -60,7 +60,7 @@ def test_candidates_are_distinct_and_the_best_go_first():
 
 
 def drafted(draft, base):
-    return draft.sample_block(torch.zeros(1, 3, draft.config.hidden_size), base, torch.tensor([1]), greedy_sampler)
+    return draft.sample_block(torch.zeros(1, 3, draft.config.hidden_size), base, torch.tensor([1]), ChainSampler())
 
 
 @torch.no_grad()

@@ -31,7 +31,8 @@ from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.modeling_dspark import DraftPass
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.distributions import TokenDistribution, greedy_sampler
+from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.drafts import ChainSampler
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 NO_MARKOV = {"markov_rank": 0}
@@ -55,17 +56,17 @@ def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5, rtol
     torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
 
 
-class ForcedSampler:
+class ForcedSampler(ChainSampler):
     """Returns given tokens and keeps the scores it was shown."""
 
     def __init__(self, token_ids: torch.Tensor) -> None:
-        self.token_ids = token_ids
-        self.scores = []
+        super().__init__()
+        self._forced, self.scores = token_ids, []
 
-    def __call__(self, logits, candidate_ids, drafted_ids):
+    def draw(self, logits, candidate_ids):
         self.scores.append(logits)
         distribution = TokenDistribution(logits.softmax(dim=-1), candidate_ids)
-        return self.token_ids[:, drafted_ids.shape[1]], distribution
+        return self._forced[:, len(self.token_ids)], distribution
 
 
 VOCAB = 48  # of the tiny target
@@ -108,7 +109,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, name):
         expected = data.io[f"{r}.greedy_tokens"]
         anchor, features = data.io[f"{r}.draft_input_ids"][:, 0], data.io[f"{r}.context_hidden"]
         length = cache.lengths[0]
-        block = data.draft.draft_block(anchor, features, cache, greedy_sampler)
+        block = data.draft.draft_block(anchor, features, cache, ChainSampler())
         assert torch.equal(block.token_ids, expected)
         assert block.distribution is None
         cache.truncate(0, length)
@@ -203,7 +204,7 @@ def test_unbound_draft_raises_and_names_the_cure(draft):
     for call in (
         lambda: unbound.embed(torch.tensor([[1]])),
         lambda: unbound.base_logits(torch.zeros(1, 1, 32)),
-        lambda: unbound.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), greedy_sampler),
+        lambda: unbound.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), ChainSampler()),
     ):
         with pytest.raises(ValueError, match=r"draft\.bind\(target\)"):
             call()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,13 +35,14 @@ from hf_dspark import (
 from hf_dspark.decoding import drafter as generator_module
 from hf_dspark.decoding.drafter import Drafter
 from hf_dspark.decoding.step_costs import Machine
+from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.measuring.calibrate import collect_rounds
 from hf_dspark.models import block_attention, modeling_eagle3
 from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.losses import LossWeights, position_weights
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache
-from hf_dspark.sampling.distributions import DraftBlock, greedy_sampler
+from hf_dspark.sampling.drafts import ChainSampler
 from tests.distributions import ROUNDING, TargetDistribution, extend, output_distribution, total_variation
 from tests.features import select_features
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of
@@ -101,7 +103,7 @@ def test_draft_block_matches_deepspec_over_two_cached_rounds(golden, folder):
         hidden = golden.read_block(ids[-1:], features, cache, None, ids)
         close(hidden, io[f"{r}.draft_hidden"][0])
         cache.truncate(0, before)
-        block = golden.draft_block(ids[-1:], features, cache, greedy_sampler, None, ids)
+        block = golden.draft_block(ids[-1:], features, cache, ChainSampler(), None, ids)
         assert block.distribution is None and block.confidence_logits is None
         assert torch.equal(block.token_ids, io[f"{r}.verify_input_ids"][:, 1:])
         cache.truncate(0, before)
@@ -275,12 +277,12 @@ class Watch:
     """Replaces drafts by the truth with an error in most blocks, and notes what the draft itself had proposed."""
 
     def __init__(self, monkeypatch):
-        self.answers, self.seen, honest = [], [], Drafter._draft_blocks
+        self.answers, self.seen, honest = [], [], Chains.finish
 
-        def draft_blocks(drafter, requests, *args):
-            block = honest(drafter, requests, *args)
+        def finish(chains, *args):
+            block = honest(chains, *args)
             tokens = block.token_ids.clone()
-            for row, request in enumerate(requests):
+            for row, request in enumerate(chains.requests):
                 prefix = request.token_ids.tolist()
                 self.seen.append((prefix, tokens[row].tolist()))
                 truth = next((answer for answer in self.answers if answer[: len(prefix)] == prefix), prefix)
@@ -289,9 +291,9 @@ class Watch:
                 slot = len(prefix) % (tokens.shape[1] + 2)
                 if slot < tokens.shape[1]:
                     tokens[row, slot] = (tokens[row, slot] + 1) % 48
-            return DraftBlock(tokens, block.distribution, block.confidence_logits)
+            return replace(block, token_ids=tokens)
 
-        monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
+        monkeypatch.setattr(Chains, "finish", finish)
 
     def check(self, target, draft, strip=0):
         """What was proposed is what the draft proposes when it reads everything anew."""
@@ -301,7 +303,7 @@ class Watch:
             with torch.no_grad():
                 states = target(ids[None, :-1], output_hidden_states=True).hidden_states
             features = select_features(states, draft.config.target_layer_ids)
-            block = draft.draft_block(ids[-1:], features, SlotCache(), greedy_sampler, None, ids[1:])
+            block = draft.draft_block(ids[-1:], features, SlotCache(), ChainSampler(), None, ids[1:])
             assert block.token_ids[0, : len(proposed)].tolist() == proposed
         self.seen.clear()
 
@@ -363,15 +365,16 @@ def test_left_padding_is_no_context_in_transformers_loop(target, draft, watch):
 def test_generate_many_yields_the_plain_answers_also_when_a_round_fails(target, draft, watch, monkeypatch, fails):
     """When it fails after the draft, the draft has read the features, and there are no new ones."""
     watch.answers = plain_answers(target, PROMPTS)
-    calls, honest = [], Drafter._planned_lengths
+    calls, honest = [], Drafter._draft_chains
 
-    def fail_once(generator, *args):
+    def fail_once(drafter, *args):
+        chains = honest(drafter, *args)
         calls.append(1)
         if fails and len(calls) == 2:
             raise MemoryError("for once")
-        return honest(generator, *args)
+        return chains
 
-    monkeypatch.setattr(Drafter, "_planned_lengths", fail_once)
+    monkeypatch.setattr(Drafter, "_draft_chains", fail_once)
     for completion in generate_many(target, draft, PROMPTS, batch_size=2, **GREEDY):
         assert completion.error is None
         assert completion.token_ids.tolist() == watch.answers[completion.index][len(PROMPTS[completion.index]) :]
@@ -550,7 +553,7 @@ def test_what_the_draft_cannot_do_is_refused_before_any_work(make_target, target
     with pytest.raises(ValueError, match=r"vocab_size: draft 48, target 50.*Eagle3Config\.from_target"):
         make_target(vocab_size=50).generate(**options)
     with pytest.raises(ValueError, match="pass committed_ids"):
-        draft.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), greedy_sampler)
+        draft.draft_block(torch.tensor([1]), torch.zeros(1, 3, 64), SlotCache(), ChainSampler())
     draft.decoding = DecodingOptions(policy=ConfidenceThreshold(0.5))
     with pytest.raises(ValueError, match="needs a draft with a confidence head"):
         target.generate(**options)

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from hf_dspark.sampling import block_verification
-from hf_dspark.sampling.block_verification import prefix_chances, prefix_weights, verify_block
-from hf_dspark.sampling.distributions import DraftBlock, TokenDistribution
+from hf_dspark.sampling import verification
+from hf_dspark.sampling.distributions import TokenDistribution
+from hf_dspark.sampling.drafts import DraftBlock
+from hf_dspark.sampling.verification import prefix_chances, prefix_weights, verify_chains
 from tests.distributions import outcomes
 from tests.sampling.test_trees import World, completed
 
@@ -65,7 +66,7 @@ def test_enumeration_catches_a_length_that_depends_on_the_token_it_cuts():
 
 
 def test_enumeration_catches_a_wrong_residual(monkeypatch):
-    monkeypatch.setattr(block_verification, "residual_distribution", lambda _, draft: torch.ones_like(draft) / 3)
+    monkeypatch.setattr(verification, "residual_distribution", lambda _, draft: torch.ones_like(draft) / 3)
     assert enumerate_round(World.random(0, 3, 3), 2, len)[0] > 0.01
 
 
@@ -149,12 +150,12 @@ def test_one_token_is_accepted_with_the_ratio_of_both_distributions():
 def test_nothing_is_drawn_where_the_target_has_no_distribution_after_an_accepted_prefix():
     block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
     target = TokenDistribution(torch.tensor([[0.6, 0.4], [torch.nan, torch.nan], [0.5, 0.5]]))
-    found = verify_block(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
+    found = verify_chains(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
     assert found.num_accepted.tolist() == [1] and found.next_token_ids.tolist() == [-1]
 
 
 def test_no_distribution_after_an_impossible_draft_does_no_harm():
     block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
     target = TokenDistribution(torch.tensor([[0.0, 1.0], [torch.nan, torch.nan], [torch.nan, torch.nan]]))
-    found = verify_block(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
+    found = verify_chains(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
     assert found.num_accepted.tolist() == [0] and found.next_token_ids.tolist() == [1]

@@ -5,16 +5,15 @@ import pytest
 import torch
 
 from hf_dspark.sampling import distributions
-from hf_dspark.sampling.block_verification import verify_block
 from hf_dspark.sampling.distributions import (
-    DraftBlock,
     TokenDistribution,
     draw,
-    greedy_sampler,
     largest,
     residual_distribution,
     scatter_to_vocabulary,
 )
+from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
+from hf_dspark.sampling.verification import verify_chains
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def drawn_distributions(monkeypatch):
 def verify(block, lengths, target_probs, accept_uniforms, uniform=None):
     """Verify blocks whose target distributions `[B, γ+1, V]` follow one another, as after a packed pass."""
     width = target_probs.shape[1]
-    return verify_block(
+    return verify_chains(
         block, lengths, TokenDistribution(target_probs.flatten(0, 1)), torch.arange(len(lengths)) * width,
         accept_uniforms, torch.rand(len(lengths)) if uniform is None else uniform,
     )  # fmt: skip
@@ -78,7 +77,7 @@ def test_the_distribution_after_accepted_tokens_matches_deepspec(golden, name, c
 
 @pytest.mark.parametrize("name", ["draft_vanilla", "draft_rnn", "draft_dflash"])
 @torch.no_grad()
-def test_verify_block_matches_deepspec_for_greedy_decoding(golden, name):
+def test_verify_chains_matches_deepspec_for_greedy_decoding(golden, name):
     data = golden(name)
     expected, verify_ids = data.info["verify_greedy"], data.io["verify_greedy.verify_input_ids"]
     logits = data.target(torch.cat([data.io["prompt_ids"], verify_ids], dim=1)).logits[:, -6:]
@@ -94,7 +93,7 @@ def test_verify_block_matches_deepspec_for_greedy_decoding(golden, name):
 # ---- verification of ragged, cut and arg-max blocks
 
 
-def test_verify_block_draws_from_the_targets_distribution_after_a_shortened_block(drawn_distributions):
+def test_verify_chains_draws_from_the_targets_distribution_after_a_shortened_block(drawn_distributions):
     target_probs = distributions_of(1, 4, 5)
     block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenDistribution(distributions_of(1, 3, 5)), None)
     for length, uniform in ((0, 0.0), (0, 0.9999), (2, 0.0)):
@@ -103,7 +102,7 @@ def test_verify_block_draws_from_the_targets_distribution_after_a_shortened_bloc
         assert torch.equal(drawn_distributions[-1], target_probs[:, length])
 
 
-def test_verify_block_does_not_read_rows_after_the_length():
+def test_verify_chains_does_not_read_rows_after_the_length():
     target_probs = distributions_of(1, 4, 5)
     block = DraftBlock(torch.ones(1, 3, dtype=torch.long), TokenDistribution(distributions_of(1, 3, 5)), None)
     accept_uniforms = torch.tensor([[0.0, 0.9999, 0.0]])
@@ -117,7 +116,7 @@ def test_verify_block_does_not_read_rows_after_the_length():
     assert results[0].next_token_ids.tolist() == results[1].next_token_ids.tolist()
 
 
-def test_verify_block_treats_rows_independently_and_is_decided_by_its_noise():
+def test_verify_chains_treats_rows_independently_and_is_decided_by_its_noise():
     target_probs, draft_probs = distributions_of(64, 4, 9), distributions_of(64, 3, 9)
     token_ids, accept_uniforms, noise = torch.randint(0, 9, (64, 3)), torch.rand(64, 3), torch.rand(2, 64)
     lengths = torch.tensor([0, 1, 2, 3] * 16)
@@ -132,7 +131,7 @@ def test_verify_block_treats_rows_independently_and_is_decided_by_its_noise():
     assert not torch.equal(together, verified(slice(None), noise[1]))
 
 
-def test_verify_block_accepts_arg_max_drafts_with_the_targets_probability():
+def test_verify_chains_accepts_arg_max_drafts_with_the_targets_probability():
     torch.manual_seed(11)
     target_probs = torch.tensor([[[0.7, 0.2, 0.1], [0.3, 0.3, 0.4]]]).expand(40_000, -1, -1)
     block = DraftBlock(torch.ones(40_000, 1, dtype=torch.long), None, None)
@@ -145,7 +144,7 @@ def test_verify_block_accepts_arg_max_drafts_with_the_targets_probability():
 
 
 @pytest.mark.parametrize("length", [0, 1, 2])
-def test_verify_block_recovers_the_targets_distribution(length):
+def test_verify_chains_recovers_the_targets_distribution(length):
     torch.manual_seed(5)
     count, vocab_size = 100_000, 4
     target_probs, draft_probs = distributions_of(1, 3, vocab_size), distributions_of(1, 2, vocab_size)
@@ -183,7 +182,7 @@ def test_no_token_is_drawn_where_there_is_no_distribution(scores, candidate_ids)
     assert draw(distribution, torch.tensor([0.7, 0.7])).tolist() == [-1, 1 if candidate_ids is None else 9]
 
 
-def test_verify_block_rejects_and_draws_nothing_where_the_target_has_no_distribution():
+def test_verify_chains_rejects_and_draws_nothing_where_the_target_has_no_distribution():
     target_probs = distributions_of(2, 3, 5)
     target_probs[:, 1] = torch.nan
     block = DraftBlock(torch.ones(2, 2, dtype=torch.long), TokenDistribution(target_probs[:, :2]), None)
@@ -195,12 +194,11 @@ def test_verify_block_rejects_and_draws_nothing_where_the_target_has_no_distribu
 # ---- samplers
 
 
-def test_greedy_sampler_returns_token_ids_not_candidate_indices():
+def test_arg_max_chains_hold_token_ids_not_candidate_indices():
     logits = torch.tensor([[0.1, 2.0, 0.3], [5.0, 2.0, 0.3]])
-    drafted = torch.empty(2, 0, dtype=torch.long)
-    assert greedy_sampler(logits, None, drafted)[0].tolist() == [1, 0]
+    assert ChainSampler().draw(logits, None)[0].tolist() == [1, 0]
     candidates = torch.tensor([[7, 4, 9], [8, 1, 2]])
-    token_ids, distribution = greedy_sampler(logits, candidates, drafted)
+    token_ids, distribution = ChainSampler().draw(logits, candidates)
     assert token_ids.tolist() == [4, 8] and distribution is None
 
 

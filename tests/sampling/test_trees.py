@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dspark.sampling import trees
+from hf_dspark.sampling import verification
 from hf_dspark.sampling.distributions import TokenDistribution
-from hf_dspark.sampling.trees import DraftTree, SiblingDistribution, invert_without, verify_tree, walk_greedily
+from hf_dspark.sampling.drafts import DraftTree, SiblingDistribution, invert_without
+from hf_dspark.sampling.verification import verify_tree, walk_tree
 from tests.distributions import Paths, decide_trees
 
 EXACT = 1e-9
@@ -201,7 +202,7 @@ def by_ratio_tests(tree, distribution, accept_uniforms):
             left = tree.distributions[place][0].probs[0].numpy().copy()
             left[tried] = 0.0
             left /= mass
-            if trees.accepts(accept_uniforms[node - 1], min(1.0, probs[token] / left[token])):
+            if verification.accepts(accept_uniforms[node - 1], min(1.0, probs[token] / left[token])):
                 accepted = node
                 break
             probs = np.maximum(probs - left, 0.0)
@@ -350,8 +351,8 @@ def test_the_greedy_walk_follows_the_targets_best_token_down_the_tree():
     first, second = tree.add(0, 7), tree.add(0, 8)
     tree.add(first, 9)
     below = tree.add(second, 9)
-    assert walk_greedily(tree, [8, 1, 9, 1, 5]) == ([second, below], 5)
-    assert walk_greedily(tree, [6, 1, 1, 1, 1]) == ([], 6)
+    assert walk_tree(tree, [8, 1, 9, 1, 5]) == ([second, below], 5)
+    assert walk_tree(tree, [6, 1, 1, 1, 1]) == ([], 6)
 
 
 @pytest.mark.parametrize("on_candidates", ["target", "draft", "both"])

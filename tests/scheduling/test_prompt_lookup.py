@@ -15,27 +15,27 @@ from hf_dspark import (
     TreeScheduler,
     generate_many,
 )
-from hf_dspark.scheduling.prompt_lookup import USUAL, CopyFinder
+from hf_dspark.scheduling.prompt_lookup import USUAL, NgramMatcher
 
 RATES = dict(USUAL)
 
 
 def test_the_longest_match_is_continued():
-    finder = CopyFinder()
+    finder = NgramMatcher()
     copy = finder.find(torch.tensor([1, 2, 3, 9, 8, 2, 3, 7, 5, 1, 2, 3]), 4)
     assert copy.token_ids == [9, 8, 2, 3]  # 2, 3 was followed by 7 later on
     assert list(copy.chances) == [RATES[3], RATES[4], RATES[4], RATES[6]]
-    assert CopyFinder().find(torch.tensor([1, 2, 3, 4]), 4).token_ids == ()
-    assert CopyFinder().find(torch.tensor([1, 2, 5, 1, 2]), 0).token_ids == ()
+    assert NgramMatcher().find(torch.tensor([1, 2, 3, 4]), 4).token_ids == ()
+    assert NgramMatcher().find(torch.tensor([1, 2, 5, 1, 2]), 0).token_ids == ()
 
 
 def test_a_match_within_the_continuation_itself_goes_on():
-    assert CopyFinder().find(torch.tensor([4, 5, 4, 5, 4, 5]), 5).token_ids == [4, 5, 4, 5, 4]
+    assert NgramMatcher().find(torch.tensor([4, 5, 4, 5, 4, 5]), 5).token_ids == [4, 5, 4, 5, 4]
 
 
 def test_rates_follow_what_was_right_whether_it_was_sent_or_not():
-    finder, tokens = CopyFinder(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
-    rates = finder._rates
+    finder, tokens = NgramMatcher(), [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
+    rates = finder._acceptance
     before = [rates.of(length) for length in (3, 4)]
     finder.find(torch.tensor(tokens), 5)
     finder.find(torch.tensor([*tokens, 4, 9]), 5)  # 4 is right, 5 would have been wrong
@@ -56,22 +56,22 @@ def repeating(honest):
     return forward
 
 
-def test_text_that_repeats_itself_takes_fewer_rounds_with_copies(make_target):
+def test_text_that_repeats_itself_takes_fewer_rounds_with_prompt_lookup(make_target):
     """A target that repeats three tokens for ever."""
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
     target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
     rounds = {}
-    for copies in (True, False):
-        draft.decoding = DecodingOptions(policy=TreeBudget(12), copies=copies)
+    for prompt_lookup in (True, False):
+        draft.decoding = DecodingOptions(policy=TreeBudget(12), prompt_lookup=prompt_lookup)
         output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
         assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
-        rounds[copies] = draft.last_stats.rounds
+        rounds[prompt_lookup] = draft.last_stats.rounds
     assert rounds[True] < 0.6 * rounds[False]
 
 
-def test_sure_copies_save_the_drafts_pass_and_the_draft_reads_them_later(make_target, monkeypatch):
+def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(make_target, monkeypatch):
     """A target that repeats three tokens for ever, and a dear draft."""
     target = make_target()
     torch.manual_seed(1)
@@ -89,8 +89,8 @@ def test_sure_copies_save_the_drafts_pass_and_the_draft_reads_them_later(make_ta
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("copies_alone", [False, True])
-def test_a_constraint_is_not_asked_about_copies_that_it_forbids(make_target, do_sample, copies_alone):
+@pytest.mark.parametrize("lookup_alone", [False, True])
+def test_a_constraint_is_not_asked_about_matches_that_it_forbids(make_target, do_sample, lookup_alone):
     """A trie of allowed answers knows no prefix that plain decoding cannot come to."""
     target, prompt = make_target(), [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
     answer, asked = [5, 6, 20, 21, 5, 6, 22, 23], []
@@ -101,7 +101,7 @@ def test_a_constraint_is_not_asked_about_copies_that_it_forbids(make_target, do_
         return [answer[len(new)]] if new == answer[: len(new)] else []
 
     draft = PromptLookup(target)
-    if not copies_alone:
+    if not lookup_alone:
         torch.manual_seed(1)
         draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
         draft.decoding = DecodingOptions(policy=TreeBudget(15))
@@ -116,13 +116,13 @@ def test_a_constraint_is_not_asked_about_copies_that_it_forbids(make_target, do_
 def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target, monkeypatch):
     alive, most = weakref.WeakSet(), []
 
-    class Watched(CopyFinder):
+    class Watched(NgramMatcher):
         def find(self, *args):
             alive.add(self)
             most.append(len(alive))
             return super().find(*args)
 
-    monkeypatch.setattr("hf_dspark.decoding.drafter.CopyFinder", Watched)
+    monkeypatch.setattr("hf_dspark.decoding.drafter.NgramMatcher", Watched)
     target = make_target()
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
     decoding = DecodingOptions(policy=TreeBudget(12))
@@ -134,7 +134,7 @@ def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])
-def test_copies_end_where_the_sequence_must(make_target, length):
+def test_matches_end_where_the_sequence_must(make_target, length):
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_dspark import AdaptiveDrafting, PrefixScheduler, SLOLimit, TreeBudget, TreeScheduler
-from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.sampling.drafts import DraftTree
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.policies import RoundOutcome
 from hf_dspark.scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, TreeBudget, check_target
-from hf_dspark.decoding.drafter import Drafter
+from hf_dspark.decoding.tree_drafting import BestTrees, Chains
 from hf_dspark.models.slot_cache import SlotLayout
-from hf_dspark.sampling.distributions import DraftBlock
-from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.sampling.drafts import DraftTree, DraftTrees
 from tests.rows import assert_same_tokens, padded
 
 COMMON = {
@@ -73,29 +72,28 @@ def make_own_draft(target):
 
 def know_the_answers(monkeypatch, answers):
     """Let every block be the true continuation, with an error at a slot that differs from block to block."""
-    honest = Drafter._draft_blocks
+    honest = Chains.finish
 
-    def draft_blocks(self, requests, *args):
-        block = honest(self, requests, *args)
+    def finish(self, *args):
+        block = honest(self, *args)
         tokens = block.token_ids.clone()
-        for row, request in enumerate(requests):
+        for row, request in enumerate(self.requests):
             truth = answers[request.id][request.length : request.length + tokens.shape[1]]
             tokens[row, : len(truth)] = torch.tensor(truth)
             slot = (request.blocks * 3 + request.id) % (tokens.shape[1] + 2)
             if slot < tokens.shape[1]:
                 tokens[row, slot] = (tokens[row, slot] + 1) % 40
-        return DraftBlock(tokens, block.distribution, block.confidence_logits)
+        return replace(block, token_ids=tokens)
 
-    monkeypatch.setattr(Drafter, "_draft_blocks", draft_blocks)
+    monkeypatch.setattr(Chains, "finish", finish)
 
 
 def know_trees(monkeypatch, answers):
     """Let every tree hold the true continuation among wrong branches, up to a depth that differs from tree to tree."""
-    honest = Drafter._grow_trees
 
-    def grow_trees(self, requests, *args):
-        proposal, trees = honest(self, requests, *args), []
-        for request in requests:
+    def finish(self, *args):
+        trees = []
+        for request in self.requests:
             tree, place = DraftTree(), 0
             depth = min((request.blocks * 3 + request.id) % 5, request.max_length - request.length - 1)
             truth = answers[request.id][request.length : request.length + depth]
@@ -105,10 +103,9 @@ def know_trees(monkeypatch, answers):
                 tree.add(wrong, token)
                 tree.add(below, (token + 9) % 40)
             trees.append(tree)
-        lengths = torch.tensor([tree.num_nodes for tree in trees])
-        return replace(proposal, trees=trees, lengths=lengths)
+        return DraftTrees(trees)
 
-    monkeypatch.setattr(Drafter, "_grow_trees", grow_trees)
+    monkeypatch.setattr(BestTrees, "finish", finish)
 
 
 def assert_decoded_as_if_alone(target, draft, new_tokens=14):

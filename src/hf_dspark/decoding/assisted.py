@@ -10,12 +10,12 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
 from ..models.modeling_draft import DraftModel
-from ..sampling.distributions import VerifiedBlock
+from ..sampling.distributions import Scores
+from ..sampling.drafts import Verified
 from ..scheduling.rounds import RoundSeconds
 from ..targets.feature_capture import FeatureCapture, remove_hook
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from .drafter import Drafter, Proposal
-from .logits_processing import Scores, watched
 from .request import Call, Request, StopRule
 
 
@@ -86,7 +86,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 self._entered.enter_context(outliers_of_each(()))
             rule = StopRule(StoppingCriteriaList())  # transformers' loop stops by its own rules
             max_length = self._call.generation_config.max_length
-            self._request = Request(0, input_ids[0], max_length, watched(self._call.logits_processor), rule)
+            self._request = Request(0, input_ids[0], max_length, self._call.logits_processor, rule)
             mask = (model_kwargs or {}).get("attention_mask")
             if mask is not None:  # left padding of the prompt is no context
                 features = features[mask[0, : len(features)].bool().to(features.device)]
@@ -98,7 +98,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         requests = [self._request]
         self._proposal = self._drafter.propose(requests, self._drafter.noise(requests))
         self._request.blocks += 1
-        length, block = int(self._proposal.lengths[0]), self._proposal.block
+        block = self._proposal.drafts
+        length = int(block.lengths[0])
         if length == 0:
             return input_ids, None
         candidate_ids = torch.cat([input_ids, block.token_ids[:, :length].to(input_ids.device)], dim=1)
@@ -116,14 +117,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         seconds = RoundSeconds(1, self._proposal.seconds, self._pass_seconds, now - self._round_started)
         self._round_started = now  # what the loop does between two rounds belongs to the next one
         num_accepted = torch.tensor([self._num_accepted(input_ids, num_matches)], device="cpu")
-        verified = VerifiedBlock(num_accepted, input_ids[:, -1])
+        verified = Verified(num_accepted, input_ids[:, -1])
         scores = Scores(scores[0])
         self._drafter.learn([self._request], self._proposal, verified, [num_matches + 1], scores, seconds)
 
     def _num_accepted(self, input_ids: torch.Tensor, num_matches: int) -> int:
         """Return the accepted drafts: transformers counts an accepted end-of-sequence draft as the bonus. A rejected
         token is never drawn again from the residual, so equality tells."""
-        if num_matches == int(self._proposal.lengths[0]):
+        if num_matches == int(self._proposal.drafts.lengths[0]):
             return num_matches
         following = input_ids[0, self._request.length + num_matches]
-        return num_matches + int(following == self._proposal.block.token_ids[0, num_matches])
+        return num_matches + int(following == self._proposal.drafts.token_ids[0, num_matches])

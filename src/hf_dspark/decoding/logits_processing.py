@@ -2,7 +2,6 @@
 sequence as if alone. Temperature, top-k, top-p and min-p are computed together on the few tokens that survive."""
 
 import copy
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,13 +9,21 @@ from typing import Any
 
 import torch
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -24,8 +31,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from ..models.heads import version_of
-from ..sampling.distributions import TokenDistribution, best_tokens, largest, scatter_to_vocabulary
+from ..sampling.distributions import Scores, largest, scatter_to_vocabulary
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
@@ -33,38 +39,15 @@ READ_SCORES_ONLY = (*FUSED, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsW
 READ_NO_PREFIX = (*READ_SCORES_ONLY, SuppressTokensLogitsProcessor)
 # Lengths that count the padding of a batch: the attributes that hold them.
 PADDED_LENGTHS = {
-    "MinLengthLogitsProcessor": "min_length",
-    "MinNewTokensLengthLogitsProcessor": "prompt_length_to_skip",
-    "ForcedEOSTokenLogitsProcessor": "max_length",
-    "ExponentialDecayLengthPenalty": "regulation_start",
-    "SuppressTokensAtBeginLogitsProcessor": "begin_index",
+    MinLengthLogitsProcessor: "min_length",
+    MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    ForcedEOSTokenLogitsProcessor: "max_length",
+    ExponentialDecayLengthPenalty: "regulation_start",
+    SuppressTokensAtBeginLogitsProcessor: "begin_index",
 }
 TIE_MARGIN = 32
 ROUNDING = 1e-6  # of a sum of probabilities
-SMALL_CONTAINER = 64  # items; of larger ones, only the length is watched
 TOP_P_CANDIDATES = 1024
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Processed scores of n positions."""
-
-    values: torch.Tensor  # `[n, V]` or `[n, candidates]`, not normalised; minus infinity is impossible
-    candidate_ids: torch.Tensor | None = None  # `[n, candidates]`; `None` means all tokens
-
-    def __getitem__(self, positions: slice | list[int]) -> "Scores":
-        return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
-
-    def distribution(self) -> TokenDistribution:
-        return TokenDistribution(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
-
-    def best(self) -> torch.Tensor:
-        return best_tokens(self.values, self.candidate_ids)
-
-    def dense(self, vocab_size: int) -> torch.Tensor:
-        """Return the scores over the whole vocabulary, `[n, V]`, in float32."""
-        values = self.values.float()
-        return values if self.candidate_ids is None else scatter_to_vocabulary(values, self.candidate_ids, vocab_size)
 
 
 class NoTokenError(RuntimeError):
@@ -103,7 +86,7 @@ class BlockProcessor:
         # Whether any processor looks at the tokens before a position.
         self.reads_prefixes = any(kind not in READ_NO_PREFIX for kind in kinds)
         # Whether some candidates may all be impossible although not all tokens are.
-        self.may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
+        self._may_forbid_all = any(kind not in READ_SCORES_ONLY for kind in kinds)
         self._processors = processors
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
@@ -137,6 +120,33 @@ class BlockProcessor:
         if truncated.candidate_ids is not None:
             candidate_ids = candidate_ids.gather(-1, truncated.candidate_ids)
         return Scores(truncated.values, candidate_ids)
+
+
+class DraftProcessor(BlockProcessor):
+    """Processes a draft's logits as those of the target are. Where processors forbid all of a draft's candidates, it
+    takes a distribution of their own: any one is valid for drafts."""
+
+    def __init__(self, processors: LogitsProcessorList, vocab_size: int) -> None:
+        super().__init__(processors, vocab_size, tie_margin=0)
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
+    ) -> Scores:
+        scores = super().__call__(logits, candidate_ids, prefixes)
+        if not self._may_forbid_all or not bool((dead := _have_no_distribution(scores.values)).any()):
+            return scores
+        dead &= ~_have_no_distribution(logits)  # by the processors' fault, not the draft's
+        if candidate_ids is not None:
+            logits = scatter_to_vocabulary(logits, candidate_ids, self._vocab_size)
+        scores = super().__call__(logits.masked_fill(dead, 0.0), None, prefixes)
+        # Or they forbid every token: the target will say so, if plain decoding comes here.
+        values = scores.values.masked_fill(dead & _have_no_distribution(scores.values), 0.0)
+        return Scores(values, scores.candidate_ids)
+
+
+def _have_no_distribution(scores: torch.Tensor) -> torch.Tensor:
+    """Tell which rows have no possible token, or one that is NaN or infinite, `[n, 1]`."""
+    return ~scores.amax(dim=-1, keepdim=True).isfinite()
 
 
 def _at_once(scores: torch.Tensor, processors: Sequence[LogitsProcessor]) -> torch.Tensor:
@@ -254,122 +264,48 @@ def is_built_in(processor: LogitsProcessor) -> bool:
     return type(processor).__module__.startswith("transformers.")
 
 
-class UsersProcessor:
-    """Calls what a user wrote, and sees that it keeps no state: it is called on tokens that may be rejected. It is
-    shown what plain decoding would: the columns of a padded prompt, `[1, S]`, in place of the prompt's tokens."""
-
-    def __init__(
-        self, processor: LogitsProcessor, columns: torch.Tensor | None = None, prompt_length: int = 0
-    ) -> None:
-        self._processor, self._columns, self._prompt_length = processor, columns, prompt_length
-        self._attributes: dict[str, Any] | None = None  # after the first call, which may set things up
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._columns is not None:
-            input_ids = torch.cat([self._columns, input_ids[:, self._prompt_length :]], dim=1)
-        before = _random_states(scores.device)
-        scores = self._processor(input_ids, scores)
-        has_drawn = not all(map(torch.equal, before, _random_states(scores.device)))  # it, or another thread
-        if has_drawn and self._is_random(input_ids, scores):
-            raise ValueError(
-                f"the result of the logits processor {type(self._processor).__name__} is random: make it depend on "
-                "its arguments alone (a torch.Generator seeded from input_ids in each call is fine), drop it, or drop "
-                "assistant_model"
-            )
-        self._require_no_state()
-        return scores
-
-    def _is_random(self, input_ids: torch.Tensor, scores: torch.Tensor) -> bool:
-        first, second = (self._processor(input_ids, scores.clone()).nan_to_num() for _ in range(2))
-        return not torch.equal(first, second)
-
-    def _require_no_state(self) -> None:
-        attributes = plain_attributes(self._processor)
-        if self._attributes is None:
-            self._attributes = attributes
-        elif attributes != self._attributes:
-            changed = {key for key, value in attributes.items() if self._attributes.get(key, self) != value}
-            what = ", ".join(sorted(changed | (self._attributes.keys() - attributes.keys())))
-            raise ValueError(
-                f"the logits processor {type(self._processor).__name__} changed its attribute {what} while it was "
-                "called on tokens that may be rejected: make its result depend on its arguments alone, drop it, or "
-                "drop assistant_model"
-            )
-
-
-def watched(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """Return the same processors, and watch those of the user."""
-    return LogitsProcessorList(each if is_built_in(each) else UsersProcessor(each) for each in processors)
-
-
-def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of PyTorch's global generators, the CPU's and the device's."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state()]
-
-
-def plain_attributes(processor: LogitsProcessor) -> dict[str, Any]:
-    """Return what can be compared in microseconds: numbers, strings, tensors and small containers of them."""
-    return {name: _comparable(value) for name, value in getattr(processor, "__dict__", {}).items()}
-
-
-def _comparable(value: Any, depth: int = 3) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
-    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)):
-        return _Same(value)
-    if depth == 0 or len(value) > SMALL_CONTAINER:
-        return len(value)
-    parts = value.items() if isinstance(value, dict) else value
-    return [_comparable(part, depth - 1) for part in parts]
-
-
-class _Same:
-    """Equal to the same object, unless it is a tensor that was written to, and to one that reads the same."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self._version = version_of(value) if isinstance(value, torch.Tensor) else 0
-
-    def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, _Same):
-            return False
-        if self._value is other._value:
-            return self._version == other._version
-        return repr(self._value) == repr(other._value)
-
-
 def processors_of_row(
     processors: LogitsProcessorList, input_ids: torch.Tensor, row: int, prompt_ids: torch.Tensor
 ) -> LogitsProcessorList:
     """Return the processors of a padded batch `[B, S]` as they are for one of its rows, of which `prompt_ids` `[1, n]`
     have no padding. Several sequences per prompt count as rows. What the user wrote is shown the padding."""
-    num_rows, left_padding = len(input_ids), input_ids.shape[1] - prompt_ids.shape[1]
-    columns = input_ids[row : row + 1] if left_padding else None
+    left_padding = input_ids.shape[1] - prompt_ids.shape[1]
+    columns = input_ids[row : row + 1] if left_padding else prompt_ids
     row_processors = LogitsProcessorList()
-    for processor in processors:
-        name = type(processor).__name__
-        if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            allowed = processor._prefix_allowed_tokens_fn
+    for own in processors:
+        kind, shows_padding = type(own), False
+        if isinstance(own, PrefixConstrainedLogitsProcessor):
+            allowed = own._prefix_allowed_tokens_fn
             own = PrefixConstrainedLogitsProcessor(lambda _, ids, allowed=allowed: allowed(row, ids), num_beams=1)
-            own = UsersProcessor(own, columns, prompt_ids.shape[1])
-        elif not is_built_in(processor) or isinstance(getattr(processor, "prompt_ignore_length", None), int):
-            own = UsersProcessor(processor, columns, prompt_ids.shape[1])  # which may count the columns
-        elif name == "EncoderRepetitionPenaltyLogitsProcessor":
-            # Plain decoding takes the padding for a part of the prompt here.
-            own = _changed(processor, encoder_input_ids=prompt_ids if columns is None else columns)
-        elif name == "EncoderNoRepeatNGramLogitsProcessor":
-            prompt = row // (num_rows // processor.batch_size)
-            own = _changed(processor, batch_size=1, generated_ngrams=[processor.generated_ngrams[prompt]])
-        elif name == "RepetitionPenaltyLogitsProcessor" and processor.prompt_ignore_length is not None:
-            own = _changed(processor, prompt_ignore_length=None)  # the padding of each row, of which there is none
-        elif name in PADDED_LENGTHS and left_padding:
-            attribute = PADDED_LENGTHS[name]
-            own = _changed(processor, **{attribute: getattr(processor, attribute) - left_padding})
-        else:
-            own = processor
+            shows_padding = True
+        elif not is_built_in(own) or isinstance(getattr(own, "prompt_ignore_length", None), int):
+            shows_padding = True  # it may count the columns
+        elif kind is EncoderRepetitionPenaltyLogitsProcessor:
+            own = _changed(
+                own, encoder_input_ids=columns
+            )  # plain decoding takes padding for a part of the prompt here
+        elif kind is EncoderNoRepeatNGramLogitsProcessor:
+            prompt = row // (len(input_ids) // own.batch_size)
+            own = _changed(own, batch_size=1, generated_ngrams=[own.generated_ngrams[prompt]])
+        elif kind is RepetitionPenaltyLogitsProcessor and own.prompt_ignore_length is not None:
+            own = _changed(own, prompt_ignore_length=None)  # the padding of each row, of which there is none
+        elif kind in PADDED_LENGTHS and left_padding:
+            attribute = PADDED_LENGTHS[kind]
+            own = _changed(own, **{attribute: getattr(own, attribute) - left_padding})
+        if shows_padding and left_padding:
+            own = _WithPadding(own, columns, prompt_ids.shape[1])
         row_processors.append(own)
     return row_processors
+
+
+class _WithPadding:
+    """Shows a processor the columns of a padded prompt, `[1, S]`, in place of its tokens, as plain decoding does."""
+
+    def __init__(self, processor: LogitsProcessor, columns: torch.Tensor, prompt_length: int) -> None:
+        self._processor, self._columns, self._prompt_length = processor, columns, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self._processor(torch.cat([self._columns, input_ids[:, self._prompt_length :]], dim=1), scores)
 
 
 def _changed(processor: LogitsProcessor, **attributes: Any) -> LogitsProcessor:

@@ -13,22 +13,22 @@ from transformers import PreTrainedModel
 from ..cpu import fast_linears
 from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
-from ..sampling.block_verification import verify_block
-from ..sampling.distributions import TokenDistribution, VerifiedBlock, draw, verify_greedily
-from ..sampling.noise import BlockNoise
-from ..sampling.trees import DraftTree, verify_tree, walk_greedily
+from ..sampling.distributions import Scores
+from ..sampling.drafts import Drafts, Verified
+from ..sampling.verification import next_tokens, verify
 from ..scheduling.rounds import RoundSeconds
 from ..targets.feature_capture import FeatureCapture
 from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
 from ..targets.slot_attention import PackedTarget
-from .drafter import Drafter, Proposal
-from .logits_processing import BlockProcessor, Scores, require_token
+from .drafter import Drafter
+from .logits_processing import BlockProcessor, Prefix, require_token
 from .outputs import Recording, TargetOutput
 from .request import Call, Request
 
 
-def _at_work(step: Callable[..., None]) -> Callable[..., None]:
-    """Make the CPU's products fast for one step: between two, models are the caller's. Other threads wait."""
+def _locked(step: Callable[..., None]) -> Callable[..., None]:
+    """Run one step under `no_grad` with the fast CPU GEMMs, holding the target's lock. Between steps the models are
+    the caller's."""
 
     @functools.wraps(step)
     def method(loop: "DecodingLoop", *args: Any) -> None:
@@ -72,37 +72,37 @@ class DecodingLoop:
         self._has_outliers = has_outliers(target)
         self._fast_linears = fast_linears(target, drafter.draft)
 
-    @_at_work
+    @_locked
     def run_round(self) -> None:
         """One decoding round of all requests. DSpark Section 3.1 and Algorithm 1."""
         started = time.perf_counter()
         requests, noise = list(self.requests), self.drafter.noise(self.requests)
         proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
-        verifying = time.perf_counter()
-        output = self._forward(*self._packed_blocks(requests, proposal), verifying=True)
+        drafts, verifying = proposal.drafts, time.perf_counter()
+        output = self._forward(*self._packed(requests, drafts), verifying=True)
         verify_seconds = time.perf_counter() - verifying
-        scores = self._process(requests, proposal, output.logits)
-        verified = self._verify(proposal, scores, output.layout, noise)
-        num_committed = self._commit(proposal, verified, scores, output)
+        scores = self._processor(output.logits, None, self._prefixes(requests, drafts))
+        verified = verify(drafts, scores, output.layout.first_tokens, noise)
+        num_committed = self._commit(drafts, verified, scores, output)
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
         self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
 
-    def _packed_blocks(self, requests: Sequence[Request], proposal: Proposal) -> tuple[torch.Tensor, SlotLayout]:
+    def _packed(self, requests: Sequence[Request], drafts: Drafts) -> tuple[torch.Tensor, SlotLayout]:
+        """Return anchors and drafts of all rows, `[T]`, and the slots that they are written to."""
         starts = tuple(request.anchor_position for request in requests)
-        counts = tuple(1 + length for length in proposal.lengths.tolist())
-        anchors = torch.cat([request.anchor for request in requests])
-        if proposal.trees is not None:
-            rows = zip(anchors.tolist(), proposal.trees, strict=True)
-            tokens = [token for anchor, tree in rows for token in (anchor, *tree.token_ids)]
-            parents = tuple((0, *tree.parents) for tree in proposal.trees)
-            return torch.tensor(tokens, device="cpu"), SlotLayout(starts, counts, parents=parents)
-        layout = SlotLayout(starts, counts)
-        if proposal.block is None:
-            return anchors, layout
-        columns = torch.cat([anchors.to(self._device)[:, None], proposal.block.token_ids], dim=1)
-        sent = torch.arange(columns.shape[1], device="cpu") <= proposal.lengths[:, None]
-        return columns[sent.to(self._device)], layout
+        counts = tuple(1 + length for length in drafts.lengths.tolist())
+        tokens = drafts.packed(torch.cat([request.anchor for request in requests]))
+        return tokens, SlotLayout(starts, counts, parents=drafts.parents)
+
+    def _prefixes(self, requests: Sequence[Request], drafts: Drafts) -> list[Prefix | None]:
+        """Return what processors read before each packed token's successor, if any of them reads it."""
+        prefixes = []
+        for row, request in enumerate(requests if self._processor.reads_prefixes else ()):
+            anchor = len(prefixes)
+            for tokens, parent in drafts.prefixes(row):
+                prefixes.append(request.prefix(tokens, None if parent is None else anchor + parent))
+        return prefixes
 
     def _forward(
         self, tokens: torch.Tensor, layout: SlotLayout, *, logits_at: Sequence[int] | None = None, verifying: bool
@@ -133,74 +133,14 @@ class DecodingLoop:
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 
-    def _process(self, requests: Sequence[Request], proposal: Proposal, logits: torch.Tensor) -> Scores:
-        """Process the target's logits after anchors and drafts, each after its own prefix."""
-        prefixes = []
-        if self._processor.reads_prefixes:
-            for row, (request, length) in enumerate(zip(requests, proposal.lengths.tolist(), strict=True)):
-                if proposal.trees is not None:
-                    tree, anchor = proposal.trees[row], len(prefixes)
-                    prefixes.append(request.prefix())
-                    for place, parent in enumerate(tree.parents, start=1):
-                        tokens = torch.tensor(tree.tokens(tree.path(place)), device="cpu")
-                        prefixes.append(request.prefix(tokens, anchor + parent))
-                    continue
-                drafts = proposal.block.token_ids[row] if length else request.token_ids[:0]
-                prefixes += [request.prefix(drafts[:count]) for count in range(1 + length)]
-        return self._processor(logits, None, prefixes)
-
-    def _verify(
-        self, proposal: Proposal, scores: Scores, layout: SlotLayout, noise: BlockNoise | None
-    ) -> VerifiedBlock:
-        """Accept a prefix of each block, then draw from the residual, or the bonus token."""
-        if proposal.trees is not None:
-            return self._verify_trees(proposal.trees, scores, layout, noise)
-        block, lengths = proposal.block, proposal.lengths.to(self._device)
-        if block is None:
-            return VerifiedBlock(lengths, _next_tokens(scores, noise))  # nothing was drafted: lengths are 0
-        first_rows = torch.tensor(layout.first_tokens, device=self._device)
-        if noise is None:
-            return verify_greedily(block, lengths, scores.best(), first_rows)
-        accept_uniforms = noise.accept_uniforms[:, : block.token_ids.shape[1]]
-        return verify_block(block, lengths, scores.distribution(), first_rows, accept_uniforms, noise.next_uniforms)
-
-    def _verify_trees(
-        self, trees: Sequence[DraftTree], scores: Scores, layout: SlotLayout, noise: BlockNoise | None
-    ) -> VerifiedBlock:
-        spans = [slice(first, first + count) for first, count in zip(layout.first_tokens, layout.counts, strict=True)]
-        if noise is None:
-            best = scores.best().tolist()
-            walks = [walk_greedily(tree, best[span]) for tree, span in zip(trees, spans, strict=True)]
-            paths, following = [path for path, _ in walks], torch.tensor([token for _, token in walks], device="cpu")
-        else:
-            distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
-            walks = [
-                verify_tree(*row)
-                for row in zip(trees, (distribution[span] for span in spans), accept_uniforms, strict=True)
-            ]
-            paths, distributions = (
-                [path for path, _ in walks],
-                TokenDistribution.stack([each[None] for _, each in walks])[0],
-            )
-            following = draw(distributions, noise.next_uniforms)
-        return VerifiedBlock(torch.tensor(list(map(len, paths)), device="cpu"), following, paths)
-
-    def _commit(self, proposal: Proposal, verified: VerifiedBlock, scores: Scores, output: TargetOutput) -> list[int]:
+    def _commit(self, drafts: Drafts, verified: Verified, scores: Scores, output: TargetOutput) -> list[int]:
         """Append what was verified up to each request's end; return how many tokens each one gained."""
-        columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None]]
-        if proposal.block is not None:
-            columns.append(proposal.block.token_ids)
         num_committed = []
-        on_host = torch.cat(columns, dim=1).tolist()  # the round's one synchronisation
-        for row, (accepted, following, *drafted) in enumerate(on_host):
+        for row, (places, new_tokens) in enumerate(drafts.accepted(verified)):
             request, first = self.requests[row], output.layout.first_tokens[row]
-            require_token(request.id, following)
-            columns, tokens = range(1 + accepted), slice(first, first + 1 + accepted)
-            if verified.paths is not None:
-                drafted = proposal.trees[row].tokens(verified.paths[row])
-                columns = [0, *verified.paths[row]]
-                tokens = [first + column for column in columns]
-            new_tokens = [*drafted[:accepted], following]
+            require_token(request.id, new_tokens[-1])
+            columns = [0, *places]
+            tokens = slice(first, first + len(columns)) if columns[-1] == len(places) else [first + c for c in columns]
             if self.recording.wants_steps:
                 self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
             # What takes memory comes first: a shortage must not leave tokens that the cache does not know.
@@ -240,7 +180,7 @@ class DecodingLoop:
             self.requests[row] = self.requests[last]
             self.requests.pop()
 
-    @_at_work
+    @_locked
     def admit(
         self, requests: Sequence[Request], prompts: Sequence[torch.Tensor], chunk_size: int | None = None
     ) -> None:
@@ -254,7 +194,7 @@ class DecodingLoop:
         logits = self._read_prompts(requests, prompts, chunk_size or max(map(len, prompts)))
         self.drafter.statistics.prefill_seconds += time.perf_counter() - started
         scores = self._processor(logits, None, [request.prefix() for request in requests])
-        tokens = _next_tokens(scores, self.drafter.noise(requests)).tolist()
+        tokens = next_tokens(scores, self.drafter.noise(requests)).tolist()
         for request, token in zip(requests, tokens, strict=True):
             require_token(request.id, token)
         # All rows are in order before any criterion is asked: one that fails must not leave others unfinished.
@@ -296,8 +236,3 @@ class DecodingLoop:
                 requests[row].features.append(output.features[tokens[row]])
                 self.recording.add_prompt(requests[row].id, output, tokens[row])
         return torch.stack([logits[row] for row in range(len(requests))])
-
-
-def _next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
-    """Draw the token at each position from the target alone, `[n]`."""
-    return scores.best() if noise is None else draw(scores.distribution(), noise.next_uniforms)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..models.slot_cache import SlotLayout
-from .logits_processing import Scores
+from ..sampling.distributions import Scores
 from .request import Call, Request
 
 

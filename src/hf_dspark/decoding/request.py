@@ -83,8 +83,8 @@ class StopRule:
         self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
         self._others = [criterion for criterion in criteria if not isinstance(criterion, KNOWN_CRITERIA)]
 
-    def ends_within(self, token_ids: torch.Tensor) -> bool:
-        return not self._eos_token_ids.isdisjoint(token_ids.tolist())
+    def ends_within(self, token_ids: Sequence[int]) -> bool:
+        return not self._eos_token_ids.isdisjoint(token_ids)
 
     def guard(self, wrap: Callable) -> None:
         self._others = [wrap(criterion) for criterion in self._others]
@@ -150,23 +150,21 @@ class Request:
         return self.hidden_prompt + self.length - 1
 
     def append(self, new_tokens: Sequence[int]) -> None:
-        self.token_ids = self._with(torch.tensor(new_tokens, device="cpu"))
+        self.token_ids = self._with(new_tokens)
         self.blocks += 1
 
     def commit(self, new_tokens: Sequence[int], scores: Sequence[torch.Tensor] = ()) -> int:
         """Add tokens up to the sequence's end, and return how many were added; none if a criterion raises."""
-        longer = self._with(torch.tensor(new_tokens, device="cpu"))
+        longer = self._with(new_tokens)
         kept, self.ended = self.stop_rule.cut(longer, new_tokens, self.max_length, scores)
         self.token_ids = longer[: self.length + kept]
         self.blocks += 1
         return kept
 
-    def prefix(self, drafts: torch.Tensor | None = None, parent: int | None = None) -> Prefix | None:
-        """Return what stands before the position after some drafts, `[k]`; `None` if the sequence ends among them.
-        `parent` is the position after all drafts but the last, where they are a path of a tree."""
-        if drafts is None or len(drafts) == 0:
-            return Prefix(self.token_ids[None], self.processors)
-        if self.length + len(drafts) >= self.max_length or self.stop_rule.ends_within(drafts):
+    def prefix(self, drafts: Sequence[int] = (), parent: int | None = None) -> Prefix | None:
+        """Return what stands before the position after some drafts; `None` if the sequence ends among them. `parent`
+        is the position after all drafts but the last, where that may have forbidden it."""
+        if drafts and (self.length + len(drafts) >= self.max_length or self.stop_rule.ends_within(drafts)):
             return None
         return Prefix(self._with(drafts)[None], self.processors, parent)
 
@@ -178,8 +176,8 @@ class Request:
         earlier = self.token_ids.new_zeros(hidden) if self.earlier_ids is None else self.earlier_ids[-hidden:]
         return torch.cat([earlier.to(self.token_ids.device), self.token_ids])
 
-    def _with(self, more: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.token_ids, more.to(self.token_ids)])
+    def _with(self, more: Sequence[int]) -> torch.Tensor:
+        return torch.cat([self.token_ids, torch.tensor(more, device="cpu").to(self.token_ids)])
 
 
 def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:

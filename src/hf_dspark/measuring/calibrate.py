@@ -18,8 +18,9 @@ from ..files import Journal, digest, plain_json
 from ..models.auto import require_pair
 from ..models.configuration_draft import CALIBRATED
 from ..models.modeling_draft import DraftModel, input_device
-from ..sampling.block_verification import prefix_weights
-from ..sampling.distributions import DraftBlock, TokenDistribution
+from ..sampling.distributions import TokenDistribution
+from ..sampling.drafts import DraftBlock
+from ..sampling.verification import prefix_weights
 from ..scheduling.calibration import (
     CalibrationRounds,
     LogitFits,
@@ -264,7 +265,10 @@ def _decode_and_record(
             continue
         rounds = done[index] = []
         observer = partial(record, rounds)
-        with decoding_as(draft, policy=policy, copies=False, domain=None, observer=observer), torch.random.fork_rng():
+        with (
+            decoding_as(draft, policy=policy, prompt_lookup=False, domain=None, observer=observer),
+            torch.random.fork_rng(),
+        ):
             torch.manual_seed(seed + index)
             _answer(target, draft, prompt, processing_class, options)
         if journal is not None:

@@ -27,6 +27,7 @@ from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import load_hint
 from ..sampling.distributions import TokenDistribution, draw
+from ..sampling.drafts import ChainSampler
 from ..scheduling.costs import ForwardCost, LinearCost, ThroughputTable
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import FullBlock, Policy
@@ -230,7 +231,7 @@ def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
     def draft_blocks(num_features: int) -> None:
         features = torch.ones(requests, num_features, width, device=draft.device, dtype=draft.dtype)
         committed_ids = torch.zeros(requests * num_features, dtype=torch.long, device=draft.device)
-        draft.draft_block(anchors, features, cache, _plain_sampler, committed_ids=committed_ids)
+        draft.draft_block(anchors, features, cache, DrawnChains(), committed_ids=committed_ids)
 
     def one_pass() -> None:
         draft_blocks(3)
@@ -258,7 +259,7 @@ def _round(
     """Prefill; return a round that is undone after it ran, three tokens committed since the last one."""
     prompt = torch.arange(context_length, device=target.device)[None] % draft.config.vocab_size
     config, nothing = GenerationConfig(do_sample=do_sample), LogitsProcessorList()
-    options = DecodingOptions(copies=False)
+    options = DecodingOptions(prompt_lookup=False)
     call = Call(prompt, nothing, StoppingCriteriaList(), config, {}, policy, options=options)
     endless = context_length + 2 * (1 + MOST_NODES)
     request = Request(0, prompt[0].cpu(), endless, nothing, StopRule(StoppingCriteriaList()))
@@ -276,12 +277,12 @@ def _round(
     return one_round
 
 
-def _plain_sampler(
-    logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-) -> tuple[torch.Tensor, TokenDistribution]:
-    """Draw without processors: sampling costs more than arg-max, and most decoding samples."""
-    distribution = TokenDistribution(logits.softmax(dim=-1), candidate_ids)
-    return draw(distribution, torch.rand(len(logits), device=logits.device)), distribution
+class DrawnChains(ChainSampler):
+    """Draws without processors: sampling costs more than arg-max, and most decoding samples."""
+
+    def draw(self, logits: torch.Tensor, candidate_ids: torch.Tensor | None) -> tuple[torch.Tensor, TokenDistribution]:
+        distribution = TokenDistribution(logits.softmax(dim=-1), candidate_ids)
+        return draw(distribution, torch.rand(len(logits), device=logits.device)), distribution
 
 
 def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint, kept_tokens_mask
-from ..sampling.distributions import DraftBlock, Sampler
+from ..sampling.drafts import Drafts, Sampler
 from ..scheduling.options import DecodingOptions
 from . import publisher
 from .block_attention import BlockLayout
@@ -67,7 +67,7 @@ class DraftModel(PreTrainedModel):
         last_stats ([`Rounds`], *optional*): Of the last call.
     """
 
-    grows_trees = False  # whether `grow_tree` costs one parallel pass, as a block does
+    grows_trees = False  # whether `draft_block` can draw several children of a node
     drafts_blocks = True  # whether it proposes anything of its own
     base_model_prefix = ""
     main_input_name = "input_ids"
@@ -255,19 +255,19 @@ class DraftModel(PreTrainedModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
         num_tokens: int | None = None,
-    ) -> DraftBlock:
-        """Read the new context into `cache`, and draft one block per request.
+    ) -> Drafts:
+        """Read the new context into `cache`, and draft a chain or a tree per request, as the sampler draws it.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
             features (`torch.Tensor` of shape `[B, C, m*d]`, or `[T, m*d]` with `num_features`): Tapped target layers
                 of the committed tokens not yet in `cache`, the anchor excluded; packed, request by request.
             cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
-            sampler ([`Sampler`]): Draws each token.
+            sampler ([`Sampler`]): Draws the tokens, one level after another.
             num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
             committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token after each token of
                 `features`, the anchor after the last one; autoregressive drafts need it.
-            num_tokens (`int`, *optional*): Draw only the first tokens of each block, 1 <= n <= γ; all γ unless given.
+            num_tokens (`int`, *optional*): Draw so many levels at most, 1 <= n <= γ; γ unless given.
         """
         raise NotImplementedError
 

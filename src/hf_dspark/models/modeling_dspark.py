@@ -16,7 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..formats.checkpoint import kept_token_ids
-from ..sampling.distributions import DraftBlock, Grower, Sampler, TokenDistribution, largest
+from ..sampling.distributions import largest
+from ..sampling.drafts import Drafts, Sampler
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks
 from .configuration_dspark import DSparkConfig
@@ -363,48 +364,10 @@ class DSparkDraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
         num_tokens: int | None = None,
-    ) -> DraftBlock:
+    ) -> Drafts:
         hidden = self.read_block(anchor_ids, features, cache, num_features)
         base_logits = self.base_logits(self.predicting(hidden)[:, :num_tokens])
         return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
-
-    @torch.no_grad()
-    def grow_tree(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        grower: Grower,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
-    ) -> None:
-        """Read the new context as [`~DraftModel.draft_block`] does, and run the sequential stage level by level: the
-        distribution of a node's children is softmax(U_k + B_k), whatever branch it is in. DSpark Eq. 4."""
-        hidden = self.read_block(anchor_ids, features, cache, num_features)
-        base_logits = self.base_logits(self.predicting(hidden)[:, : grower.max_depth])
-        top_k, state, tokens = self.config.draft_top_k, None, anchor_ids.to(self.device)
-        best = None if top_k is None else largest(base_logits, top_k)[1]
-        successors = None if top_k is None else self._successors()
-        if self.markov_head is not None and not self.config.sample_from_anchor:
-            _, state = self.markov_head.transition(self.markov_head.markov_w1(tokens), hidden[:, 0], None)
-        hidden, rows = self.predicting(hidden), list(range(len(tokens)))
-        head = self.confidence_head if grower.reads_confidence else None
-        for depth in range(base_logits.shape[1]):
-            scores, node_hidden = of_nodes(base_logits, rows, depth), of_nodes(hidden, rows, depth)
-            candidates = None if best is None else of_nodes(best, rows, depth)
-            if successors is not None:
-                candidates = with_successors(candidates, successors(tokens))
-            scores, embedding = scores if candidates is None else scores.gather(-1, candidates), None
-            if self.markov_head is not None:
-                embedding = self.markov_head.markov_w1(tokens)
-                transition, state = self.markov_head.transition(embedding, node_hidden, state)
-                scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
-            confidence = None if head is None else head(node_hidden, embedding).float()
-            parents, children = grower(scores.float(), self._target_ids(candidates, len(tokens)), confidence)
-            if not parents:
-                return
-            tokens, rows = torch.tensor(children, device=self.device), [rows[parent] for parent in parents]
-            state = None if state is None else state[parents]
 
     @torch.no_grad()
     def read_block(
@@ -431,38 +394,43 @@ class DSparkDraftModel(DraftModel):
 
     def sample_block(
         self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler
-    ) -> DraftBlock:
-        """Run the sequential stage: draw x_k from softmax(U_k + B_k), left to right. DSpark Eq. 4.
+    ) -> Drafts:
+        """Run the sequential stage level by level: the children of a node at depth k - 1 are drawn from
+        softmax(U_k + B_k), whatever branch it is in. DSpark Eq. 4.
 
-        It reads h `[B, slots, d]`, U_1..U_n `[B, n, V or V_d]`, n <= γ, and x_0 `[B]`, and draws n tokens.
+        It reads h `[R, slots, d]`, U_1..U_n `[R, n, V or V_d]`, n <= γ, and x_0 `[R]`, and draws n levels at most.
         """
-        previous, state, top_k = anchor_ids, None, self.config.draft_top_k
+        tokens, state, top_k = anchor_ids, None, self.config.draft_top_k
         best = None if top_k is None else largest(base_logits, top_k)[1]
         successors = None if top_k is None else self._successors()
         if self.markov_head is not None and not self.config.sample_from_anchor:
-            _, state = self.markov_head.transition(self.markov_head.markov_w1(anchor_ids), hidden[:, 0], None)
+            _, state = self.markov_head.transition(self.markov_head.markov_w1(tokens), hidden[:, 0], None)
         hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
-        tokens = anchor_ids.new_empty(base_logits.shape[:2])
-        distributions, embeddings = [], []
-        for slot, scores in enumerate(base_logits.unbind(dim=1)):
-            candidates = None if best is None else best[:, slot]
+        embeddings, rows = [], None  # the request of each node of a level; `None`: one node of each
+        for depth in range(base_logits.shape[1]):
+            scores, node_hidden = of_nodes(base_logits, rows, depth), of_nodes(hidden, rows, depth)
+            candidates = None if best is None else of_nodes(best, rows, depth)
             if successors is not None:
-                candidates = with_successors(candidates, successors(previous))
+                candidates = with_successors(candidates, successors(tokens))
             scores = scores if candidates is None else scores.gather(-1, candidates)
             if self.markov_head is not None:
-                embeddings.append(self.markov_head.markov_w1(previous))
-                transition, state = self.markov_head.transition(embeddings[-1], hidden[:, slot], state)
+                embeddings.append(self.markov_head.markov_w1(tokens))
+                transition, state = self.markov_head.transition(embeddings[-1], node_hidden, state)
                 scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
-            previous, distribution = sampler(
-                scores.float(), self._target_ids(candidates, len(tokens)), tokens[:, :slot]
-            )
-            tokens[:, slot] = previous
-            distributions.append(distribution)
-        distribution = None if distributions[0] is None else TokenDistribution.stack(distributions)
+            confidence = None
+            if self.confidence_head is not None and sampler.reads_confidence:
+                confidence = self.confidence_head(node_hidden, embeddings[-1] if embeddings else None).float()
+            level = sampler(scores.float(), self._target_ids(candidates, len(tokens)), confidence)
+            if level is None:
+                return sampler.finish()
+            tokens, parents = level
+            if parents is not None:
+                rows = parents if rows is None else [rows[parent] for parent in parents]
+                state = None if state is None else state[parents]
         if self.confidence_head is None:
-            return DraftBlock(tokens, distribution, None)
+            return sampler.finish()
         stacked = torch.stack(embeddings, dim=1) if embeddings else None
-        return DraftBlock(tokens, distribution, self.confidence_head(hidden, stacked).float())  # Eq. 7
+        return sampler.finish(self.confidence_head(hidden, stacked).float())  # Eq. 7
 
     def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
@@ -510,6 +478,8 @@ class DSparkDraftModel(DraftModel):
         return logits if self.markov_head is None else logits + self.markov_head.bias(*transitions)
 
 
-def of_nodes(by_slot: torch.Tensor, rows: list[int], slot: int) -> torch.Tensor:
+def of_nodes(by_slot: torch.Tensor, rows: list[int] | None, slot: int) -> torch.Tensor:
     """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, slots, *]`."""
+    if rows is None:
+        return by_slot[:, slot]
     return by_slot[:, slot].expand(len(rows), -1) if len(by_slot) == 1 else by_slot[rows, slot]

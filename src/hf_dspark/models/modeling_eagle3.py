@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..sampling.distributions import DraftBlock, Sampler, TokenDistribution, largest
+from ..sampling.distributions import largest
+from ..sampling.drafts import Drafts, Sampler
 from .attention import fold_mask, grouped_attention
 from .block_attention import BlockLayout, KeyRanges, KeysValues, append_own
 from .configuration_eagle3 import Eagle3Config
@@ -154,24 +155,21 @@ class Eagle3DraftModel(DraftModel):
         num_features: Sequence[int] | None = None,
         committed_ids: torch.Tensor | None = None,
         num_tokens: int | None = None,
-    ) -> DraftBlock:
+    ) -> Drafts:
         hidden = self.read_block(anchor_ids, features, cache, num_features, committed_ids)
         counts = num_features or (features.shape[1],) * len(anchor_ids)
-        num_tokens, top_k = num_tokens or self.config.block_size, self.config.draft_top_k
-        tokens = anchor_ids.new_empty(len(anchor_ids), num_tokens, device=self.device)
+        tokens, top_k = None, self.config.draft_top_k
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
-        distributions = []
-        for slot in range(num_tokens):
+        for slot in range(num_tokens or self.config.block_size):
             if slot > 0:
                 layout = SlotLayout(tuple(start + slot - 1 for start in starts), (1,) * len(starts))
-                hidden = self._read_slots(hidden[None], tokens[:, slot - 1], cache, layout)
+                hidden = self._read_slots(hidden[None], tokens, cache, layout)
             scores, candidate_ids = self.base_logits(self.norm(hidden)), None
             if top_k is not None:
                 scores, candidate_ids = largest(scores, top_k)
-            tokens[:, slot], distribution = sampler(scores.float(), candidate_ids, tokens[:, :slot])
-            distributions.append(distribution)
-        return DraftBlock(tokens, None if distributions[0] is None else TokenDistribution.stack(distributions), None)
+            tokens, _ = sampler(scores.float(), candidate_ids, None)
+        return sampler.finish()
 
     @torch.no_grad()
     def read_block(

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from ..sampling.distributions import Grower
+from ..sampling.drafts import Drafts, Sampler
 from .configuration_dspark import DSparkConfig
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache
@@ -16,7 +16,7 @@ class PromptLookup(DraftModel):
     """Prompt lookup for any number of sequences: proposes what followed the longest earlier match of a text's end.
 
     It has no weights and needs no training. It pays where answers repeat their prompts: code edits, extraction,
-    retrieval. A draft proposes such copies, too, so it is for targets that have none.
+    retrieval. Drafts use it in their trees, too, so it is for targets that have none.
 
     Args:
         target (`PreTrainedModel`): The causal LM that it is for.
@@ -61,17 +61,19 @@ class PromptLookup(DraftModel):
         for row, count in enumerate(num_features):
             cache.commit(row, count)
 
-    def grow_tree(
+    def draft_block(
         self,
         anchor_ids: torch.Tensor,
         features: torch.Tensor,
         cache: SlotCache,
-        grower: Grower,
+        sampler: Sampler,
         num_features: Sequence[int],
         committed_ids: torch.Tensor | None = None,
-    ) -> None:
-        """Draw nothing: copies join the trees afterwards."""
+        num_tokens: int | None = None,
+    ) -> Drafts:
+        """Draw nothing: the sampler knows what was matched."""
         self.read_block(anchor_ids, features, cache, num_features)
+        return sampler.finish()
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a `TypeError`: there is nothing to save."""

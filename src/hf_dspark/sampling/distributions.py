@@ -1,11 +1,10 @@
-"""Draft blocks, distributions of tokens, and what is drawn from them.
+"""Token distributions, scores, and what is drawn from them.
 
 Shape letters used in the whole package: B requests, S context positions, N anchors, γ draft tokens in a block
 (`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -51,53 +50,25 @@ class TokenDistribution:
 
 
 @dataclass(frozen=True)
-class DraftBlock:
-    """One drafted block per request, before any of it is verified."""
+class Scores:
+    """Processed scores of n positions, from which a distribution or the best token follows."""
 
-    token_ids: torch.Tensor  # x_1..x_γ, [B, γ]
-    # [B, γ], what each token was drawn from: after temperature, truncation and all processors. `None` when the tokens
-    # are arg-max: then the distribution is one-hot, and any cut-off is lossless.
-    distribution: TokenDistribution | None
-    confidence_logits: torch.Tensor | None  # of c_k, [B, γ], known before x_k was drawn; `None` without such a head
-    # Slots for which the draft gave no distribution, since its numbers overflowed, [B, γ]; known before x_k was drawn,
-    # too.
-    broken: torch.Tensor | None = None
+    values: torch.Tensor  # [n, V] or [n, candidates], not normalised; minus infinity is impossible
+    candidate_ids: torch.Tensor | None = None  # [n, candidates]; `None` means all tokens
 
+    def __getitem__(self, positions: slice | list[int]) -> "Scores":
+        return Scores(self.values[positions], None if self.candidate_ids is None else self.candidate_ids[positions])
 
-@dataclass(frozen=True)
-class VerifiedBlock:
-    """What the target made of a block."""
+    def distribution(self) -> TokenDistribution:
+        return TokenDistribution(self.values.softmax(dim=-1, dtype=torch.float32), self.candidate_ids)
 
-    num_accepted: torch.Tensor  # draft tokens, without the bonus token, [B]
-    # [B]: the residual draw after a rejection, else the bonus token; -1 if the target has no distribution there.
-    next_token_ids: torch.Tensor
-    paths: "list[list[int]] | None" = None  # the accepted places, where trees were drafted
+    def best(self) -> torch.Tensor:
+        return best_tokens(self.values, self.candidate_ids)
 
-
-class Sampler(Protocol):
-    """Draws one draft token per request; supplied by the caller so that drafts and target share their processors."""
-
-    def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, TokenDistribution | None]:
-        """Draw token ids `[B]` from `softmax(logits)`, `[B, n]`, processed; return them with their distribution.
-
-        `drafted_ids` `[B, k-1]` is the block so far, without the anchor. The distribution of an arg-max draw is
-        `None`.
-        """
-
-
-class Grower(Protocol):
-    """Draws the children of one level of trees after another; supplied by the caller, as a [`Sampler`] is."""
-
-    max_depth: int
-    reads_confidence: bool
-
-    def __call__(
-        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
-    ) -> tuple[list[int], list[int]]:
-        """Draw children of the nodes of a level from `softmax(logits)`, `[F, n]`, processed. The confidences are those
-        of c_k after each node, `[F]`. Return the next level: the number of each node's parent, and its token."""
+    def dense(self, vocab_size: int) -> torch.Tensor:
+        """Return the scores over the whole vocabulary, `[n, V]`, in float32."""
+        values = self.values.float()
+        return values if self.candidate_ids is None else scatter_to_vocabulary(values, self.candidate_ids, vocab_size)
 
 
 def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,13 +122,6 @@ def scatter_to_vocabulary(scores: torch.Tensor, candidate_ids: torch.Tensor, voc
     return full.scatter(-1, candidate_ids, scores)
 
 
-def greedy_sampler(
-    logits: torch.Tensor, candidate_ids: torch.Tensor | None, drafted_ids: torch.Tensor
-) -> tuple[torch.Tensor, None]:
-    """Draw the arg-max; a [`Sampler`] without processors."""
-    return best_tokens(logits, candidate_ids), None
-
-
 def draw(distribution: TokenDistribution, uniform: torch.Tensor) -> torch.Tensor:
     """Draw one token per row, `[B]`, with one number in [0, 1) each: what a row draws depends on its own noise.
 
@@ -190,57 +154,3 @@ def residual_distribution(target_probs: torch.Tensor, draft_probs: torch.Tensor)
     residual = (target_probs - draft_probs).clamp_min(0.0)
     mass = residual.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, residual / mass.clamp_min(torch.finfo(mass.dtype).tiny), target_probs)
-
-
-def verify_greedily(
-    block: DraftBlock, lengths: torch.Tensor, target_ids: torch.Tensor, first_rows: torch.Tensor
-) -> VerifiedBlock:
-    """Accept arg-max drafts as long as they are the target's arg-max; the token after them is the target's.
-
-    `lengths` `[B]` are the scheduled draft tokens l. `target_ids` `[sum of 1 + l]` holds the target's arg-max after
-    the anchor and after each of them, request by request, starting at `first_rows` `[B]`.
-    """
-    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
-    after_prefix = target_ids[(first_rows[:, None] + slots).clamp_max(len(target_ids) - 1)]
-    matches = (after_prefix == block.token_ids) & (slots < lengths[:, None])
-    num_accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
-    return VerifiedBlock(num_accepted, target_ids[first_rows + num_accepted])
-
-
-def draft_probabilities(block: DraftBlock, slots: torch.Tensor, following: TokenDistribution) -> torch.Tensor:
-    """Return p_d at one slot of each request, for the tokens on which the target's distribution `[B, n]` stands, `[B,
-    n]`."""
-    requests = torch.arange(len(slots), device=slots.device)
-    distribution = None if block.distribution is None else block.distribution[requests, slots]
-    return on_support(distribution, block.token_ids[requests, slots], following)
-
-
-def on_support(
-    draft_distribution: TokenDistribution | None, drafted_ids: torch.Tensor, target_distribution: TokenDistribution
-) -> torch.Tensor:
-    """Return p_d `[..., n]` of the tokens on which distributions `[..., n]` of the target stand. Drafts without a
-    distribution were arg-max: all is on the drafted token."""
-    if draft_distribution is None:
-        tokens = drafted_ids[..., None]
-        if target_distribution.candidate_ids is not None:
-            return (target_distribution.candidate_ids == tokens).to(target_distribution.probs)
-        return torch.zeros_like(target_distribution.probs).scatter(-1, tokens, 1.0)
-    if target_distribution.candidate_ids is not None:
-        return draft_distribution.probability(target_distribution.candidate_ids)
-    return draft_distribution.dense(target_distribution.probs.shape[-1]).probs
-
-
-def drafted_probabilities(
-    block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return p_t and p_d of the drafted tokens, `[B, γ]` each; after the scheduled length they mean nothing."""
-    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
-    rows = (first_rows[:, None] + slots).clamp_max(len(target_distribution.probs) - 1)
-    if target_distribution.candidate_ids is None:
-        target_probs = target_distribution.probs[rows, block.token_ids]
-    else:
-        target_probs = target_distribution[rows].probability(tokens)[..., 0]
-    draft_probs = (
-        torch.ones_like(target_probs) if block.distribution is None else block.distribution.probability(tokens)[..., 0]
-    )
-    return target_probs, draft_probs

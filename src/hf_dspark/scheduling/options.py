@@ -20,7 +20,7 @@ class DecodingOptions:
             machine's throughput is known, as long as rounds take as long as that promises; else [`FullBlock`].
         trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where calibration has measured
             them, and the target can verify them.
-        copies (`bool`): Whether trees also get a branch that repeats what followed an earlier match of the text's end.
+        prompt_lookup (`bool`): Whether trees also get a branch of what followed an earlier match of the text's end.
         other_tokens (`int` or `Callable`): Tokens per step that the rest of the engine adds to the target's forward
             pass, or a function that returns them.
         domain (`str`, *optional*): Whose temperatures calibrate the confidences. Default: the sampling regime's.
@@ -43,7 +43,7 @@ class DecodingOptions:
 
     policy: Policy | None = None
     trees: bool | None = None
-    copies: bool = True
+    prompt_lookup: bool = True
     other_tokens: int | Callable[[], int] = 0
     domain: str | None = None
     observer: Callable[[RoundOutcome], None] | None = None

@@ -1,9 +1,9 @@
-"""Copies: what followed the longest earlier match of a sequence's end, and how often such continuations are right."""
+"""Prompt lookup: what followed the longest earlier match of a sequence's end, and how often such text is right."""
 
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,70 +16,65 @@ PRIOR_TESTS = 4  # that these count for
 
 
 @dataclass(frozen=True)
-class Copy:
+class LookupMatch:
     """A continuation that was found in a sequence itself."""
 
     token_ids: Sequence[int] = ()
     chances: Sequence[float] = ()  # of each, if those before it are right
 
 
-@dataclass
-class CopyRates:
-    """How often copied tokens are right, by the length of the match. Every round tells, also one that copies nothing:
-    committed tokens are compared with what would have been copied."""
-
-    tests: list[float] = field(default_factory=lambda: [float(PRIOR_TESTS)] * len(USUAL))
-    hits: list[float] = field(default_factory=lambda: [PRIOR_TESTS * rate for _, rate in USUAL])
-
-    def of(self, length: int) -> float:
-        kind = self._kind(length)
-        return self.hits[kind] / self.tests[kind]
-
-    def add(self, length: int, was_right: bool) -> None:
-        kind = self._kind(length)
-        self.tests[kind] += 1
-        self.hits[kind] += was_right
-
-    def _kind(self, length: int) -> int:
-        return bisect.bisect_right(SHORTEST, length) - 1
-
-
-class CopyFinder:
-    """Finds what to copy in one request's tokens, the prompt and earlier turns included."""
+class MatchAcceptance:
+    """How often tokens after a match are right, by its length. Every round tells, also one that proposes none:
+    committed tokens are compared with what would have been proposed."""
 
     def __init__(self) -> None:
-        self._rates = CopyRates()  # of this request alone: what it draws must not depend on its neighbours
+        self._tests = [float(PRIOR_TESTS)] * len(USUAL)
+        self._hits = [PRIOR_TESTS * rate for _, rate in USUAL]
+
+    def of(self, length: int) -> float:
+        kind = bisect.bisect_right(SHORTEST, length) - 1
+        return self._hits[kind] / self._tests[kind]
+
+    def add(self, length: int, was_right: bool) -> None:
+        kind = bisect.bisect_right(SHORTEST, length) - 1
+        self._tests[kind] += 1
+        self._hits[kind] += was_right
+
+
+class NgramMatcher:
+    """Finds the latest match of the end of one request's tokens, the prompt and earlier turns included."""
+
+    def __init__(self) -> None:
+        self._acceptance = MatchAcceptance()  # of this request alone: its draws must not depend on its neighbours
         self._token_ids: list[int] = []
         self._places: dict[tuple[int, ...], int] = {}  # after each sequence of tokens, where it stood last
-        self._length, self._copied = 0, Copy()  # of the match of the coming round, and what follows it
+        self._length, self._found = 0, LookupMatch()  # of the coming round
 
-    def find(self, token_ids: torch.Tensor, most: int) -> Copy:
+    def find(self, token_ids: torch.Tensor, most: int) -> LookupMatch:
         """Return what followed the longest match of a sequence's end, at most so many tokens."""
         self._read(token_ids[len(self._token_ids) :].tolist())
         tokens, end = self._token_ids, len(self._token_ids)
-        place = next((self._places[key] for key in map(self._key, MATCHES) if key in self._places), None)
+        keys = (tuple(tokens[-size:]) for size in MATCHES)
+        place = next((self._places[key] for key in keys if key in self._places), None)
         if place is None or most < 1:
-            self._length, self._copied = 0, Copy()
-            return self._copied
+            self._length, self._found = 0, LookupMatch()
+            return self._found
         length = 1
         while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
             length += 1
         # A text that repeats itself up to its end goes on repeating itself.
         found = list(itertools.islice(itertools.cycle(tokens[place : place + most]), most))
         self._length = length
-        self._copied = Copy(found, [self._rates.of(length + offset) for offset in range(len(found))])
-        return self._copied
-
-    def _key(self, size: int) -> tuple[int, ...]:
-        return tuple(self._token_ids[-size:])
+        self._found = LookupMatch(found, [self._acceptance.of(length + offset) for offset in range(len(found))])
+        return self._found
 
     def _read(self, new_tokens: list[int]) -> None:
-        for offset, (token, copied) in enumerate(zip(new_tokens, self._copied.token_ids, strict=False)):
-            self._rates.add(self._length + offset, token == copied)
-            if token != copied:
+        for offset, (token, proposed) in enumerate(zip(new_tokens, self._found.token_ids, strict=False)):
+            self._acceptance.add(self._length + offset, token == proposed)
+            if token != proposed:
                 break
         for token in new_tokens:
             for size in MATCHES:
                 if len(self._token_ids) >= size:
-                    self._places[self._key(size)] = len(self._token_ids)
+                    self._places[tuple(self._token_ids[-size:])] = len(self._token_ids)
             self._token_ids.append(token)

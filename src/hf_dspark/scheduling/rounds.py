@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..sampling.distributions import DraftBlock
-from ..sampling.trees import DraftTree
+from ..sampling.drafts import DraftBlock, DraftTree
 from .calibration import CalibrationRounds
 
 LARGEST_CONFIDENCE = 1 - 1e-6  # in float32, a confidence of a large logit is 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..sampling.trees import DraftTree
+from ..sampling.drafts import DraftTree
 from .calibration import fit_logits
 from .tree_plans import LEAST_PROBABILITY, MOST_SIBLINGS, SiblingAcceptance
 

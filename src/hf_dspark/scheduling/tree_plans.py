@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..sampling.trees import DraftTree
+from ..sampling.drafts import DraftTree
 
 MOST_SIBLINGS = 6
 MOST_NODES = 63  # of one request

@@ -1,0 +1,294 @@
+"""What a round drafts, for all rows: a tree of tokens each. A chain is a tree with one child a level; chains of equal
+lengths stay on the device as one block.
+
+Whether a node is drawn may depend on everything that is known before: on its ancestors, its earlier siblings, other
+branches and their confidences. It must not depend on its own token, nor on what is drawn after it. A node that was
+drawn must be verified. What chooses among drawn nodes by their tokens or by their own probabilities is not exact.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from .distributions import TokenDistribution, best_tokens
+
+# A distribution of which less is left draws no more children: sums of float32 probabilities are off by as much.
+LEAST_MASS = 1e-5
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target made of the drafts of a round."""
+
+    num_accepted: torch.Tensor  # draft tokens, without the bonus token, [R]
+    # [R]: the residual draw after a rejection, else the bonus token; -1 if the target has no distribution there.
+    next_token_ids: torch.Tensor
+    paths: Sequence[Sequence[int]] | None = None  # the accepted places; `None` for chains: the first ones
+
+
+class Drafts(ABC):
+    """The drafts of all rows of a round. In each row place 0 is the anchor, place i the i-th node sent."""
+
+    lengths: torch.Tensor  # nodes of each row that are verified, [R], on the CPU
+    confidence: torch.Tensor | None  # calibrated c_k along first children, [R, n], on any device
+
+    @property
+    @abstractmethod
+    def depths(self) -> list[int]:
+        """Nodes on the longest path of each row, `[R]`."""
+
+    @property
+    @abstractmethod
+    def parents(self) -> tuple[tuple[int, ...], ...] | None:
+        """The parent of each place, 0 for the anchor, by row; `None` where each place follows the one before."""
+
+    @abstractmethod
+    def packed(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Return anchors `[R]` and drafts row by row, `[T]`, as one packed pass reads them."""
+
+    @abstractmethod
+    def prefixes(self, row: int) -> list[tuple[list[int], int | None]]:
+        """Return the drafts up to each place of a row, and its parent where that may have forbidden its token."""
+
+    @abstractmethod
+    def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
+        """Return the accepted places of each row, and their tokens with the next one: a round's one transfer."""
+
+
+@dataclass(frozen=True)
+class DraftBlock(Drafts):
+    """A chain for each row, before any of it is verified."""
+
+    token_ids: torch.Tensor  # x_1..x_γ, [R, γ]
+    # [R, γ], what each token was drawn from: after temperature, truncation and all processors. `None` when the tokens
+    # are arg-max: then the distribution is one-hot, and any cut-off is lossless.
+    distribution: TokenDistribution | None = None
+    confidence_logits: torch.Tensor | None = None  # of c_k, [R, γ], known before x_k was drawn; not of every draft
+    # Slots for which the draft gave no distribution, since its numbers overflowed, [R, γ]; known before x_k was drawn.
+    broken: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None  # set by the cut
+    confidence: torch.Tensor | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        return self.lengths.tolist()
+
+    @property
+    def parents(self) -> None:
+        return None
+
+    def packed(self, anchors: torch.Tensor) -> torch.Tensor:
+        if self.token_ids.shape[1] == 0:
+            return anchors
+        columns = torch.cat([anchors.to(self.token_ids.device)[:, None], self.token_ids], dim=1)
+        sent = torch.arange(columns.shape[1], device="cpu") <= self.lengths[:, None]
+        return columns[sent.to(columns.device)]
+
+    def prefixes(self, row: int) -> list[tuple[list[int], None]]:
+        tokens = self.token_ids[row].tolist()
+        return [(tokens[:count], None) for count in range(1 + int(self.lengths[row]))]
+
+    def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
+        columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None], self.token_ids]
+        rows = torch.cat(columns, dim=1).tolist()
+        return [(range(1, 1 + count), [*drafted[:count], following]) for count, following, *drafted in rows]
+
+
+@dataclass
+class DraftTree:
+    """The tree of one row. Parents come before their children, and siblings in the order in which they are tested."""
+
+    token_ids: list[int] = field(default_factory=list)  # of the nodes, [n]
+    parents: list[int] = field(default_factory=list)  # their places, [n]
+    depths: list[int] = field(default_factory=list)  # 1 for children of the anchor, [n]
+    survivals: list[float] = field(default_factory=list)  # predicted probability that the node is accepted, [n]
+    known: list[float] = field(default_factory=list)  # what that was predicted from, see `SiblingAcceptance`, [n]
+    # What was left of the parent's distribution when the node was drawn, [n]. 0 where the token was not drawn, but
+    # known before: such a node is tested against a distribution that has no other token.
+    masses: list[float] = field(default_factory=list)
+    # place -> its children's distribution, and its row
+    distributions: dict[int, tuple[TokenDistribution, int]] = field(default_factory=dict)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths, default=0)
+
+    def add(self, parent: int, token_id: int, survival: float = 1.0, known: float = 1.0, *, mass: float = 0.0) -> int:
+        """Add a node after the last one, and return its place."""
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(1 + self.depth_of(parent))
+        self.survivals.append(survival)
+        self.known.append(known)
+        self.masses.append(mass)
+        return len(self.token_ids)
+
+    def depth_of(self, place: int) -> int:
+        return self.depths[place - 1] if place else 0
+
+    def children(self, place: int) -> list[int]:
+        return [node for node, parent in enumerate(self.parents, start=1) if parent == place]
+
+    def child(self, place: int, token_id: int) -> int | None:
+        """Return the first child with this token."""
+        matching = (node for node in self.children(place) if self.token_ids[node - 1] == token_id)
+        return next(matching, None)
+
+    def path(self, place: int) -> list[int]:
+        """Return the places from the first node down to this one."""
+        places = []
+        while place:
+            places.append(place)
+            place = self.parents[place - 1]
+        return places[::-1]
+
+    def tokens(self, places: Iterable[int]) -> list[int]:
+        return [self.token_ids[place - 1] for place in places]
+
+    def only(self, places: Sequence[int]) -> "DraftTree":
+        """Return the tree with some nodes alone, in ascending order, whose parents are among them: for arg-max drafts.
+        A node that was drawn must not be left out."""
+        new_place = {0: 0} | {place: new for new, place in enumerate(places, start=1)}
+        kept = DraftTree()
+        for place in places:
+            facts = self.token_ids[place - 1], self.survivals[place - 1], self.known[place - 1]
+            kept.add(new_place[self.parents[place - 1]], *facts)
+        return kept
+
+
+@dataclass(frozen=True)
+class DraftTrees(Drafts):
+    """A tree of any shape for each row, on the host."""
+
+    trees: Sequence[DraftTree]
+    confidence: torch.Tensor | None = None
+
+    @functools.cached_property
+    def lengths(self) -> torch.Tensor:
+        return torch.tensor([tree.num_nodes for tree in self.trees], device="cpu")
+
+    @property
+    def depths(self) -> list[int]:
+        return [tree.depth for tree in self.trees]
+
+    @property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((0, *tree.parents) for tree in self.trees)
+
+    def packed(self, anchors: torch.Tensor) -> torch.Tensor:
+        rows = zip(anchors.tolist(), self.trees, strict=True)
+        return torch.tensor([token for anchor, tree in rows for token in (anchor, *tree.token_ids)], device="cpu")
+
+    def prefixes(self, row: int) -> list[tuple[list[int], int | None]]:
+        tree = self.trees[row]
+        nodes = [(tree.tokens(tree.path(place)), parent) for place, parent in enumerate(tree.parents, start=1)]
+        return [([], None), *nodes]
+
+    def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
+        rows = zip(self.trees, verified.paths, verified.next_token_ids.tolist(), strict=True)
+        return [(path, [*tree.tokens(path), following]) for tree, path, following in rows]
+
+
+class Sampler(Protocol):
+    """Draws what a draft model proposes, one level after another. It is supplied by the caller, so that drafts and
+    target share their processors."""
+
+    reads_confidence: bool  # whether it needs the confidence of each node before it draws that node's children
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[int] | None] | None:
+        """Draw children of the nodes of a level.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `[F, V]` or `[F, candidates]`): They are drawn from its softmax,
+                processed.
+            candidate_ids (`torch.LongTensor` of shape `[F, candidates]`, *optional*): The tokens of the logits.
+            confidence_logits (`torch.FloatTensor` of shape `[F]`, *optional*): Of c_k after each node.
+
+        Returns:
+            The tokens of the next level, `[F']`, and the number of each one's parent; `None` instead of the numbers
+            where each node has one child. `None` where no level follows.
+        """
+
+    def finish(self, confidence_logits: torch.Tensor | None = None) -> Drafts:
+        """Return what was drawn; the confidences are those of whole chains, `[R, γ]`."""
+
+
+class ChainSampler:
+    """A [`Sampler`] of chains, without processors. It draws the arg-max; a subclass may draw otherwise."""
+
+    reads_confidence = False  # a chain is cut after it was drawn, by confidences that were known before
+
+    def __init__(self) -> None:
+        self.token_ids: list[torch.Tensor] = []  # of each level, [R]
+        self._distributions: list[TokenDistribution | None] = []
+
+    def draw(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, TokenDistribution | None]:
+        """Return a token for each row, `[R]`, and what it was drawn from, `None` for an arg-max."""
+        return best_tokens(logits, candidate_ids), None
+
+    def __call__(
+        self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, None]:
+        token_ids, distribution = self.draw(logits, candidate_ids)
+        self.token_ids.append(token_ids)
+        self._distributions.append(distribution)
+        return token_ids, None
+
+    def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
+        drawn = None if self._distributions[0] is None else TokenDistribution.stack(self._distributions)
+        return DraftBlock(torch.stack(self.token_ids, dim=1), drawn, confidence_logits)
+
+
+class SiblingDistribution:
+    """The distribution `[n]` of the children of one node, and what is left of it while they are drawn without
+    replacement. It need not sum to one exactly."""
+
+    def __init__(self, probs: np.ndarray) -> None:
+        self._probs = probs
+        self._cumulative = probs.cumsum(dtype=np.float64)
+        self._removed: list[tuple[float, float]] = []  # where a removed entry starts, and its size; ascending
+        self._gone: set[int] = set()
+
+    def remove(self, index: int) -> None:
+        """Let an entry not be drawn any more."""
+        if index not in self._gone:
+            self._gone.add(index)
+            size = float(self._probs[index])
+            self._removed = sorted([*self._removed, (float(self._cumulative[index]) - size, size)])
+
+    def draw(self, uniform: float) -> tuple[int, float] | None:
+        """Draw an entry by a number in [0, 1), and remove it.
+
+        Returns:
+            The entry, and the mass that was left: it was drawn from probs / mass. `None` if too little was left.
+        """
+        mass = float(self._cumulative[-1]) - sum(size for _, size in self._removed)
+        if not mass > LEAST_MASS:  # nor NaN
+            return None
+        index = invert_without(self._cumulative, self._removed, uniform * mass)
+        if index in self._gone or not self._probs[index] > 0.0:  # by rounding alone
+            return None
+        self.remove(index)
+        return index, mass
+
+
+def invert_without(cumulative: np.ndarray, removed: Sequence[tuple[float, float]], point: float) -> int:
+    """Return the entry at a point of a cumulative distribution out of which some stretches, (start, size) in ascending
+    order, were cut."""
+    for start, size in removed:
+        if point >= start:
+            point += size
+    return min(int(cumulative.searchsorted(point, side="right")), len(cumulative) - 1)

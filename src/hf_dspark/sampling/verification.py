@@ -1,0 +1,280 @@
+"""Which drafts the target accepts, and the token after them: [`verify`].
+
+A path is verified as a whole: what follows may make up for a token that is too likely in the draft. The output has the
+target's distribution, as with a test of each token alone, and no prefix is accepted less often. Of a chain the rule
+is block verification, computed for all rows at once.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .distributions import Scores, TokenDistribution, draw, residual_distribution
+from .drafts import DraftBlock, Drafts, DraftTree, DraftTrees, Verified
+from .noise import BlockNoise
+
+TINY = 1e-30  # keeps a quotient of zeros finite
+
+
+def verify(drafts: Drafts, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None) -> Verified:
+    """Accept a path of each row's drafts, and draw the token after it.
+
+    Args:
+        drafts ([`Drafts`]): With every node that was drawn, if drafts are drawn.
+        scores ([`Scores`] of shape `[sum of 1 + nodes, V]`): The target's, after the anchor and after each node sent,
+            row by row, processed like the drafts.
+        first_rows (`Sequence[int]`): Where each row's scores begin, `[R]`.
+        noise ([`BlockNoise`], *optional*): Independent of the draws. Without it the target's arg-max is followed.
+
+    Sun et al. 2024 (arXiv 2403.10444) for chains, Weng et al. 2025 (arXiv 2505.12398) for trees; both in place of the
+    ratio test of DSpark Section 2.1.
+    """
+    if isinstance(drafts, DraftTrees):
+        return _verify_trees(drafts, scores, first_rows, noise)
+    device = scores.values.device
+    lengths = drafts.lengths.to(device)
+    if drafts.token_ids.shape[1] == 0:
+        return Verified(lengths, next_tokens(scores, noise))
+    first_rows = torch.tensor(first_rows, device=device)
+    if noise is None:
+        return walk_chains(drafts, lengths, scores.best(), first_rows)
+    accept_uniforms = noise.accept_uniforms[:, : drafts.token_ids.shape[1]]
+    return verify_chains(drafts, lengths, scores.distribution(), first_rows, accept_uniforms, noise.next_uniforms)
+
+
+def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
+    """Draw the token at each position from the target alone, `[n]`."""
+    return scores.best() if noise is None else draw(scores.distribution(), noise.next_uniforms)
+
+
+def _verify_trees(drafts: DraftTrees, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None) -> Verified:
+    spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
+    rows = zip(drafts.trees, spans, strict=True)
+    if noise is None:
+        best = scores.best().tolist()
+        paths, following = zip(*(walk_tree(tree, best[span]) for tree, span in rows), strict=True)
+        next_token_ids = torch.tensor(following, device="cpu")
+    else:
+        distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
+        walks = [
+            verify_tree(tree, distribution[span], uniforms)
+            for (tree, span), uniforms in zip(rows, accept_uniforms, strict=True)
+        ]
+        paths, following = zip(*walks, strict=True)
+        next_token_ids = draw(TokenDistribution.stack([each[None] for each in following])[0], noise.next_uniforms)
+    return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths)
+
+
+# ---- arg-max drafts: along the target's arg-max
+
+
+def walk_chains(
+    block: DraftBlock, lengths: torch.Tensor, target_ids: torch.Tensor, first_rows: torch.Tensor
+) -> Verified:
+    """Accept drafts as long as they are the target's arg-max `[sum of 1 + l]`; the token after them is the target's.
+    `lengths` `[R]` are the tokens sent, `first_rows` `[R]` where each row begins."""
+    slots = torch.arange(block.token_ids.shape[1], device=lengths.device)
+    after_prefix = target_ids[(first_rows[:, None] + slots).clamp_max(len(target_ids) - 1)]
+    matches = (after_prefix == block.token_ids) & (slots < lengths[:, None])
+    num_accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
+    return Verified(num_accepted, target_ids[first_rows + num_accepted])
+
+
+def walk_tree(tree: DraftTree, target_ids: Sequence[int]) -> tuple[list[int], int]:
+    """Follow the target's arg-max after each place, `[1 + n]`, as long as it is a child. Return the accepted places,
+    and the token after them."""
+    path, node = [], tree.child(0, target_ids[0])
+    while node is not None:
+        path.append(node)
+        node = tree.child(node, target_ids[node])
+    return path, target_ids[path[-1] if path else 0]
+
+
+# ---- drawn chains
+
+
+def verify_chains(
+    block: DraftBlock,
+    lengths: torch.Tensor,
+    target_distribution: TokenDistribution,
+    first_rows: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    next_uniforms: torch.Tensor,
+) -> Verified:
+    """Accept a prefix of each chain, the longest that its uniform allows, and draw the token after it.
+
+    `lengths` `[R]` are the scheduled draft tokens l; whether a token is sent must be known before it is drawn. The
+    uniforms `[R, γ]` and `[R]`, in [0, 1), are independent of the draws.
+
+    After k accepted tokens, fewer than were sent, the next one has the distribution max(p_k p_t - p_d, 0), normalised,
+    with p_k of [`prefix_weights`]. After all of them it has the target's. Sun et al. 2024, Algorithm 2.
+    """
+    weights = prefix_weights(block, target_distribution, first_rows)
+    chances = prefix_chances(block, lengths, target_distribution, first_rows, weights)
+    num_accepted = longest_accepted(chances, accept_uniforms)
+    following = target_distribution[first_rows + num_accepted]
+    rows, slots = (
+        torch.arange(len(lengths), device=lengths.device),
+        num_accepted.clamp_max(block.token_ids.shape[1] - 1),
+    )
+    drawn_from = None if block.distribution is None else block.distribution[rows, slots]
+    draft_next = on_support(drawn_from, block.token_ids[rows, slots], following)
+    residual = residual_distribution(following.probs * weights.gather(1, num_accepted[:, None]), draft_next)
+    probs = torch.where((num_accepted < lengths)[:, None], residual, following.probs)
+    return Verified(num_accepted, draw(TokenDistribution(probs, following.candidate_ids), next_uniforms))
+
+
+def prefix_weights(
+    block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
+) -> torch.Tensor:
+    """Return p_0..p_γ, `[R, γ+1]`: p_0 = 1, p_k = min(p_{k-1} p_t(x_k) / p_d(x_k), 1). The first k tokens of a block
+    or more are accepted with probability p_k, however many are sent."""
+    target_probs, draft_probs = drafted_probabilities(block, target_distribution, first_rows)
+    ratios = target_probs / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)
+    weights = [torch.ones_like(ratios[:, 0])]
+    for slot in range(ratios.shape[1]):
+        weights.append((weights[-1] * ratios[:, slot]).clamp_max(1.0))
+    return torch.stack(weights, dim=1)
+
+
+def prefix_chances(
+    block: DraftBlock,
+    lengths: torch.Tensor,
+    target_distribution: TokenDistribution,
+    first_rows: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return with what probability the first 1..γ tokens are accepted if no longer prefix is, `[R, γ]`.
+
+    It is p_l at the scheduled length l, and before it s / (s + 1 - p_k) with s = sum max(p_k p_t - p_d, 0) over the
+    token after the prefix. Where the target has no distribution there, a prefix is taken with p_k, so that the caller
+    learns.
+    """
+    counts = torch.arange(1, block.token_ids.shape[1] + 1, device=lengths.device)
+    after = target_distribution[(first_rows[:, None] + counts[:-1]).clamp_max(len(target_distribution.probs) - 1)]
+    drawn_from = None if block.distribution is None else block.distribution[:, 1:]
+    draft_after = on_support(drawn_from, block.token_ids[:, 1:], after)
+    reached = weights[:, 1:-1]
+    excess = (reached[..., None] * after.probs - draft_after).clamp_min(0.0).sum(dim=-1)
+    inside = excess / (excess + 1.0 - reached).clamp_min(torch.finfo(excess.dtype).tiny)
+    inside = torch.where(excess.isnan(), reached, inside)
+    chances = torch.where(counts < lengths[:, None], torch.cat([inside, weights[:, -1:]], dim=1), weights[:, 1:])
+    return chances.masked_fill(counts > lengths[:, None], 0.0)
+
+
+def longest_accepted(chances: torch.Tensor, accept_uniforms: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens of the longest prefix whose uniform is below its chance, `[R]`."""
+    counts = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    return ((accept_uniforms < chances) * counts).amax(dim=1)
+
+
+def drafted_probabilities(
+    block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return p_t and p_d of the drafted tokens, `[R, γ]` each; after the scheduled length they mean nothing."""
+    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
+    rows = (first_rows[:, None] + slots).clamp_max(len(target_distribution.probs) - 1)
+    if target_distribution.candidate_ids is None:
+        target_probs = target_distribution.probs[rows, block.token_ids]
+    else:
+        target_probs = target_distribution[rows].probability(tokens)[..., 0]
+    if block.distribution is None:
+        return target_probs, torch.ones_like(target_probs)
+    return target_probs, block.distribution.probability(tokens)[..., 0]
+
+
+def on_support(
+    draft_distribution: TokenDistribution | None, drafted_ids: torch.Tensor, target_distribution: TokenDistribution
+) -> torch.Tensor:
+    """Return p_d `[..., n]` of the tokens on which distributions `[..., n]` of the target stand. Drafts without a
+    distribution were known before: all is on the drafted token, `[...]`."""
+    if draft_distribution is None:
+        tokens = drafted_ids[..., None]
+        if target_distribution.candidate_ids is not None:
+            return (target_distribution.candidate_ids == tokens).to(target_distribution.probs)
+        return torch.zeros_like(target_distribution.probs).scatter(-1, tokens, 1.0)
+    if target_distribution.candidate_ids is not None:
+        return draft_distribution.probability(target_distribution.candidate_ids)
+    return draft_distribution.dense(target_distribution.probs.shape[-1]).probs
+
+
+# ---- drawn trees
+
+
+def verify_tree(
+    tree: DraftTree, target_distribution: TokenDistribution, accept_uniforms: Sequence[float]
+) -> tuple[list[int], TokenDistribution]:
+    """Accept a path, the deepest node of a branch first.
+
+    A place is entered with a weight w, with which it or something below it will be accepted; that of the anchor is 1.
+    With p_1 the target's distribution there and q_j what child j was drawn from (it stands on the token alone if that
+    was known before), child j is entered with min(1, w p_j(z) / q_j(z)). If nothing below it is accepted, s is the sum
+    of max(w p_j - q_j, 0) over all tokens, p_{j+1} this excess over s, and w becomes s / (s + 1 - w). After its
+    children the place itself is accepted with what w has become.
+
+    The shape below a child may depend on its siblings: the child is accepted as often whatever is below it.
+
+    Args:
+        tree ([`DraftTree`]): With every node that was drawn.
+        target_distribution ([`TokenDistribution`] of shape `[1 + n, m]`): After each place, processed like the drafts.
+        accept_uniforms (`Sequence[float]`): One for each node, in [0, 1), independent of the draws.
+
+    Returns:
+        The accepted places, and the distribution of the token after them, `[m]`.
+    """
+    found = _accepted(tree, target_distribution, accept_uniforms, 0, 1.0)
+    assert found is not None, "the anchor is accepted already"
+    return found
+
+
+def _accepted(
+    tree: DraftTree,
+    target_distribution: TokenDistribution,
+    accept_uniforms: Sequence[float],
+    place: int,
+    weight: float,
+) -> tuple[list[int], TokenDistribution] | None:
+    """Return the path from a place on, without it, and the distribution after it; `None` if not even the place is
+    accepted."""
+    distribution, tried, draft_probs, entered = target_distribution[place], [], None, weight
+    probs = distribution.probs
+    for node in tree.children(place):
+        token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
+        draft_prob, drawn_from = 1.0, None
+        if mass > 0.0:
+            of_children, row = tree.distributions[place]
+            drawn_from = of_children[row]
+            draft_prob = float(drawn_from.probs[_places_of(token, drawn_from.candidate_ids)].sum()) / mass
+        ratio = weight * float(probs[_places_of(token, distribution.candidate_ids)].sum()) / draft_prob
+        if ratio > 0.0:
+            below = _accepted(tree, target_distribution, accept_uniforms, node, min(1.0, ratio))
+            if below is not None:
+                return [node, *below[0]], below[1]
+        if drawn_from is None:
+            left = on_support(None, torch.tensor(token, device=probs.device), distribution)
+        else:
+            if draft_probs is None:
+                draft_probs = on_support(drawn_from, None, distribution)
+            left = draft_probs.clone()
+            for each in tried:
+                left[_places_of(each, distribution.candidate_ids)] = 0.0
+            left /= mass
+        excess = float((weight * probs - left).clamp_min(0.0).sum())
+        probs = residual_distribution(weight * probs, left)
+        weight = excess / max(excess + 1.0 - weight, TINY)
+        tried.append(token)
+    # Where the target has no distribution, a place is taken with the weight that it came with, so that the caller
+    # learns.
+    if place == 0 or accepts(accept_uniforms[place - 1], entered if math.isnan(weight) else weight):
+        return [], TokenDistribution(probs, distribution.candidate_ids)
+    return None
+
+
+def _places_of(token: int, candidate_ids: torch.Tensor | None) -> int | torch.Tensor:
+    return token if candidate_ids is None else candidate_ids == token
+
+
+def accepts(uniform: float, chance: float) -> bool:
+    """Tell whether a draft is accepted that is to be accepted with this chance."""
+    return uniform < chance
