@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_dspark import DecodingOptions, Rounds, decode_with
-from hf_dspark.sampling.trees import DraftTree
+from hf_dspark.sampling.drafts import DraftTree
 from hf_dspark.scheduling.rounds import RoundOutcome, RoundSeconds
 from tests.rows import GREEDY, EverySecond
 
