@@ -29,7 +29,7 @@ WAITING_AT_MOST = 128
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one round sends to verification."""
+    """What one round sends to verification, and how it came about."""
 
     drafts: Drafts
     drafted: bool = True  # whether the draft ran; prompt lookup needs none
@@ -115,10 +115,9 @@ class Drafter:
         elif num_tokens and self.draft.drafts_blocks:
             drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load), True
         else:
-            has_read, drafted = self._read_late(requests), False
             token_ids = torch.empty(len(requests), 0, dtype=torch.long, device=self.draft.device)
-            drafts = DraftBlock(token_ids, lengths=torch.zeros_like(max_lengths))
-            if not has_read:
+            drafts, drafted = DraftBlock(token_ids, lengths=torch.zeros_like(max_lengths)), False
+            if not self._read_late(requests):
                 return Proposal(drafts, drafted)
         return Proposal(drafts, drafted, time.perf_counter() - started)
 

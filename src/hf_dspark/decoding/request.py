@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
-from .logits_processing import Prefix
+from .logits_processing import Prefix, is_built_in
 
 # Looked up without a call.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
@@ -189,7 +189,7 @@ def copies_of(user_objects: Iterable[Any]) -> Iterator[Any]:
     """Yield processors or criteria for one more sequence, copies of those that transformers did not write. What cannot
     be copied (a criterion that waits for an event, say) is shared."""
     for each in user_objects:
-        if not type(each).__module__.startswith("transformers."):
+        if not is_built_in(each):
             with contextlib.suppress(Exception):  # whatever a user's object does when it is copied
                 each = copy_of(each)
         yield each

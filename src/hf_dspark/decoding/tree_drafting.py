@@ -96,7 +96,11 @@ class TreeSampler(ABC):
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[int]] | None:
-        scores = self._processor(logits, candidate_ids, self._prefixes())
+        prefixes = []
+        for row, place in self._level if self._processor.reads_prefixes else ():
+            tree, can_be_reached = self.trees[row], (row, place) not in self._unreachable
+            prefixes.append(self.requests[row].prefix(tree.tokens(tree.path(place))) if can_be_reached else None)
+        scores = self._processor(logits, candidate_ids, prefixes)
         parents, level = [], []
         for number, token, *facts, mass in self._children(scores, confidence_logits):
             row, place = self._level[number]
@@ -105,7 +109,8 @@ class TreeSampler(ABC):
                 (row, place) in self._unreachable or _is_forbidden(scores, number, token)
             ):
                 self._unreachable.add((row, added))
-            if self._continues(row, place, token):
+            following = self._next_of_match(row, place)
+            if following is not None and following[0] == token:
                 self._matched[row, added] = self._matched[row, place] + 1
             inside = self._depth < self._max_depths[row] and token not in self._ends
             if inside and self._survival(row, added) >= self._plan.cut:
@@ -129,15 +134,6 @@ class TreeSampler(ABC):
             rows = [torch.tensor(row, device="cpu") for row in self._confidence]
             confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return DraftTrees(self.trees, confidence)
-
-    def _prefixes(self) -> list[Any]:
-        if not self._processor.reads_prefixes:
-            return []
-        trees = [(self.requests[row], self.trees[row], (row, place)) for row, place in self._level]
-        return [
-            None if node in self._unreachable else request.prefix(tree.tokens(tree.path(node[1])))
-            for request, tree, node in trees
-        ]
 
     def _shares(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return expected acceptance of the draft's children, `[F, ranks]`, and of which nodes it gave a distribution,
@@ -169,10 +165,6 @@ class TreeSampler(ABC):
         if count is None or count == len(match.token_ids):
             return None
         return match.token_ids[count], match.chances[count]
-
-    def _continues(self, row: int, place: int, token: int) -> bool:
-        following = self._next_of_match(row, place)
-        return following is not None and following[0] == token
 
     def _matching(self) -> dict[int, tuple[int, float]]:
         """Return, by number, which nodes of the level end a matched path, and what comes next."""

@@ -114,10 +114,8 @@ def verify_chains(
     chances = prefix_chances(block, lengths, target_distribution, first_rows, weights)
     num_accepted = longest_accepted(chances, accept_uniforms)
     following = target_distribution[first_rows + num_accepted]
-    rows, slots = (
-        torch.arange(len(lengths), device=lengths.device),
-        num_accepted.clamp_max(block.token_ids.shape[1] - 1),
-    )
+    rows = torch.arange(len(lengths), device=lengths.device)
+    slots = num_accepted.clamp_max(block.token_ids.shape[1] - 1)
     drawn_from = None if block.distribution is None else block.distribution[rows, slots]
     draft_next = on_support(drawn_from, block.token_ids[rows, slots], following)
     residual = residual_distribution(following.probs * weights.gather(1, num_accepted[:, None]), draft_next)
@@ -223,52 +221,41 @@ def verify_tree(
     Returns:
         The accepted places, and the distribution of the token after them, `[m]`.
     """
-    found = _accepted(tree, target_distribution, accept_uniforms, 0, 1.0)
-    assert found is not None, "the anchor is accepted already"
-    return found
 
+    def accepted_below(place: int, weight: float) -> tuple[list[int], TokenDistribution] | None:
+        distribution, tried, draft_probs, entered = target_distribution[place], [], None, weight
+        probs = distribution.probs
+        for node in tree.children(place):
+            token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
+            draft_prob, drawn_from = 1.0, None
+            if mass > 0.0:
+                of_children, row = tree.distributions[place]
+                drawn_from = of_children[row]
+                draft_prob = float(drawn_from.probs[_places_of(token, drawn_from.candidate_ids)].sum()) / mass
+            ratio = weight * float(probs[_places_of(token, distribution.candidate_ids)].sum()) / draft_prob
+            found = accepted_below(node, min(1.0, ratio)) if ratio > 0.0 else None
+            if found is not None:
+                return [node, *found[0]], found[1]
+            if drawn_from is None:
+                left = on_support(None, torch.tensor(token, device=probs.device), distribution)
+            else:
+                if draft_probs is None:
+                    draft_probs = on_support(drawn_from, None, distribution)
+                left = draft_probs.clone()
+                for each in tried:
+                    left[_places_of(each, distribution.candidate_ids)] = 0.0
+                left /= mass
+            excess = float((weight * probs - left).clamp_min(0.0).sum())
+            probs = residual_distribution(weight * probs, left)
+            weight = excess / max(excess + 1.0 - weight, TINY)
+            tried.append(token)
+        # Where the target has no distribution, a place is taken with the weight that it came with, so that the caller
+        # learns.
+        if place == 0 or accepts(accept_uniforms[place - 1], entered if math.isnan(weight) else weight):
+            return [], TokenDistribution(probs, distribution.candidate_ids)
+        return None
 
-def _accepted(
-    tree: DraftTree,
-    target_distribution: TokenDistribution,
-    accept_uniforms: Sequence[float],
-    place: int,
-    weight: float,
-) -> tuple[list[int], TokenDistribution] | None:
-    """Return the path from a place on, without it, and the distribution after it; `None` if not even the place is
-    accepted."""
-    distribution, tried, draft_probs, entered = target_distribution[place], [], None, weight
-    probs = distribution.probs
-    for node in tree.children(place):
-        token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
-        draft_prob, drawn_from = 1.0, None
-        if mass > 0.0:
-            of_children, row = tree.distributions[place]
-            drawn_from = of_children[row]
-            draft_prob = float(drawn_from.probs[_places_of(token, drawn_from.candidate_ids)].sum()) / mass
-        ratio = weight * float(probs[_places_of(token, distribution.candidate_ids)].sum()) / draft_prob
-        if ratio > 0.0:
-            below = _accepted(tree, target_distribution, accept_uniforms, node, min(1.0, ratio))
-            if below is not None:
-                return [node, *below[0]], below[1]
-        if drawn_from is None:
-            left = on_support(None, torch.tensor(token, device=probs.device), distribution)
-        else:
-            if draft_probs is None:
-                draft_probs = on_support(drawn_from, None, distribution)
-            left = draft_probs.clone()
-            for each in tried:
-                left[_places_of(each, distribution.candidate_ids)] = 0.0
-            left /= mass
-        excess = float((weight * probs - left).clamp_min(0.0).sum())
-        probs = residual_distribution(weight * probs, left)
-        weight = excess / max(excess + 1.0 - weight, TINY)
-        tried.append(token)
-    # Where the target has no distribution, a place is taken with the weight that it came with, so that the caller
-    # learns.
-    if place == 0 or accepts(accept_uniforms[place - 1], entered if math.isnan(weight) else weight):
-        return [], TokenDistribution(probs, distribution.candidate_ids)
-    return None
+    return accepted_below(0, 1.0)
 
 
 def _places_of(token: int, candidate_ids: torch.Tensor | None) -> int | torch.Tensor:
