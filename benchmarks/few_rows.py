@@ -3,9 +3,9 @@
 python benchmarks/few_rows.py --output few_rows.json
 
 PyTorch multiplies float32 by MKL, and bfloat16 by oneDNN with weights as they are. Interleaved; shapes that the
-shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. The tables in `hf_dspark/cpu/small_batch_gemm.py`
-(`ONEDNN_GAINS`, `TRANSPOSED_GAINS`, `PACKED_GAINS`) say from which sizes on each way is taken, by kind of CPU, and
-come from here. How long packing takes is measured as well. Three to six minutes; leave bfloat16 out where the CPU has
+shipped pair, a Qwen3-0.6B and a 1.7B have, and LM heads. The table in `hf_dspark/cpu/small_batch_gemm.py`
+(`GAINS`) says from which sizes on each way is taken, by kind of CPU, and
+comes from here. How long packing takes is measured as well. Three to six minutes; leave bfloat16 out where the CPU has
 no units for it.
 """
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hf_dspark.cpu.small_batch_gemm import MAX_ROWS, onednn_linear, packed_weight, transposed_linear
+from hf_dspark.cpu.small_batch_gemm import MAX_ROWS, onednn_linear, packed_weight, swapped_linear
 from hf_dspark.provenance import provenance
 
 SHAPES = [
@@ -53,7 +53,7 @@ class Matrices:
         if way == "torch":
             return partial(F.linear, rows, self.plain[turn])
         if way == "transposed":
-            return partial(transposed_linear, rows, self.plain[turn])
+            return partial(swapped_linear, rows, self.plain[turn])
         return partial(onednn_linear, rows, (self.packed if way == "packed" else self.plain)[turn])
 
     def packing(self) -> Callable[[], torch.Tensor]:

@@ -26,13 +26,11 @@ from transformers import (
 )
 
 from hf_dspark import (
-    AdaptiveDrafting,
     DecodingOptions,
     DSparkConfig,
     DSparkDraftModel,
     Policy,
-    PrefixScheduler,
-    SLOLimit,
+    Scheduler,
     evaluate,
     fast_linears,
 )
@@ -43,7 +41,7 @@ from hf_dspark.measuring.profile import _passes_by_columns as passes_by_columns 
 from hf_dspark.measuring.profile import _passes_by_slots as passes_by_slots  # noqa: F401
 from hf_dspark.provenance import provenance
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees, Verified
-from hf_dspark.scheduling.costs import StepCost
+from hf_dspark.scheduling.costs import ThroughputTable
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
 RESULTS = Path(__file__).parent / "results"
@@ -213,14 +211,9 @@ def provenance_of(
     return found if part is None else found | {"command": found["command"].replace(".py", f".py {part}", 1)}
 
 
-def scheduler(cost: StepCost) -> Policy:
+def scheduler(cost: ThroughputTable) -> Policy:
     """Return the default policy: draft when it pays, and verify the prefixes that pay."""
-    return AdaptiveDrafting(PrefixScheduler(cost))
-
-
-def with_limit(policy: Policy, tpot_seconds: float, mode: str) -> Policy:
-    """Return AdaSpec's limit of the time per output token over a policy, which is asked whether to draft."""
-    return SLOLimit(AdaptiveDrafting(policy), tpot_seconds=tpot_seconds, mode=mode)
+    return Scheduler(cost, trees=False)
 
 
 @contextmanager

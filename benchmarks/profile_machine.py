@@ -50,7 +50,7 @@ def main() -> None:
     path = Path(options.output or TABLES / f"{options.name}.{options.models}.{options.dtype}.json")
     profile.save(path)
     seconds = time.perf_counter() - started
-    print(f"{path.name}: {seconds:.0f} s, R squared {profile.fit}, drafting {1e3 * profile.table.drafting:.1f} ms")
+    print(f"{path.name}: {seconds:.0f} s, drafting {1e3 * profile.table.drafting:.1f} ms")
     for tokens, rate in zip(profile.table.verify_tokens, profile.table.steps_per_second, strict=True):
         print(f"  B {tokens:4d}: {1e3 / rate:8.1f} ms a round")
 

@@ -18,21 +18,20 @@ from typing import Any
 
 import numpy
 import torch
-from pair import RESULTS, provenance_of, scheduler, with_limit, write_result
+from pair import RESULTS, provenance_of, scheduler, write_result
 from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
 from simulator import LINE, Recording, load_curves, load_rounds
 from tqdm import tqdm
 
-from hf_dspark.scheduling.costs import Load, StepCost, ThroughputTable
+from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.policies import (
     ConfidenceThreshold,
     FullBlock,
-    LaggedScheduler,
     Policy,
-    PrefixScheduler,
-    RoundOutcome,
-    survival,
 )
+from hf_dspark.scheduling.ranking import survival
+from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.scheduler import Scheduler
 
 LAG = 2
 JAGGED_REQUESTS, JAGGED_BLOCK_SIZE = 128, 7
@@ -89,7 +88,7 @@ class Decision:
     p95_us: float
 
 
-def expected_throughput(confidence: torch.Tensor, lengths: torch.Tensor, cost: StepCost) -> float:
+def expected_throughput(confidence: torch.Tensor, lengths: torch.Tensor, cost: ThroughputTable) -> float:
     """Return the tokens per second that these lengths are expected to give."""
     load = Load(range(len(confidence)))
     verified = torch.arange(confidence.shape[1]) < lengths[:, None]
@@ -97,7 +96,7 @@ def expected_throughput(confidence: torch.Tensor, lengths: torch.Tensor, cost: S
     return kept / float(cost.round_seconds(load, int(lengths.sum()))[-1])
 
 
-def plain_throughput(num_requests: int, cost: StepCost) -> float:
+def plain_throughput(num_requests: int, cost: ThroughputTable) -> float:
     """Return the tokens per second without drafting."""
     return num_requests / cost.plain_seconds(Load(range(num_requests)))
 
@@ -162,12 +161,12 @@ def recorded_draws(recording: Recording, sizes: Sequence[int], rng: numpy.random
     return draws
 
 
-def relative_throughput(draws: Sequence[Draw], cost: StepCost) -> dict[str, float]:
+def relative_throughput(draws: Sequence[Draw], cost: ThroughputTable) -> dict[str, float]:
     """Return the mean over the draws of each scheduler's expected throughput over the oracle's."""
     policies = {
         "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": PrefixScheduler(cost),
-        "lagged budget + top-K": LaggedScheduler(cost, LAG),
+        "hull + fill": Scheduler(cost, trees=False),
+        "lagged budget + top-K": Scheduler(cost, lag=LAG),
     }
     best = [expected_throughput(d.confidence, lengths_of(GlobalScheduler(cost), d), cost) for d in draws]
     return {
@@ -198,7 +197,7 @@ def sawtooth(bucket: int = 64, last: int = 1024) -> ThroughputTable:
     return table_of(lambda b: 0.005 + 0.002 * ((b - 1) // bucket), last)
 
 
-def synthetic_curves(rng: numpy.random.Generator) -> dict[str, StepCost]:
+def synthetic_curves(rng: numpy.random.Generator) -> dict[str, ThroughputTable]:
     """Return the curves that need no file."""
     last = JAGGED_REQUESTS * (JAGGED_BLOCK_SIZE + 1)
     noise = rng.uniform(-0.02, 0.02, last + 1)
@@ -209,21 +208,21 @@ def synthetic_curves(rng: numpy.random.Generator) -> dict[str, StepCost]:
     }
 
 
-def jagged_curves(path: str | Path) -> dict[str, StepCost]:
+def jagged_curves(path: str | Path) -> dict[str, ThroughputTable]:
     """Return the step times of each GPU in a file, once linear and once padded to the measured sizes."""
-    curves: dict[str, StepCost] = {}
+    curves: dict[str, ThroughputTable] = {}
     for name, measured in load_curves(path).items():
         curves |= {f"{name}, linear": measured, f"{name}, next probe": next_probe(measured)}
     return curves
 
 
-def budget_row(draws: Sequence[Draw], cost: StepCost, reference: float | None) -> BudgetRow:
+def budget_row(draws: Sequence[Draw], cost: ThroughputTable, reference: float | None) -> BudgetRow:
     """Return what is verified and gained at one concurrency: that of the draws."""
     requests = len(draws[0].confidence)
     policies = {
         "full block": FullBlock(),
         "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": PrefixScheduler(cost),
+        "hull + fill": Scheduler(cost, trees=False),
         "oracle": GlobalScheduler(cost),
     }
     lengths = {name: [lengths_of(policy, draw) for draw in draws] for name, policy in policies.items()}
@@ -252,7 +251,7 @@ def reference_budget(name: str, requests: int, num_rows: int, rng: numpy.random.
 
 
 def recorded_budget(
-    recording: Recording, cost: StepCost, requests: int, num_rows: int, rng: numpy.random.Generator
+    recording: Recording, cost: ThroughputTable, requests: int, num_rows: int, rng: numpy.random.Generator
 ) -> BudgetRow:
     """Return a concurrency of recorded confidences, from rounds of about `num_rows` requests together."""
     return budget_row(recorded_draws(recording, [requests] * -(-num_rows // requests), rng), cost, None)
@@ -269,11 +268,11 @@ def time_decisions(num_requests: int, repetitions: int, rng: numpy.random.Genera
         "full block": FullBlock(),
         "confidence threshold": ConfidenceThreshold(0.5),
         "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": PrefixScheduler(cost),
-        "lagged budget + top-K": LaggedScheduler(cost, LAG),
+        "hull + fill": Scheduler(cost, trees=False),
+        "lagged budget + top-K": Scheduler(cost, lag=LAG),
         "oracle": GlobalScheduler(cost),
         "elimination": EliminationScheduler(cost),
-        "hull + fill, SLO limit": with_limit(PrefixScheduler(cost), 0.03, "step"),
+        "hull + fill, SLO limit": Scheduler(cost, trees=False, tpot_seconds=0.03),
     }
     times = {}
     for name, policy in policies.items():

@@ -26,21 +26,19 @@ from typing import Any
 
 import numpy
 import torch
-from pair import RESULTS, provenance_of, scheduler, with_limit, write_result
-from policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
+from pair import RESULTS, provenance_of, scheduler, write_result
+from policy_baselines import SLO_MODES, EarlyStopScheduler, EliminationScheduler, GlobalScheduler, linear_cost
 from tqdm import tqdm
 from traces import Arrival, MeanLengths, load_trace
 
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, StepCost, ThroughputTable
+from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.policies import (
-    SLO_MODES,
     ConfidenceThreshold,
     FullBlock,
-    LaggedScheduler,
     Policy,
-    PrefixScheduler,
-    RoundOutcome,
 )
+from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.scheduler import Scheduler
 
 WINDOW_SECONDS = 5.0
 FIXED_LENGTHS = (1, 3, 5, 7)
@@ -48,7 +46,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 SLO_QUANTILE = 0.9  # AdaSpec's limit: the 90th percentile of plain decoding
 DRAFT_SHARE = 2 / 32  # a draft of 2 layers for a target of 32
 # 20 ms + .03 ms per verified token, and 1.5 ms of drafting: the cost if none is given.
-LINE = LinearCost(ForwardCost(0.0, 3e-5, 0.02), ForwardCost(0.0, 0.0, 0.0015))
+LINE = linear_cost(3e-5, 0.02, 0.0015)
 
 
 @dataclass(frozen=True)
@@ -262,17 +260,18 @@ def synthetic_recording(
     return Recording.of(requests)
 
 
-def contenders(cost: StepCost, block_size: int, tpot_seconds: float) -> list[Contender]:
+def contenders(cost: ThroughputTable, block_size: int, tpot_seconds: float) -> list[Contender]:
     """Return the policies to compare. AdaSpec and the oracle are not causal."""
     policies = {
         "confidence threshold .5": ConfidenceThreshold(0.5),
         "Algorithm 1": EarlyStopScheduler(cost),
-        "hull + fill": PrefixScheduler(cost),
-        "lagged budget + top-K": LaggedScheduler(cost),
+        "hull + fill": Scheduler(cost, trees=False, skip=False),
+        "lagged budget + top-K": Scheduler(cost, lag=2, skip=False),
         "hull + fill, draft or skip": scheduler(cost),
-        "hull + fill, limit: expected": with_limit(PrefixScheduler(cost), tpot_seconds, "expected"),
+        "hull + fill, limit: expected": Scheduler(cost, trees=False, tpot_seconds=tpot_seconds),
         **{
-            f"AdaSpec, limit: {mode}": with_limit(EliminationScheduler(cost), tpot_seconds, mode) for mode in SLO_MODES
+            f"AdaSpec, limit: {mode}": EliminationScheduler(cost, skip=True, tpot_seconds=tpot_seconds, mode=mode)
+            for mode in SLO_MODES
         },
         "oracle": GlobalScheduler(cost),
     }
@@ -287,7 +286,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     recording: Recording,
     contender: Contender,
-    cost: StepCost,
+    cost: ThroughputTable,
     max_requests: int,
     max_rounds: int | None = None,
 ) -> Run:
@@ -297,7 +296,7 @@ def simulate(
         arrivals (`Sequence[Arrival]`): In the order of time.
         recording ([`Recording`]): What a round of a request is like.
         contender ([`Contender`]): Decides.
-        cost ([`StepCost`]): Duration of a round; also what the policy may know of it.
+        cost ([`ThroughputTable`]): Duration of a round; also what the policy may know of it.
         max_requests (`int`): Cap of the active requests; the others wait in the order of arrival.
         max_rounds (`int`, *optional*): Stop after this number of rounds.
     """
@@ -326,7 +325,7 @@ def simulate(
 
 
 def _decode(
-    active: Sequence[Active], recording: Recording, policy: Policy, max_drafts: int, cost: StepCost
+    active: Sequence[Active], recording: Recording, policy: Policy, max_drafts: int, cost: ThroughputTable
 ) -> RoundOutcome:
     context = sum(each.arrival.context_tokens + each.produced for each in active)
     load = Load([each.request for each in active], context)
@@ -391,13 +390,13 @@ def _length_correlation(rounds: Sequence[Round]) -> float | None:
 
 
 def frontier(
-    recording: Recording, cost: StepCost, concurrencies: Sequence[int], rounds: int = 200
+    recording: Recording, cost: ThroughputTable, concurrencies: Sequence[int], rounds: int = 200
 ) -> dict[str, list[dict[str, float]]]:
     """Return throughput and speed per user of each policy, for several numbers of requests that stay active.
 
     Args:
         recording ([`Recording`]): What a round of a request is like.
-        cost ([`StepCost`]): Duration of a round.
+        cost ([`ThroughputTable`]): Duration of a round.
         concurrencies (`Sequence[int]`): R of each point.
         rounds (`int`): About how many rounds a point rests on.
     """
@@ -446,7 +445,7 @@ def load_curves(path: str | Path, draft_share: float = 0.0) -> dict[str, Through
     return curves
 
 
-def chosen_cost(options: argparse.Namespace) -> StepCost:
+def chosen_cost(options: argparse.Namespace) -> ThroughputTable:
     """Return the cost that the command line names."""
     if options.table:
         return ThroughputTable.load(options.table)
@@ -492,7 +491,7 @@ def frontiers(options: argparse.Namespace) -> dict[str, Any]:
     recording = load_rounds(options.rounds)
     if options.curves and not options.table:
         curves = load_curves(options.curves, DRAFT_SHARE)
-        costs: dict[str, StepCost] = {name: curves[name] for name in options.curve}
+        costs: dict[str, ThroughputTable] = {name: curves[name] for name in options.curve}
     else:
         costs = {Path(options.table).stem if options.table else "line": chosen_cost(options)}
     return {"machines": {name: frontier(recording, cost, CONCURRENCIES) for name, cost in costs.items()}}

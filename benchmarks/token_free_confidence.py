@@ -22,7 +22,7 @@ from pair import (
 )
 from policy_baselines import GlobalScheduler
 
-from hf_dspark import Policy, PrefixScheduler, ThroughputTable
+from hf_dspark import Policy, Scheduler, ThroughputTable
 from hf_dspark.measuring.calibrate import collect_rounds
 from hf_dspark.scheduling.calibration import (
     CalibrationRounds,
@@ -131,8 +131,8 @@ def main() -> None:
     whole = held_out.rounds.proposed == held_out.rounds.block_size
     accepted = held_out.rounds.num_accepted[whole]
     schedules = {
-        "token head, hull and fill": (PrefixScheduler(cost), with_token),
-        "token-free head, hull and fill": (PrefixScheduler(cost), alone),
+        "token head, hull and fill": (Scheduler(cost, trees=False, skip=False), with_token),
+        "token-free head, hull and fill": (Scheduler(cost, trees=False, skip=False), alone),
         "token-free head, global search": (GlobalScheduler(cost), alone),
         "token head, global search (biased; a ceiling)": (GlobalScheduler(cost), with_token),
     }

@@ -63,15 +63,11 @@ from hf_dspark import (
     DecodingOptions,
     DSparkConfig,
     FullBlock,
-    PrefixScheduler,
     PromptLookup,
     Rounds,
-    TreeBudget,
-    TreeScheduler,
+    Scheduler,
 )
 from hf_dspark.data.prompts import as_chat, read_prompt_file, token_ids
-from hf_dspark.decoding.hook import scheduled_by
-from hf_dspark.decoding.step_costs import SHIPPED_TABLES, find_cost
 from hf_dspark.measuring.calibrate import collect_rounds, collect_siblings
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.sampling.distributions import TokenDistribution
@@ -80,12 +76,12 @@ from hf_dspark.sampling.verification import drafted_probabilities, prefix_weight
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.policies import Policy
 from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.step_costs import SHIPPED_TABLES, find_cost
 from hf_dspark.scheduling.tree_fit import fit_siblings
 from hf_dspark.scheduling.tree_plans import (
     MOST_SIBLINGS,
     SiblingAcceptance,
     TreePlan,
-    TreeProspects,
     usual_acceptance,
 )
 
@@ -115,7 +111,7 @@ def fit(options: argparse.Namespace, _: dict[str, Any]) -> None:
 
 def tau(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     target, draft, tokenizer = load_pair()
-    policies = {"chain": FullBlock()} | {str(nodes): TreeBudget(nodes) for nodes in BUDGETS}
+    policies = {"chain": FullBlock()} | {str(nodes): Scheduler(num_nodes=nodes) for nodes in BUDGETS}
     prompts, rows = held_out_prompts(), []
     for regime, sampling in REGIMES.items():
         seeds = range(options.num_seeds) if regime == "sampled" else range(1)
@@ -185,11 +181,11 @@ def speed(options: argparse.Namespace, origin: dict[str, Any]) -> None:
         raise SystemExit("measure this machine first: hf-dspark profile")
     policies = {
         "whole blocks": FullBlock(),
-        "scheduled chains": scheduled_by(cost),
-        "chains, never skipped": PrefixScheduler(cost),
-        "scheduled trees": scheduled_by(cost, trees=True),
-        "trees, never skipped": TreeScheduler(cost),
-    } | {f"trees of {nodes}": TreeBudget(nodes) for nodes in BUDGETS}
+        "scheduled chains": Scheduler(cost, trees=False),
+        "chains, never skipped": Scheduler(cost, trees=False, skip=False),
+        "scheduled trees": Scheduler(cost, trees=True),
+        "trees, never skipped": Scheduler(cost, trees=True, skip=False),
+    } | {f"trees of {nodes}": Scheduler(num_nodes=nodes) for nodes in BUDGETS}
     rows = []
     for regime, sampling in REGIMES.items():
         runs: dict[str, list[Run]] = {name: [] for name in ("plain", *policies)}
@@ -237,8 +233,8 @@ def copies(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     lookup = PromptLookup(target)
     drafted: dict[str, tuple[DraftModel, DecodingOptions]] = {
         "chain": (draft, DecodingOptions(policy=FullBlock())),
-        "tree": (draft, DecodingOptions(policy=TreeBudget(options.nodes), prompt_lookup=False)),
-        "tree, copies": (draft, DecodingOptions(policy=TreeBudget(options.nodes))),
+        "tree": (draft, DecodingOptions(policy=Scheduler(num_nodes=options.nodes), prompt_lookup=False)),
+        "tree, copies": (draft, DecodingOptions(policy=Scheduler(num_nodes=options.nodes))),
         "default": (draft, DecodingOptions()),
         "copies alone": (lookup, DecodingOptions()),
     }
@@ -287,7 +283,7 @@ def example(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     target, draft, tokenizer = load_pair()
     found: list[RoundOutcome] = []
     for prompt in held_out_prompts()[: options.num_prompts]:
-        draft.decoding = DecodingOptions(policy=TreeBudget(15), prompt_lookup=False, observer=found.append)
+        draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=15), prompt_lookup=False, observer=found.append)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         target.generate(ids, assistant_model=draft, max_new_tokens=64, **GREEDY)
     best = max((each for each in found if each.trees), key=saved_depth)
@@ -311,7 +307,7 @@ def saved_depth(outcome: RoundOutcome) -> int:
 
 def replay(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Time chains and trees with random weights of published sizes; rounds accept as much as those of the pair."""
-    policies = {"chain": FullBlock()} | {f"tree of {nodes}": TreeBudget(nodes) for nodes in BUDGETS}
+    policies = {"chain": FullBlock()} | {f"tree of {nodes}": Scheduler(num_nodes=nodes) for nodes in BUDGETS}
     accepted = {regime: accepted_by(policies, sampling, options.num_prompts) for regime, sampling in REGIMES.items()}
     siblings, rows = DSparkConfig.from_pretrained(PAIR / "draft").sibling_acceptance, []
     for geometry in options.geometry:
@@ -406,7 +402,7 @@ def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
                 "best_tree": int(of_trees.argmax()),
                 "tree_over_chain": round(float(of_trees.max() / of_chains.max()), 3),
                 "tree_of_15_over_chain": round(float(of_trees[15] / of_chains.max()), 3),
-                "chosen": TreeScheduler(table).plan_tree(TreeProspects(siblings), load) is not None,
+                "chosen": Scheduler(table, trees=True).plan_tree(siblings, load) is not None,
             })  # fmt: skip
             print(rows[-1])
     write_result(RESULTS / "trees_machines.json", origin | {"rows": rows})
@@ -415,11 +411,13 @@ def machines(options: argparse.Namespace, origin: dict[str, Any]) -> None:
 def decisions(options: argparse.Namespace, origin: dict[str, Any]) -> None:
     """Time the plan of a round for 64 sequences with copies, and all questions about their trees of 31 nodes."""
     rows, load = [], Load(tuple(range(64)))
-    scheduler = TreeScheduler(ThroughputTable((1, 64, 2048), (100, 99, 90), 1e-3))  # a machine that verifies all
+    scheduler = Scheduler(
+        ThroughputTable((1, 64, 2048), (100, 99, 90), 1e-3), trees=True
+    )  # a machine that verifies all
     for is_drawn in (True, False):
         siblings = usual_acceptance(is_drawn, 7)
-        prospects = TreeProspects(siblings, [(0.3, 0.3, 0.2)] * load.num_requests)
-        plans = [_timed(scheduler.plan_tree, prospects, load) for _ in range(options.repetitions)]
+        matches = [(0.3, 0.3, 0.2)] * load.num_requests
+        plans = [_timed(scheduler.plan_tree, siblings, load, matches) for _ in range(options.repetitions)]
         seconds, nodes = zip(*(_decided(plan, siblings, load) for _, plan in plans), strict=True)
         rows.append({
             "regime": "sampled" if is_drawn else "greedy", "requests": load.num_requests,

@@ -8,6 +8,7 @@ import scipy.stats
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from benchmarks.policy_baselines import linear_cost
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.decoding.logits_processing import DraftProcessor
 from hf_dspark.decoding.request import Request, StopRule
@@ -16,7 +17,7 @@ from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling import drafts, verification
 from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, ThroughputTable
+from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.targets.feature_capture import FeatureCapture
 
 VOCAB = 3
@@ -26,7 +27,7 @@ ROUNDING = 2e-6  # total variation that float32 logits may leave
 CLIFF = ThroughputTable((1, 2, 3, 4, 5), (1.0, 1.0, 0.5, 0.48, 0.47))
 # Costs that make schedulers cut: every token a little and the fifth a lot; a steep slope.
 TABLE = ThroughputTable(tuple(range(1, 9)), tuple(1 / (1 + 0.1 * b + (b > 4)) for b in range(1, 9)))
-STEEP = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 0.1))
+STEEP = linear_cost(0.2, 1.0, 0.1)
 HEADS = {
     "vanilla": {"markov_head_type": "vanilla"},
     "gated": {"markov_head_type": "gated"},

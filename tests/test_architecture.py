@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "": set(),
     "sampling": set(),
-    "scheduling": {"sampling", ""},
+    "scheduling": {"sampling", "cpu", ""},
     "cpu": set(),
     "formats": {""},
     "data": {""},

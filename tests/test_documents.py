@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import hf_dspark
-from hf_dspark.decoding.step_costs import forget_profiles
+from hf_dspark.scheduling.step_costs import known_profiles
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.printed import LEFT_OUT, PAGES, ROOT, SMALL, SUBSTITUTES, blocks, make_checkout, substituted
 
@@ -25,9 +25,9 @@ def checkout(tmp_path, monkeypatch, steady_clock) -> list[str]:
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
     prompts = make_checkout(tmp_path)
     monkeypatch.chdir(tmp_path)
-    forget_profiles()
+    known_profiles.cache_clear()
     yield prompts
-    forget_profiles()
+    known_profiles.cache_clear()
 
 
 def python_of(path: Path) -> list[str]:

@@ -62,7 +62,7 @@ def test_the_scheduling_notebook_calibrates_profiles_and_schedules(
 ):
     import matplotlib
 
-    from hf_dspark.decoding.step_costs import known_profiles
+    from hf_dspark.scheduling.step_costs import known_profiles
 
     matplotlib.use("Agg")
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))

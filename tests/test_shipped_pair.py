@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dspark
-from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock, PrefixScheduler, ThroughputTable
-from hf_dspark.decoding.step_costs import Machine, ThroughputProfile
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost
+from benchmarks.policy_baselines import linear_cost
+from hf_dspark import DecodingOptions, DSparkDraftModel, FullBlock, Scheduler, ThroughputTable
+from hf_dspark.scheduling.step_costs import Machine, ThroughputProfile
 from tests.rows import assert_rows, padded
 
 PAIR = Path(__file__).parent.parent / "examples" / "gsm8k_pair"
@@ -99,8 +99,8 @@ def test_a_table_is_shipped_for_the_pair(shipped):
 def test_scheduled_rounds_verify_less_and_answer_the_same(shipped, monkeypatch):
     """By default, with a table that prices tokens: whatever machine runs this test."""
     target, draft, prompts = shipped
-    cost = LinearCost(ForwardCost(0.0, 1e-3, 8e-3), ForwardCost(0.0, 0.0, 3e-3))
-    monkeypatch.setattr(draft, "decoding", DecodingOptions(policy=PrefixScheduler(cost)))
+    cost = linear_cost(1e-3, 8e-3, 3e-3)
+    monkeypatch.setattr(draft, "decoding", DecodingOptions(policy=Scheduler(cost, trees=False, skip=False)))
     compare(shipped, prompts[:4], {})
     assert sum(draft.last_stats.proposed) < 6 * draft.last_stats.rounds
 

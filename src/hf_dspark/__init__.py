@@ -28,16 +28,11 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .models.prompt_lookup import PromptLookup as PromptLookup
     from .scheduling.costs import ThroughputTable as ThroughputTable
     from .scheduling.options import DecodingOptions as DecodingOptions
-    from .scheduling.policies import AdaptiveDrafting as AdaptiveDrafting
     from .scheduling.policies import ConfidenceThreshold as ConfidenceThreshold
     from .scheduling.policies import FullBlock as FullBlock
-    from .scheduling.policies import LaggedScheduler as LaggedScheduler
     from .scheduling.policies import Policy as Policy
-    from .scheduling.policies import PrefixScheduler as PrefixScheduler
-    from .scheduling.policies import SLOLimit as SLOLimit
     from .scheduling.rounds import Rounds as Rounds
-    from .scheduling.tree_policies import TreeBudget as TreeBudget
-    from .scheduling.tree_policies import TreeScheduler as TreeScheduler
+    from .scheduling.scheduler import Scheduler as Scheduler
     from .targets.check import check_target as check_target
     from .training.arguments import DSparkTrainingArguments as DSparkTrainingArguments
     from .training.target_states import cache_features as cache_features
@@ -55,10 +50,9 @@ _NAMES = {
     "measuring.evaluate": "evaluate",
     "measuring.profile": "profile_throughput",
     "scheduling.costs": "ThroughputTable",
-    "scheduling.policies": "AdaptiveDrafting ConfidenceThreshold FullBlock LaggedScheduler Policy PrefixScheduler "
-    "SLOLimit",
+    "scheduling.policies": "ConfidenceThreshold FullBlock Policy",
     "scheduling.rounds": "Rounds",
-    "scheduling.tree_policies": "TreeBudget TreeScheduler",
+    "scheduling.scheduler": "Scheduler",
     "models.configuration_dspark": "DSparkConfig",
     "models.configuration_eagle3": "Eagle3Config",
     "models.modeling_dspark": "DSparkDraftModel",

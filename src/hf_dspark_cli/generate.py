@@ -30,7 +30,7 @@ def run_generate(options: Namespace, console: Console) -> bool:
     asked = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
     prompts = [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in asked]
     kwargs = generate_kwargs(options, models.target)
-    policy = choose_policy(options.policy, models, is_sampled(kwargs, models.target))
+    policy = choose_policy(options.policy, models)
     models.draft.decoding = replace(models.draft.decoding, policy=policy)
     answers = {}
     for done in _completions(prompts, models, options, console, kwargs):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hf_dspark.cpu import fast_linears
 from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files
-from hf_dspark.decoding.step_costs import cache_folder, find_cost
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.tables import OURS
 from hf_dspark.formats.translate import format_name
@@ -20,13 +19,13 @@ from hf_dspark.measuring.profile import profile_throughput
 from hf_dspark.measuring.tables import markdown_table
 from hf_dspark.models.auto import load_draft
 from hf_dspark.scheduling.costs import ThroughputTable
+from hf_dspark.scheduling.step_costs import cache_folder, find_cost
 
 from . import Console
 from .models import (
     Models,
     choose_policy,
     generate_kwargs,
-    is_sampled,
     load_models,
     note_faults,
     require_roles,
@@ -42,8 +41,7 @@ def run_eval(options: Namespace, console: Console) -> bool:
     faults = note_faults(console, *files.values())
     models = load_models(options)
     sampling = generate_kwargs(options, models.target)
-    do_sample = is_sampled(sampling, models.target)
-    policy = None if options.policy is None else choose_policy(options.policy, models, do_sample)
+    policy = None if options.policy is None else choose_policy(options.policy, models)
     same = values_of(options, "batch_size", "seed", "enable_thinking", "packed") | sampling
     output, compared = options.result_file, options.compare
     evaluation = evaluate(
@@ -150,7 +148,7 @@ def _measure_table(options: Namespace, models: Models, console: Console) -> bool
     if places:
         console.note(f"the table is in {' and '.join(places)}")
     table = profile.table.to_sglang()
-    document = {"table": table, "fit": profile.fit, "machine": asdict(profile.machine), "files": places}
+    document = {"table": table, "machine": asdict(profile.machine), "files": places}
     console.document(document | {"fault": profile.fault})
     return profile.fault is None
 

@@ -16,12 +16,12 @@ from transformers import (
 
 from hf_dspark.cpu.small_batch_gemm import lacks_bfloat16
 from hf_dspark.data.prompts import PromptFile
-from hf_dspark.decoding.hook import default_policy, scheduled_by
-from hf_dspark.decoding.step_costs import find_cost
+from hf_dspark.decoding.hook import default_policy
 from hf_dspark.models.auto import load_draft, names_a_draft
 from hf_dspark.models.modeling_draft import DraftModel
 from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock, Policy
-from hf_dspark.scheduling.tree_policies import TreeBudget
+from hf_dspark.scheduling.scheduler import Scheduler
+from hf_dspark.scheduling.step_costs import find_cost
 
 from . import Console
 from .parser import THRESHOLD, TREE
@@ -94,24 +94,24 @@ def note_faults(console: Console, *files: PromptFile) -> list[str]:
     return faults
 
 
-def choose_policy(name: str, models: Models, do_sample: bool) -> Policy:
+def choose_policy(name: str, models: Models) -> Policy:
     """Return the policy of a name; a `ValueError` if the cost of a step on this machine is not known."""
     if models.draft is None:
         raise ValueError(f"--policy {name} needs --draft: give it, or drop --policy")
     if name == "default":
-        return default_policy(models.draft, models.target, do_sample=do_sample)
+        return default_policy(models.draft, models.target)
     if name == "full":
         return FullBlock()
     if name.startswith(THRESHOLD):
         return ConfidenceThreshold(float(name.removeprefix(THRESHOLD)))
     if name.startswith(TREE):
-        return TreeBudget(int(name.removeprefix(TREE)))
+        return Scheduler(num_nodes=int(name.removeprefix(TREE)))
     cost = find_cost(models.target, models.draft)
     if cost is None:
         raise ValueError(
             "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and draft"
         )
-    return scheduled_by(cost)
+    return Scheduler(cost, trees=False)
 
 
 def generate_kwargs(options: Namespace, target: PreTrainedModel) -> dict[str, Any]:

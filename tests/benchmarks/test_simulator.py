@@ -10,14 +10,14 @@ import numpy
 import pytest
 import torch
 
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost
+from benchmarks.policy_baselines import linear_cost
 from hf_dspark.scheduling.policies import ConfidenceThreshold, FullBlock
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 simulator, scheduler = (importlib.import_module(name) for name in ("simulator", "scheduler"))
 
 # A plain step of one request takes 11 ms, one of R requests 10 + R ms; drafting adds 2 ms.
-COST = LinearCost(ForwardCost(0.0, 1e-3, 0.01), ForwardCost(0.0, 0.0, 2e-3))
+COST = linear_cost(1e-3, 0.01, 2e-3)
 PLAIN = simulator.NeverDraft()
 
 

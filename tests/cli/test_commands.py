@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel, Eagle3DraftModel, fast_linears
 from hf_dspark.data.prompts import SUITES
-from hf_dspark.decoding import step_costs
 from hf_dspark.measuring import regenerate as regeneration
 from hf_dspark.measuring import run as evaluation_run
 from hf_dspark.measuring.results import read_results
+from hf_dspark.scheduling import step_costs
 from hf_dspark_cli import Console, main, train
 from hf_dspark_cli.parser import parse
 from tests.measuring.interruption import interrupt_third_call
@@ -310,7 +310,7 @@ def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal, st
     assert json.loads(Path("sps.json").read_text()).items() >= table.items()
     assert answer(f"profile {PAIR} --show")["table"]["provenance"]["spread"] == 0.0
     policy = answer(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")["policy"]
-    assert policy.startswith("CheckedPolicy(policy=AdaptiveDrafting(policy=PrefixScheduler(cost=ThroughputTable[")
+    assert policy.startswith("Scheduler(cost=ThroughputTable[")
 
 
 def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock):

@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_dspark.cpu import small_batch_gemm
 
-ways = {name: getattr(small_batch_gemm, f"{name}_gain") for name in ("onednn", "transposed", "packed")}
+gain_of_this_cpu = small_batch_gemm.gain_of
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -33,9 +33,10 @@ def gains(monkeypatch):
     """Set what gains, for float32 and bfloat16; nothing does unless it is set."""
 
     def set_gains(**by_way):
-        for way in ways:
-            known = dict.fromkeys((torch.float32, torch.bfloat16), by_way.get(way))
-            monkeypatch.setattr(small_batch_gemm, f"{way}_gain", known.get)
+        served = (torch.float32, torch.bfloat16)
+        monkeypatch.setattr(
+            small_batch_gemm, "gain_of", lambda way, dtype: by_way.get(way) if dtype in served else None
+        )
 
     set_gains()
     return set_gains
@@ -56,5 +57,5 @@ def products(monkeypatch):
         monkeypatch.setattr(small_batch_gemm, f"{way}_linear", recorded)
 
     record("onednn")
-    record("transposed")
+    record("swapped")
     return taken

@@ -109,12 +109,12 @@ def test_layers_of_other_kinds_are_not_routed(packings):
 
 
 @torch.no_grad()
-def test_copies_are_of_the_weights_on_entry_made_once_for_each_and_freed(packings):
+def test_packed_weights_are_of_the_weights_on_entry_made_once_for_each_and_freed(packings):
     first, tied = linear(bias=False), linear(bias=False)
     tied.weight = first.weight
     rows, freed = torch.randn(8, 256), []
     with fast_linears(first, tied, packed=True):
-        freed.append(weakref.ref(vars(first)["forward"].__func__.keywords["copy"]))
+        freed.append(weakref.ref(vars(first)["forward"].__func__.keywords["packed"]))
         before = first(rows)
         first.weight.data.neg_()  # leaves no trace
         assert torch.equal(tied(rows), before)
@@ -158,7 +158,7 @@ def test_threads_may_enter_and_leave_in_any_order():
 
 
 @each_dtype
-def test_plain_and_drafted_generation_multiply_by_packed_copies_when_asked(wide_pair, products, packings, dtype):
+def test_plain_and_drafted_generation_multiply_by_packed_weights_when_asked(wide_pair, products, packings, dtype):
     target, draft = (copy.deepcopy(model).to(dtype) for model in wide_pair)
     plain = target.generate(IDS, **OPTIONS)
     assert products == []
@@ -175,7 +175,7 @@ def test_plain_and_drafted_generation_multiply_by_packed_copies_when_asked(wide_
         assert torch.equal(fast, plain) and torch.equal(drafted, plain)
 
 
-@pytest.mark.parametrize("way", ["onednn", "transposed"])
+@pytest.mark.parametrize("way", ["onednn", "swapped"])
 def test_drafted_generation_is_routed_unasked_and_writes_what_plain_decoding_writes(wide_pair, gains, products, way):
     gains(**{way: SMALL})
     target, draft = wide_pair

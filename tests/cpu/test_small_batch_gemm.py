@@ -10,18 +10,16 @@ from torch import nn
 from hf_dspark.cpu import small_batch_gemm
 from hf_dspark.cpu.small_batch_gemm import (
     AMD,
+    GAINS,
     INTEL,
     MAX_ROWS,
-    ONEDNN_GAINS,
-    PACKED_GAINS,
-    TRANSPOSED_GAINS,
     Gain,
-    PackedCopy,
+    PackedWeight,
     multiplies_bfloat16,
     small_batch_linear,
-    transposed_linear,
+    swapped_linear,
 )
-from tests.cpu.conftest import each_dtype, linear, ways
+from tests.cpu.conftest import each_dtype, gain_of_this_cpu, linear
 
 pytestmark = pytest.mark.skipif(not small_batch_gemm.has_both(), reason="PyTorch knows one way")
 
@@ -29,28 +27,28 @@ pytestmark = pytest.mark.skipif(not small_batch_gemm.has_both(), reason="PyTorch
 @each_dtype
 @pytest.mark.parametrize("shape", [(1,), (8,), (2, 4), (1, MAX_ROWS), (MAX_ROWS + 1,), (0,)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("way", ["onednn", "transposed", "packed"])
+@pytest.mark.parametrize("way", ["onednn", "swapped", "packed"])
 @torch.no_grad()
 def test_the_numbers_are_those_of_linear(gains, shape, bias, dtype, way):
     gains(**{way: Gain(1, 2**16)})
     layer, tolerance = linear(512, 256, bias).to(dtype), 1e-5 if dtype == torch.float32 else 2e-2
-    copy = PackedCopy(layer.weight) if way == "packed" else None
+    packed = PackedWeight(layer.weight) if way == "packed" else None
     apart = torch.randn(256, 8).to(dtype).t()  # rows that do not lie side by side
     for rows in (torch.randn(*shape, 256).to(dtype), apart):
-        product = small_batch_linear(rows, layer.weight, layer.bias, copy)
+        product = small_batch_linear(rows, layer.weight, layer.bias, packed)
         torch.testing.assert_close(product, layer(rows), atol=tolerance, rtol=tolerance)
         assert rows is apart or product.is_contiguous()
 
 
 @torch.no_grad()
 def test_each_product_takes_the_way_that_gains(gains, products):
-    gains(onednn=Gain(4, 2**15), transposed=Gain(2, 2**16, most_rows=3), packed=Gain(3, 2**16))
+    gains(onednn=Gain(4, 2**15), swapped=Gain(2, 2**16, most_rows=3), packed=Gain(3, 2**16))
     layer, small = linear(), linear(128, 256)
-    for copy, count, expected in (
-        (None, 1, "linear"), (None, 2, "transposed"), (None, 4, "onednn"), (None, MAX_ROWS + 1, "linear"),
-        (PackedCopy(layer.weight), 2, "transposed"), (PackedCopy(layer.weight), 3, "packed"),
+    for packed, count, expected in (
+        (None, 1, "linear"), (None, 2, "swapped"), (None, 4, "onednn"), (None, MAX_ROWS + 1, "linear"),
+        (PackedWeight(layer.weight), 2, "swapped"), (PackedWeight(layer.weight), 3, "packed"),
     ):  # fmt: skip
-        small_batch_linear(torch.randn(count, 256), layer.weight, None, copy)
+        small_batch_linear(torch.randn(count, 256), layer.weight, None, packed)
         assert (products.pop() if products else "linear") == expected
     small_batch_linear(torch.randn(3, 256), small.weight)
     small_batch_linear(torch.randn(4, 256), small.weight)
@@ -67,13 +65,13 @@ def test_each_product_takes_the_way_that_gains(gains, products):
     ],
 )
 @torch.no_grad()
-def test_a_copy_is_not_used_once_its_weight_has_changed(gains, products, change):
+def test_a_packed_weight_is_not_used_once_its_weight_has_changed(gains, products, change):
     gains(packed=Gain(1, 2**16))
     layer = linear(bias=False)
-    copy = PackedCopy(layer.weight)
+    packed = PackedWeight(layer.weight)
     change(layer.weight)
     rows = torch.randn(8, 256, dtype=layer.weight.dtype)
-    assert torch.equal(small_batch_linear(rows, layer.weight, None, copy), layer(rows))
+    assert torch.equal(small_batch_linear(rows, layer.weight, None, packed), layer(rows))
     assert products == []
 
 
@@ -84,7 +82,7 @@ def test_product_and_bias_are_added_before_rounding():
     products = layer(rows)
     exact = rows.double() @ layer.weight.double().T - products[0].double()
     for count in (1, 8):
-        found = transposed_linear(rows[:count], layer.weight, -products[0])[0]
+        found = swapped_linear(rows[:count], layer.weight, -products[0])[0]
         assert (found - exact[0]).abs().mean() < 0.1 * exact[0].abs().mean()  # rounded twice, it would be all zeros
 
 
@@ -135,8 +133,8 @@ def test_maker_and_units_are_read_where_the_system_says_them(monkeypatch, cpuinf
 def test_gains_are_those_of_this_kind_of_cpu(monkeypatch, kind, bfloat16):
     monkeypatch.setattr(small_batch_gemm, "cpu_kind", lambda: kind)
     monkeypatch.setattr(small_batch_gemm, "multiplies_bfloat16", lambda: bfloat16)
-    for way, table in {"onednn": ONEDNN_GAINS, "transposed": TRANSPOSED_GAINS, "packed": PACKED_GAINS}.items():
-        gain = ways[way].__wrapped__
-        assert gain(torch.float32) == table.get((*kind, torch.float32))
-        assert gain(torch.bfloat16) == (table.get((*kind, torch.bfloat16)) if bfloat16 else None)
-        assert gain(torch.float16) is None
+    gain_of = gain_of_this_cpu.__wrapped__
+    for way in ("onednn", "swapped", "packed"):
+        assert gain_of(way, torch.float32) == GAINS.get((way, *kind, torch.float32))
+        assert gain_of(way, torch.bfloat16) == (GAINS.get((way, *kind, torch.bfloat16)) if bfloat16 else None)
+        assert gain_of(way, torch.float16) is None

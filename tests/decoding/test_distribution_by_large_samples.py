@@ -23,16 +23,13 @@ from transformers import (
 )
 
 from hf_dspark import (
-    AdaptiveDrafting,
     ConfidenceThreshold,
     DecodingOptions,
     Eagle3Config,
     Eagle3DraftModel,
     FullBlock,
-    LaggedScheduler,
     Policy,
-    PrefixScheduler,
-    SLOLimit,
+    Scheduler,
     ThroughputTable,
     decode_with,
     generate_many,
@@ -54,15 +51,13 @@ COSTLY = ThroughputTable(tuple(range(1, 1025)), tuple(1 / (1 + 0.004 * n) for n 
 OF_CONFIDENCE = {
     "threshold": ConfidenceThreshold(0.5),
     "cumulative": ConfidenceThreshold(0.7, cumulative=True),
-    "hull_and_fill": PrefixScheduler(JAGGED),
-    "lagged": LaggedScheduler(JAGGED, lag=1),
-    "adaptive": AdaptiveDrafting(PrefixScheduler(JAGGED), cost=COSTLY),
+    "hull_and_fill": Scheduler(JAGGED, trees=False, skip=False),
+    "lagged": Scheduler(JAGGED, lag=1, skip=False),
+    "adaptive": Scheduler(COSTLY, trees=False),
+    "limit": Scheduler(JAGGED, trees=False, skip=False, tpot_seconds=1.5),
 }
 OF_ANY_DRAFT = {
     "full": FullBlock(),
-    "step_limit": SLOLimit(FullBlock(), 6.5, cost=JAGGED),
-    "expected_limit": SLOLimit(FullBlock(), 1.5, mode="expected", cost=JAGGED),
-    "running_limit": SLOLimit(FullBlock(), 5.0, mode="running", cost=JAGGED),
     "every_second": EverySecond(),
 }
 HEADS = {
@@ -211,7 +206,7 @@ def test_samples_have_the_targets_distribution_under_every_option(pair, options,
 
 def test_samples_have_the_targets_distribution_through_decode_with(make_target):
     target, draft = make(make_target)
-    method = decode_with(draft, DecodingOptions(policy=PrefixScheduler(JAGGED)))
+    method = decode_with(draft, DecodingOptions(policy=Scheduler(JAGGED, trees=False, skip=False)))
     counts = counted(calls(target, draft, assistant_model=None, custom_generate=method))
     assert chi_square_p_value(counts, distribution_of_call(target, LENGTH)) > TOLERANCE
 
@@ -232,7 +227,7 @@ def test_samples_have_the_targets_distribution_with_a_draft_in_bfloat16(pair):
 @pytest.mark.parametrize("eos", [None, 1])
 def test_generate_many_draws_from_the_targets_distribution(make_target, eos):
     """Rows end at different times and are filled from the queue."""
-    target, draft = make(make_target, policy=PrefixScheduler(JAGGED))
+    target, draft = make(make_target, policy=Scheduler(JAGGED, trees=False, skip=False))
     prompts = [PROMPT[0].tolist()] * 3000
     torch.manual_seed(3)
     found = generate_many(
@@ -269,7 +264,9 @@ def with_seeds(target, draft, seeds):
     return [tokens for seed in seeds for tokens in calls(target, draft, count=ROWS, seed=seed)]
 
 
-@pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(JAGGED)], ids=["full", "hull_and_fill"])
+@pytest.mark.parametrize(
+    "policy", [FullBlock(), Scheduler(JAGGED, trees=False, skip=False)], ids=["full", "hull_and_fill"]
+)
 def test_rows_calls_and_seeds_are_independent(make_target, policy):
     target, draft = make(make_target, policy=policy)
     distribution, samples = distribution_of_pairs(target), list(calls(target, draft))
@@ -296,7 +293,7 @@ def test_samples_catch_rows_that_share_noise(pair, monkeypatch):
 
 
 def test_rows_of_different_prompts_keep_their_own_distributions_under_a_shared_budget(make_target):
-    target, draft = make(make_target, policy=PrefixScheduler(JAGGED))
+    target, draft = make(make_target, policy=Scheduler(JAGGED, trees=False, skip=False))
     prompts = [[0, 1, 2, 1, 0], [2, 2, 1]]
     batch = padded([prompts[0], prompts[1]])
     samples = list(

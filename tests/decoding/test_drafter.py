@@ -4,40 +4,45 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
+from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler, linear_cost
 from hf_dspark import (
-    AdaptiveDrafting,
     ConfidenceThreshold,
     DecodingOptions,
     Eagle3Config,
     Eagle3DraftModel,
     FullBlock,
-    LaggedScheduler,
     Policy,
-    PrefixScheduler,
-    SLOLimit,
+    Scheduler,
     ThroughputTable,
     generate_many,
 )
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost
 from hf_dspark.targets.feature_capture import FeatureCapture
-from tests.distributions import HEADS, PROMPT, STEEP, TABLE, EnumeratingSampler, make_pair
+from tests.distributions import HEADS, PROMPT, TABLE, EnumeratingSampler, make_pair
 from tests.rows import GREEDY, EverySecond, alone, assert_same_tokens
 
-SLOW_DRAFT = LinearCost(ForwardCost(0.0, 0.2, 1.0), ForwardCost(0.0, 0.0, 6.0))
+SLOW_DRAFT = linear_cost(0.2, 1.0, 6.0)
+
+
+class AtMostThree(Policy):
+    def limit_lengths(self, max_lengths, load):
+        return max_lengths.clamp(max=3)
+
+    def plan_verify(self, confidence, max_lengths, load):
+        return max_lengths.clamp(max=3)
+
+
 POLICIES = {
     "full": FullBlock(),
     "threshold": ConfidenceThreshold(0.6),
     "cumulative": ConfidenceThreshold(0.5, cumulative=True),
-    "hull_and_fill": PrefixScheduler(TABLE),
-    "lagged": LaggedScheduler(TABLE),
+    "hull_and_fill": Scheduler(TABLE, trees=False, skip=False),
+    "lagged": Scheduler(TABLE, lag=2, skip=False),
     "global": GlobalScheduler(TABLE),
     "elimination": EliminationScheduler(TABLE),
-    "step_limit": SLOLimit(FullBlock(), 1.4, cost=TABLE),
-    "expected_limit": SLOLimit(FullBlock(), 0.5, mode="expected", cost=TABLE),
-    "adaptive": AdaptiveDrafting(PrefixScheduler(STEEP), cost=SLOW_DRAFT),
+    "limit": Scheduler(TABLE, trees=False, skip=False, tpot_seconds=0.5),
+    "adaptive": Scheduler(SLOW_DRAFT, trees=False),
     "every_second": EverySecond(),
 }
 
@@ -93,10 +98,10 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     ("policy", "options", "widths"),
     [
         (FullBlock(), {"num_assistant_tokens": 2}, {2}),
-        (SLOLimit(FullBlock(), 1.5, cost=TABLE), {}, {3}),  # seconds of a round of four tokens: 1.4, of five: 2.5
+        (AtMostThree(), {}, {3}),
         (FullBlock(), {}, {5}),
     ],
-    ids=["num_assistant_tokens", "slo", "whole"],
+    ids=["num_assistant_tokens", "policy", "whole"],
 )
 @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
 def test_blocks_end_where_nothing_more_can_be_sent(target, draft, prompt_ids, kind, policy, options, widths):
@@ -128,7 +133,7 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
 
 
 def test_drafts_get_shorter_as_the_engine_fills(target, draft, prompt_ids):
-    policy = PrefixScheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)))
+    policy = Scheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)), trees=False, skip=False)
     totals, asked = [], []
     for tokens in (0, 100, 200):
 
@@ -245,8 +250,7 @@ def test_a_confidence_that_is_no_number_disturbs_no_policy_that_can_do_without(m
     draft = make_draft(target)
     with torch.no_grad():
         draft.confidence_head.proj.bias.fill_(torch.nan)
-    tight = ThroughputTable((1, 4, 64), (10.0, 9.0, 1.0))
-    draft.decoding = DecodingOptions(policy=SLOLimit(FullBlock(), tpot_seconds=0.115, cost=tight))
+    draft.decoding = DecodingOptions(policy=AtMostThree())
     ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
     output = target.generate(ids, assistant_model=draft, **options)

@@ -13,13 +13,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from benchmarks.policy_baselines import EarlyStopScheduler, GlobalScheduler
 from hf_dspark import (
-    AdaptiveDrafting,
     ConfidenceThreshold,
     DecodingOptions,
     FullBlock,
-    LaggedScheduler,
-    PrefixScheduler,
-    SLOLimit,
+    Scheduler,
 )
 from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.models import modeling_dspark
@@ -55,7 +52,7 @@ SLOW_DRAFT = ThroughputTable((1, 2, 3, 4, 5), (0.7, 0.7, 0.45, 0.42, 0.4), draft
 
 @pytest.mark.parametrize(
     "policy",
-    [FullBlock(), ConfidenceThreshold(0.5), EarlyStopScheduler(CLIFF), PrefixScheduler(CLIFF)],
+    [FullBlock(), ConfidenceThreshold(0.5), EarlyStopScheduler(CLIFF), Scheduler(CLIFF, trees=False, skip=False)],
     ids=["full", "threshold", "algorithm_one", "hull_and_fill"],
 )
 @pytest.mark.parametrize("processors", PROCESSORS.values(), ids=PROCESSORS)
@@ -89,7 +86,7 @@ def test_enumeration_catches_a_scheduler_that_looks_ahead(make_target):
     """One token costs more than it brings, two bring more: x_1 is verified only if it promises a good x_2."""
     pair, cost = make_pair(make_target, seed=7), ThroughputTable((1, 2, 3), (1.0, 0.4, 0.4))
     assert distance_from_target(*pair, GlobalScheduler(cost, accept_bias=True)) > 0.05
-    assert distance_from_target(*pair, PrefixScheduler(cost)) < ROUNDING
+    assert distance_from_target(*pair, Scheduler(cost, trees=False, skip=False)) < ROUNDING
 
 
 def naming_the_worst(monkeypatch):
@@ -197,9 +194,9 @@ def test_generate_samples_from_the_target_distribution(make_target, options):
 @pytest.mark.parametrize(
     "policy",
     [
-        PrefixScheduler(CLIFF),
-        LaggedScheduler(CLIFF, lag=1),
-        AdaptiveDrafting(SLOLimit(FullBlock(), 1.3, mode="expected", cost=CLIFF), cost=SLOW_DRAFT),
+        Scheduler(CLIFF, trees=False, skip=False),
+        Scheduler(CLIFF, lag=1, skip=False),
+        Scheduler(SLOW_DRAFT, trees=False, tpot_seconds=1.3),
     ],
     ids=["hull_and_fill", "lagged", "adaptive_limited"],
 )

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from benchmarks.policy_baselines import EliminationScheduler, GlobalScheduler
-from hf_dspark import DecodingOptions, FullBlock, PrefixScheduler
+from hf_dspark import DecodingOptions, FullBlock, Scheduler
 from hf_dspark.decoding import drafter as drafter_module
 from hf_dspark.decoding.call import make_request
 from hf_dspark.decoding.conversation import read_prompt
@@ -111,7 +111,9 @@ def joint_distribution(distributions):
     return {sequences: math.prod(masses) for sequences, masses in outcomes}
 
 
-@pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE), PrefixScheduler(CLIFF)])
+@pytest.mark.parametrize(
+    "policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False), Scheduler(CLIFF, trees=False, skip=False)]
+)
 def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypatch, make_target, policy):
     target, draft = make_pair(make_target, gamma=GAMMA)
     distance, mass, lengths = enumerate_rounds(
@@ -123,7 +125,7 @@ def test_a_round_of_two_rows_has_the_joint_distribution_of_both_targets(monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:the draft .* NaN or infinite")
-@pytest.mark.parametrize("policy", [FullBlock(), PrefixScheduler(SLOPE)])
+@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(SLOPE, trees=False, skip=False)])
 def test_a_round_has_the_joint_distribution_when_the_draft_overflows_after_some_tokens(
     monkeypatch, make_target, policy
 ):
@@ -170,7 +172,7 @@ def joint_truth(target):
 def pair(make_target):
     target, draft = make_pair(make_target, gamma=3, seed=5)
     wide = ThroughputTable(tuple(range(1, 129)), tuple(1.0 / (1.0 + 0.05 * max(0, n - 40)) for n in range(1, 129)))
-    draft.decoding = DecodingOptions(policy=PrefixScheduler(wide))
+    draft.decoding = DecodingOptions(policy=Scheduler(wide, trees=False, skip=False))
     return target, draft
 
 

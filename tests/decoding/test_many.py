@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from hf_dspark import DecodingOptions, TreeBudget, generate_many
+from hf_dspark import DecodingOptions, Scheduler, generate_many
 from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.models.slot_cache import SlotCache
 from tests import rows
@@ -262,7 +262,7 @@ def test_what_an_overflow_leaves_behind_reaches_no_later_prompt(many, assert_alo
 
 @pytest.mark.filterwarnings("ignore:out of memory")
 def test_a_shortage_while_a_path_is_committed_loses_nothing(target, draft, many, assert_alone, prompts, monkeypatch):
-    draft.decoding = DecodingOptions(policy=TreeBudget(12))
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=12))
     honest, gathered = SlotCache.gather, []
 
     def gather(self, row, columns):

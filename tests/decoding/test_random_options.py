@@ -21,13 +21,10 @@ from transformers import (
 )
 
 from hf_dspark import (
-    AdaptiveDrafting,
     ConfidenceThreshold,
     DecodingOptions,
     FullBlock,
-    LaggedScheduler,
-    PrefixScheduler,
-    SLOLimit,
+    Scheduler,
     decode_with,
     generate_many,
 )
@@ -119,10 +116,10 @@ POLICIES = [
     FullBlock(),
     ConfidenceThreshold(0.5),
     ConfidenceThreshold(0.4, cumulative=True),
-    PrefixScheduler(TABLE),
-    LaggedScheduler(TABLE),
-    AdaptiveDrafting(PrefixScheduler(STEEP), cost=STEEP),
-    SLOLimit(PrefixScheduler(TABLE), 1.4, cost=TABLE),
+    Scheduler(TABLE, trees=False, skip=False),
+    Scheduler(TABLE, lag=2, skip=False),
+    Scheduler(STEEP, trees=False),
+    Scheduler(TABLE, trees=False, skip=False, tpot_seconds=1.4),
     EverySecond(),
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -15,8 +15,8 @@ from hf_dspark.decoding.tree_drafting import DrawnTrees, TreeSampler
 from hf_dspark.sampling import verification
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees, SiblingDistribution
 from hf_dspark.scheduling.prompt_lookup import MatchAcceptance
-from hf_dspark.scheduling.tree_plans import PricePlan, TreePlan
-from hf_dspark.scheduling.tree_policies import TreeBudget, TreeScheduler
+from hf_dspark.scheduling.scheduler import Scheduler
+from hf_dspark.scheduling.tree_plans import TreePlan
 from tests.decoding.test_lossless_batches import SLOPE, enumerate_rounds
 from tests.distributions import HEADS, PROMPT, chi_square_p_value, distribution_of_call, make_pair
 from tests.rows import padded
@@ -35,26 +35,33 @@ def distance(monkeypatch, pair, policy, processors=(), **options):
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 def test_a_round_of_a_tree_has_the_targets_distribution(make_target, monkeypatch, head):
     pair = make_pair(make_target, seed=5, **head)
-    found, counts = distance(monkeypatch, pair, TreeBudget(4), prompts=ONE_ROW)
+    found, counts = distance(monkeypatch, pair, Scheduler(num_nodes=4), prompts=ONE_ROW)
     assert found < 5e-6 and any(count > 2 for (count,) in counts)
 
 
 def test_a_round_without_truncation_has_the_targets_distribution(make_target, monkeypatch):
     processors = [TopKLogitsWarper(3)]
-    found, _ = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(4), processors, prompts=ONE_ROW)
+    found, _ = distance(
+        monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=4), processors, prompts=ONE_ROW
+    )
     assert found < 5e-6
 
 
 def test_a_draft_of_independent_slots_grows_trees_too(make_target, monkeypatch):
     pair = make_pair(make_target, seed=5, markov_rank=0, enable_confidence_head=False)
-    assert distance(monkeypatch, pair, TreeBudget(4), prompts=ONE_ROW)[0] < 5e-6
+    assert distance(monkeypatch, pair, Scheduler(num_nodes=4), prompts=ONE_ROW)[0] < 5e-6
 
 
 def test_two_rounds_of_a_tree_have_the_targets_distribution(make_target, monkeypatch):
-    assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3), prompts=ONE_ROW, rounds=2)[0] < 5e-6
+    assert (
+        distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3), prompts=ONE_ROW, rounds=2)[0]
+        < 5e-6
+    )
 
 
-@pytest.mark.parametrize("policy", [TreeBudget(2), TreeScheduler(SLOPE)], ids=["budget", "scheduler"])
+@pytest.mark.parametrize(
+    "policy", [Scheduler(num_nodes=2), Scheduler(SLOPE, trees=True, skip=False)], ids=["budget", "scheduler"]
+)
 def test_a_round_of_two_trees_has_the_joint_distribution(make_target, monkeypatch, policy):
     found, counts = distance(monkeypatch, make_pair(make_target, seed=5), policy)
     assert found < 5e-6 and max(map(sum, counts)) > 1
@@ -74,7 +81,7 @@ def test_rounds_with_prompt_lookup_have_the_targets_distribution(make_target, mo
 
     monkeypatch.setattr(TreeSampler, "finish", finish)
     pair, every_match = make_pair(make_target, seed=5), [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
-    budget = TreeBudget(2 if rounds == 2 else 4)
+    budget = Scheduler(num_nodes=2 if rounds == 2 else 4)
     found, _ = distance(monkeypatch, pair, budget, prompts=every_match, rounds=rounds, length=6, prompt_lookup=True)
     assert found < 5e-6 and any(known) and not all(known)
 
@@ -87,27 +94,25 @@ def test_rounds_of_prompt_lookup_alone_have_the_targets_distribution(make_target
     every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]] * num_rows
     length = 4 if num_rows == 2 else 6
     options = {"prompts": every_match, "rounds": rounds, "length": length, "prompt_lookup": True}
-    found, counts = distance(monkeypatch, pair, TreeBudget(2), **options)
+    found, counts = distance(monkeypatch, pair, Scheduler(num_nodes=2), **options)
     assert found < 5e-6 and max(map(max, counts)) > 1
 
 
 def test_a_round_of_prompt_lookup_before_one_of_drafts_keeps_the_targets_distribution(make_target, monkeypatch):
     """The draft reads what it missed in the second round."""
     monkeypatch.setattr(MatchAcceptance, "of", lambda self, length: 0.9)
-    plans = itertools.cycle([PricePlan(0.01, 2, 2, drafts=False), PricePlan(0.01, 2, 2)])
-    monkeypatch.setattr(TreeBudget, "plan_tree", lambda *args: next(plans))
+    plans = itertools.cycle([TreePlan(0.01, 2, 2, drafts=False), TreePlan(0.01, 2, 2)])
+    monkeypatch.setattr(Scheduler, "plan_tree", lambda *args: next(plans))
     drafted, honest = [], Drafter._read
     monkeypatch.setattr(Drafter, "_read", lambda self, *args, **how: drafted.append(1) or honest(self, *args, **how))
     every_match = [[0, 0, 1, 1, 2, 2, 0, 2, 1, 0]]
     options = {"prompts": every_match, "rounds": 2, "length": 6, "prompt_lookup": True}
-    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(2), **options)
+    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=2), **options)
     assert found < 5e-6 and drafted and max(map(max, counts)) > 1
 
 
 class ByTheNeighbour(TreePlan):
     """What the second row gets depends on the draw of the first."""
-
-    cut = 0.0
 
     def admit(self, depth, rows, survivals, trees):
         if depth == 0:
@@ -122,8 +127,8 @@ class ByTheNeighbour(TreePlan):
 
 
 def test_a_budget_by_the_neighbours_draws_keeps_the_joint_distribution(make_target, monkeypatch):
-    monkeypatch.setattr(TreeBudget, "plan_tree", lambda *args, **kwargs: ByTheNeighbour())
-    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3))
+    monkeypatch.setattr(Scheduler, "plan_tree", lambda *args, **kwargs: ByTheNeighbour(0.0, 3, 6))
+    found, counts = distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3))
     assert found < 5e-6 and len(counts) > 1
 
 
@@ -139,7 +144,7 @@ def test_enumeration_catches_a_node_left_out_by_its_token(make_target, monkeypat
         return DraftTrees([tree])
 
     monkeypatch.setattr(DrawnTrees, "finish", finish)
-    assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(1), prompts=ONE_ROW)[0] > 0.005
+    assert distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=1), prompts=ONE_ROW)[0] > 0.005
 
 
 def test_enumeration_catches_siblings_tested_in_another_order(make_target, monkeypatch):
@@ -152,7 +157,7 @@ def test_enumeration_catches_siblings_tested_in_another_order(make_target, monke
             return honest(tree, distribution, accept_uniforms)
 
     monkeypatch.setattr(verification, "verify_tree", backwards)
-    assert distance(monkeypatch, make_pair(make_target, seed=5), TreeBudget(3), prompts=ONE_ROW)[0] > 0.005
+    assert distance(monkeypatch, make_pair(make_target, seed=5), Scheduler(num_nodes=3), prompts=ONE_ROW)[0] > 0.005
 
 
 def p_value(target, draft, policy, prompt_lookup, calls=6, rows=100, length=5):
@@ -169,7 +174,7 @@ def p_value(target, draft, policy, prompt_lookup, calls=6, rows=100, length=5):
 
 @pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
 def test_samples_of_calls_with_trees_have_the_targets_distribution(make_target, prompt_lookup):
-    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), prompt_lookup) > 1e-3
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), Scheduler(num_nodes=7), prompt_lookup) > 1e-3
 
 
 def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch):
@@ -182,7 +187,7 @@ def test_samples_catch_siblings_drawn_with_replacement(make_target, monkeypatch)
         return index, mass
 
     monkeypatch.setattr(SiblingDistribution, "draw", again)
-    assert p_value(*make_pair(make_target, gamma=3, seed=5), TreeBudget(7), prompt_lookup=False) < 1e-6
+    assert p_value(*make_pair(make_target, gamma=3, seed=5), Scheduler(num_nodes=7), prompt_lookup=False) < 1e-6
 
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -201,7 +206,7 @@ def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4,
                                                       markov_head_type=head)).eval()  # fmt: skip
-    draft.decoding = DecodingOptions(policy=TreeBudget(20), prompt_lookup=prompt_lookup)
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=20), prompt_lookup=prompt_lookup)
     greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | options
     alone = [target.generate(torch.tensor([row]), **greedy)[0, len(row) :].tolist() for row in PROMPTS]
     batch = padded(PROMPTS)
@@ -214,7 +219,7 @@ def test_scores_and_states_are_those_along_the_accepted_path(make_target):
     target = make_target(seed=3)
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    draft.decoding = DecodingOptions(policy=TreeBudget(20))
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=20))
     wanted = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0, "return_dict_in_generate": True,
               "output_scores": True, "output_hidden_states": True}  # fmt: skip
     ids = torch.tensor(PROMPTS[:1])

@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, TreeBudget, generate_many
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, Scheduler, generate_many
 from hf_dspark.decoding.hook import default_policy
-from hf_dspark.scheduling.checked import CheckedPolicy
-from hf_dspark.scheduling.tree_policies import TreeScheduler
+from hf_dspark.scheduling.costs import Load
 from tests.distributions import TABLE
 from tests.rows import padded
 
@@ -24,7 +23,7 @@ def target(make_target):
 def draft(target):
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    draft.decoding = DecodingOptions(policy=TreeBudget(14))
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=14))
     return draft
 
 
@@ -90,7 +89,7 @@ def test_a_number_of_assistant_tokens_means_a_chain(target, draft):
 
 def test_transformers_own_loop_decodes_chains(target, draft):
     ids = torch.tensor(PROMPTS[:1])
-    draft.decoding = DecodingOptions(policy=TreeBudget(3), use_transformers_loop=True)
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=3), use_transformers_loop=True)
     assert torch.equal(target.generate(ids, assistant_model=draft, **GREEDY), target.generate(ids, **GREEDY))
     assert max(draft.last_stats.proposed) <= 3
 
@@ -98,23 +97,17 @@ def test_transformers_own_loop_decodes_chains(target, draft):
 def test_trees_are_the_default_where_draft_and_machine_are_measured(target, draft, monkeypatch):
     draft.config.sts_temperatures = {"default": [1.0] * 4}
     monkeypatch.setattr("hf_dspark.decoding.hook.find_cost", lambda *_: TABLE)
-    scheduler = lambda **how: default_policy(draft, target, **how).policy.policy  # noqa: E731
-    assert not isinstance(scheduler(), TreeScheduler)
+    may_grow = lambda do_sample, **how: (  # noqa: E731
+        default_policy(draft, target, **how).plan_tree(draft.config.siblings_for(do_sample), Load()) is not None
+    )
+    assert not may_grow(False)
     fitted = draft.config.siblings_for(do_sample=False).to_dict()
     draft.config.sibling_acceptance = {"greedy": fitted}
-    assert isinstance(scheduler(), TreeScheduler) and not isinstance(scheduler(do_sample=True), TreeScheduler)
-    assert not isinstance(scheduler(trees=False), TreeScheduler)
-    assert isinstance(scheduler(trees=True, do_sample=True), TreeScheduler)
+    assert may_grow(False) and not may_grow(True)
+    assert not may_grow(False, trees=False) and may_grow(True, trees=True)
     monkeypatch.setattr("hf_dspark.decoding.hook.find_cost", lambda *_: None)
-    assert default_policy(draft, target) == FullBlock() and default_policy(draft, target, trees=True) == TreeBudget(15)
-
-
-def test_now_and_then_a_round_is_a_chain_to_compare_the_clock_with(target, draft):
-    draft.decoding = DecodingOptions(policy=CheckedPolicy(TreeBudget(14), cost=TABLE))
-    ids = torch.tensor(PROMPTS[:1])
-    output = target.generate(ids, assistant_model=draft, **GREEDY)
-    assert torch.equal(output, target.generate(ids, **GREEDY))
-    assert 4 in draft.last_stats.proposed and max(draft.last_stats.proposed) > 4
+    assert default_policy(draft, target) == FullBlock()
+    assert default_policy(draft, target, trees=True) == Scheduler(num_nodes=15)
 
 
 def test_options_that_contradict_each_other_are_refused(draft):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_dspark import AdaptiveDrafting, FullBlock, LaggedScheduler, Policy, PrefixScheduler, SLOLimit, ThroughputTable
+from hf_dspark import FullBlock, Policy, Scheduler, ThroughputTable
 from hf_dspark.files import Journal
 from hf_dspark.measuring.results import (
     describe_draft,
@@ -60,19 +60,16 @@ class HalfBlock(Policy):
 def test_policies_are_told_apart_by_their_values():
     one, other = ThroughputTable((1, 8), (95, 94)), ThroughputTable((1, 8), (95, 80))
     policies = [
-        FullBlock(), LaggedScheduler(one), LaggedScheduler(one, lag=5), PrefixScheduler(one), PrefixScheduler(other),
-        AdaptiveDrafting(PrefixScheduler(one)), SLOLimit(PrefixScheduler(one), 0.02),
-        SLOLimit(PrefixScheduler(one), 0.5, "running"), HalfBlock(0.5), HalfBlock(0.25),
+        FullBlock(), Scheduler(one, lag=2), Scheduler(one, lag=5), Scheduler(one), Scheduler(other),
+        Scheduler(one, skip=False), Scheduler(one, tpot_seconds=0.02), HalfBlock(0.5), HalfBlock(0.25),
     ]  # fmt: skip
     assert len({describe_policy(policy) for policy in policies}) == len(policies)
-    assert describe_policy(LaggedScheduler(ThroughputTable((1, 8), (95, 94)))) == describe_policy(policies[1])
+    assert describe_policy(Scheduler(ThroughputTable((1, 8), (95, 94)), lag=2)) == describe_policy(policies[1])
     assert describe_policy(HalfBlock(0.5)) == describe_policy(policies[-2]) == "HalfBlock(share=0.5)"
     assert short_policy(None) == "whole block"
     assert short_policy("ConfidenceThreshold(threshold=0.5, cumulative=True)") == "survival threshold 0.5"
     shown = [short_policy(describe_policy(policy)) for policy in policies]
-    assert shown[0] == "whole block" and shown[2] == "LaggedScheduler, lag 5"
-    assert shown[5] == "AdaptiveDrafting of PrefixScheduler"
-    assert shown[7] == "SLOLimit of PrefixScheduler, 500 ms, running"
+    assert shown[0] == "whole block"
 
 
 CONFIG = GenerationConfig(max_new_tokens=8)

@@ -34,7 +34,6 @@ from hf_dspark import (
 )
 from hf_dspark.decoding import drafter as generator_module
 from hf_dspark.decoding.drafter import Drafter
-from hf_dspark.decoding.step_costs import Machine
 from hf_dspark.decoding.tree_drafting import Chains
 from hf_dspark.measuring.calibrate import collect_rounds
 from hf_dspark.models import block_attention, modeling_eagle3
@@ -43,6 +42,7 @@ from hf_dspark.models.losses import LossWeights, position_weights
 from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
+from hf_dspark.scheduling.step_costs import Machine
 from tests.distributions import ROUNDING, TargetDistribution, extend, output_distribution, total_variation
 from tests.features import select_features
 from tests.models.test_modeling_dspark import ForcedSampler, close, layout_of

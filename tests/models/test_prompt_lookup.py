@@ -7,9 +7,8 @@ from hf_dspark import (
     DecodingOptions,
     FullBlock,
     PromptLookup,
+    Scheduler,
     ThroughputTable,
-    TreeBudget,
-    TreeScheduler,
     generate_many,
 )
 
@@ -42,7 +41,10 @@ def loop_target(make_target):
     return target
 
 
-@pytest.mark.parametrize("policy", [None, TreeBudget(31), TreeScheduler(ThroughputTable((1, 8, 64), (95, 94, 80)))])
+@pytest.mark.parametrize(
+    "policy",
+    [None, Scheduler(num_nodes=31), Scheduler(ThroughputTable((1, 8, 64), (95, 94, 80)), trees=True, skip=False)],
+)
 def test_batches_are_those_of_plain_decoding_in_fewer_rounds(loop_target, policy):
     lookup, batch = PromptLookup(loop_target), batch_of(ROWS)
     lookup.decoding = DecodingOptions(policy=policy)
@@ -63,7 +65,7 @@ def test_a_scheduler_that_sees_no_gain_copies_nothing(loop_target):
     """A pass that costs what its tokens cost."""
     lookup = PromptLookup(loop_target)
     steep = ThroughputTable((1, 2, 64), (64.0, 32.0, 1.0))
-    lookup.decoding = DecodingOptions(policy=TreeScheduler(steep))
+    lookup.decoding = DecodingOptions(policy=Scheduler(steep, trees=True, skip=False))
     options = GREEDY | {"max_new_tokens": 200}
     output = loop_target.generate(torch.tensor([ROWS[0]]), assistant_model=lookup, **options)
     assert output.shape[1] == 206 and sum(lookup.last_stats.proposed) == 0

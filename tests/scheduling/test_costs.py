@@ -1,4 +1,4 @@
-"""What a step costs: tables, linear models, hulls, and SGLang's file."""
+"""What a step costs: tables, hulls, context, and SGLang's file."""
 
 import itertools
 import json
@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, ThroughputTable
+from benchmarks.policy_baselines import linear_cost
+from hf_dspark.measuring.profile import context_slope
+from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.step_costs import Sample
 
 JAGGED = ThroughputTable((1, 8, 16, 24, 32), (100.0, 90.0, 95.0, 40.0, 42.0), 0.002, 1e-6, {"device": "a"})
 SGLANG_1D = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [95.1, 94.0, 80.2], "max_batch_tokens": 64}
 
 
 def seconds(cost, *tokens):
-    return cost.token_curve.at(np.array(tokens)).tolist()
+    return cost.curve.at(np.array(tokens)).tolist()
 
 
 # ---- tables
@@ -61,7 +64,7 @@ def test_table_refuses_what_is_no_curve(tokens, rates, message):
 
 def brute_force_hull(cost, first, last, horizon=2000):
     """The largest convex function below the monotone curve from `first` on: the lowest of all chords over a point."""
-    times = [float(value) for value in cost.token_curve.at(np.arange(horizon))]
+    times = [float(value) for value in cost.curve.at(np.arange(horizon))]
     times = [min(times[b:]) for b in range(first, horizon)]
     ends = [*range(60), horizon - first - 1]
     return [
@@ -93,8 +96,8 @@ def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
 
 
 def test_hull_of_a_straight_line_is_the_line():
-    line = LinearCost(ForwardCost(0.0, 0.25, 1.0), ForwardCost(0.0, 0.0, 0.0)).curve.window(3, 50)
-    np.testing.assert_allclose(line.measured, 0.25 * np.arange(3, 51))
+    line = linear_cost(0.25, 1.0, 0.0).curve.window(3, 50)
+    np.testing.assert_allclose(line.measured, 1.0 + 0.25 * np.arange(3, 51))
     huge = JAGGED.curve.window(10**9, 10**9 + 7)  # costs no more time or memory
     assert len(huge.measured) == 8
     for window in (line, huge):
@@ -102,36 +105,20 @@ def test_hull_of_a_straight_line_is_the_line():
     assert pickle.loads(pickle.dumps(JAGGED)) == JAGGED
 
 
-# ---- linear costs
+# ---- context
 
 
-def test_forward_cost_is_found_again_by_least_squares_and_never_negative():
-    truth = ForwardCost(2e-6, 3e-4, 5e-3)
-    grid = list(itertools.product((64, 512, 2048), (1, 8, 64)))
-    fitted, explained = ForwardCost.fit(*zip(*grid, strict=True), [truth.seconds(c, b) for c, b in grid])
-    assert (fitted.alpha, fitted.gamma, fitted.delta) == pytest.approx((truth.alpha, truth.gamma, truth.delta))
-    assert explained == pytest.approx(1.0)
-    fitted, explained = ForwardCost.fit([64, 512, 64, 512], [1, 1, 8, 8], [1.0, 0.9, 1.1, 1.0])
-    assert fitted.alpha == 0.0 and fitted.gamma > 0 and 0.0 < explained < 1.0
-    with pytest.raises(ValueError, match="at least three measurements, got 2"):
-        ForwardCost.fit([1, 2], [1, 2], [1.0, 2.0])
+def test_context_slope_is_found_again_by_least_squares_and_never_negative():
+    grid = itertools.product((64, 512, 2048), (1, 8, 64))
+    samples = [Sample(1, tokens, context, 2e-6 * context + 3e-4 * tokens + 5e-3) for context, tokens in grid]
+    assert context_slope(samples) == pytest.approx(2e-6)
+    falling = zip((64, 512, 64, 512), (1, 1, 8, 8), (1.0, 0.9, 1.1, 1.0), strict=True)
+    assert context_slope([Sample(1, tokens, context, seconds) for context, tokens, seconds in falling]) == 0.0
 
 
-def test_linear_cost_reads_the_context_once_and_drafts_one_block_per_request():
-    cost = LinearCost(ForwardCost(0.001, 0.1, 1.0), ForwardCost(0.0005, 0.02, 0.3))
-    load = Load(range(4), context_tokens=1000)
-    drafting = 0.0005 * 1000 + 0.02 * 4 + 0.3
-    assert cost.draft_seconds(load) == pytest.approx(drafting)
-    assert cost.round_seconds(load, 6).tolist()[-1] == pytest.approx(0.001 * 1000 + 0.1 * 10 + 1.0 + drafting)
-    assert cost.plain_seconds(load) == pytest.approx(0.001 * 1000 + 0.1 * 4 + 1.0)
+def test_cached_tokens_cost_what_they_add_to_each_round():
     table = ThroughputTable((1, 2), (10.0, 5.0), context_seconds=0.001)
     assert table.round_seconds(Load(context_tokens=100), 1).tolist() == pytest.approx([0.2, 0.3])
-
-
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
-def test_forward_cost_refuses_impossible_coefficients(value):
-    with pytest.raises(ValueError, match="finite and not negative"):
-        ForwardCost(value, 0.1, 0.1)
 
 
 # ---- files
@@ -163,7 +150,7 @@ def test_a_table_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "sps.json"
     JAGGED.save(path)
 
-    def half(file, text):
+    def half(file, text, encoding):
         with file.open("w") as stream:
             stream.write(text[:20])
         raise KeyboardInterrupt
@@ -191,3 +178,13 @@ def test_broken_cost_files_are_named(content, message, tmp_path):
     (tmp_path / "cost.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         ThroughputTable.load(tmp_path / "cost.json")
+
+
+def test_tables_are_named_by_their_origin_and_their_numbers():
+    names = {
+        ThroughputTable((1, 8), rates, provenance=origin).name
+        for rates in ((9, 8), (9, 7))
+        for origin in ({}, {"table": "a.json"})
+    }
+    assert len(names) == 4 and sum(name.startswith("a.json [") for name in names) == 2
+    assert ThroughputTable((1, 8), (9, 8), provenance={"measured": "now"}).name in names

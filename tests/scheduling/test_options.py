@@ -2,16 +2,16 @@
 
 import pytest
 
-from hf_dspark import DecodingOptions, DSparkConfig, FullBlock, PrefixScheduler
+from hf_dspark import DecodingOptions, DSparkConfig, FullBlock, Scheduler
 
 
 def test_what_is_no_policy_is_refused_by_name():
-    cure = r"FullBlock\(\), ConfidenceThreshold\(0.5\), PrefixScheduler\(cost\), .*, or None for the default"
+    cure = r"FullBlock\(\), ConfidenceThreshold\(0.5\), Scheduler\(cost\), .*, or None for the default"
     for wrong, found in (("scheduled", "'scheduled'"), (0.5, "0.5")):
         with pytest.raises(TypeError, match=f"policy must be a hf_dspark.Policy, got {found}: pass {cure}"):
             DecodingOptions(policy=wrong)
-    with pytest.raises(TypeError, match="got the class PrefixScheduler: call it"):
-        DecodingOptions(policy=PrefixScheduler)
+    with pytest.raises(TypeError, match="got the class Scheduler: call it"):
+        DecodingOptions(policy=Scheduler)
 
 
 @pytest.mark.parametrize("name", ["policy", "load", "domain", "observer", "other_tokens", "use_transformers_loop"])

@@ -2,29 +2,34 @@
 
 import dataclasses
 import itertools
+import json
+import math
 import operator
 import warnings
 
 import pytest
 import torch
 
-from benchmarks.policy_baselines import EarlyStopScheduler, EliminationScheduler, GlobalScheduler
-from hf_dspark.scheduling import policies
-from hf_dspark.scheduling.costs import ForwardCost, LinearCost, Load, ThroughputTable
+from benchmarks.policy_baselines import (
+    SLO_MODES,
+    EarlyStopScheduler,
+    EliminationScheduler,
+    GlobalScheduler,
+    linear_cost,
+)
+from hf_dspark.scheduling import scheduler as scheduling
+from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.policies import (
-    AdaptiveDrafting,
     ConfidenceThreshold,
     FullBlock,
-    LaggedScheduler,
     Policy,
-    PrefixScheduler,
-    RoundOutcome,
-    SLOLimit,
 )
 from hf_dspark.scheduling.ranking import Ranking, survival
+from hf_dspark.scheduling.rounds import RoundOutcome
+from hf_dspark.scheduling.scheduler import Scheduler
 
-FREE = LinearCost(ForwardCost(0.0, 0.0, 1.0), ForwardCost(0.0, 0.0, 0.1))
-LINEAR = LinearCost(ForwardCost(0.0, 0.01, 0.1), ForwardCost(0.0, 0.0, 0.02))  # a round of B tokens: .12 + .01 B
+FREE = linear_cost(0.0, 1.0, 0.1)
+LINEAR = linear_cost(0.01, 0.1, 0.02)  # a round of B tokens: .12 + .01 B
 # 8 tokens a bucket: the curve jumps after B = 8, 16, ...
 JAGGED = ThroughputTable(tuple(range(1, 129)), tuple(1 / (1.0 + 0.5 * ((b - 1) // 8)) for b in range(1, 129)))
 
@@ -99,19 +104,24 @@ def test_confidence_threshold_refuses_values_outside_the_unit_interval():
 # ---- schedulers
 
 
-@pytest.mark.parametrize("scheduler", [PrefixScheduler, LaggedScheduler])
-def test_schedulers_say_where_the_cost_of_a_step_comes_from(scheduler):
+def chains(cost, **how):
+    """Hull and fill in every round, whatever earlier ones brought."""
+    return Scheduler(cost, trees=False, skip=False, **how)
+
+
+def test_the_scheduler_says_where_the_cost_of_a_step_comes_from():
     for wrong, found in ((None, "None"), ({"sample_batch_tokens": [1]}, "dict"), ("sps.json", "str")):
-        with pytest.raises(TypeError, match=rf"{scheduler.__name__} needs the cost .*, got {found}: .*Table.load"):
-            scheduler(wrong)
-    with pytest.raises(TypeError, match=f"{scheduler.__name__} needs the cost of a step on this machine, got None"):
-        scheduler()
+        with pytest.raises(TypeError, match=rf"Scheduler needs the cost .*, got {found}: .*Table.load"):
+            Scheduler(wrong)
 
     class Profile:
         table = ThroughputTable([1, 2], [2.0, 1.0])
 
     with pytest.raises(TypeError, match=r"got Profile: pass its table"):
-        scheduler(Profile())
+        Scheduler(Profile())
+    for how in ({"lag": 1}, {"tpot_seconds": 1.0}):
+        with pytest.raises(ValueError, match="need to know what a round costs: pass cost"):
+            Scheduler(num_nodes=7, **how)
 
 
 def test_survival_is_the_product_of_the_confidences_and_never_rises():
@@ -135,13 +145,13 @@ def test_early_stop_is_algorithm_one_line_by_line(seed, other_tokens):
     torch.manual_seed(seed)
     for cost in (JAGGED, ThroughputTable(tuple(range(1, 80)), tuple(1 / (3 + 0.2 * b) for b in range(1, 80)))):
         confidence = (torch.rand(5, 4).double().float() ** 0.3).tolist()
-        expected = literal_algorithm_one(confidence, cost.token_curve.at, other_tokens)
+        expected = literal_algorithm_one(confidence, cost.curve.at, other_tokens)
         assert plan(EarlyStopScheduler(cost), confidence, load=Load(range(5), other_tokens=other_tokens)) == expected
 
 
-@pytest.mark.parametrize("scheduler", [EarlyStopScheduler, PrefixScheduler, GlobalScheduler])
+@pytest.mark.parametrize("scheduler", [EarlyStopScheduler, chains, GlobalScheduler])
 def test_all_schedulers_find_the_optimum_when_cost_is_convex(scheduler):
-    cost = LinearCost(ForwardCost(0.0, 0.05, 1.0), ForwardCost(0.0, 0.0, 0.1))
+    cost = linear_cost(0.05, 1.0, 0.1)
 
     def expected_throughput(lengths):
         kept = 3 + sum(float(alive[row, :length].sum()) for row, length in enumerate(lengths))
@@ -158,17 +168,18 @@ def test_all_schedulers_find_the_optimum_when_cost_is_convex(scheduler):
 def test_prefix_scheduler_is_not_trapped_before_a_cliff_and_fills_the_bucket_it_pays_for():
     confidence = [[0.99] * 7]
     load = Load((0,), other_tokens=7)  # B = 8 fills the first bucket: the next token costs half a step
-    lengths = [
-        plan(rule(JAGGED), confidence, load=load) for rule in (EarlyStopScheduler, PrefixScheduler, GlobalScheduler)
-    ]
+    lengths = [plan(rule(JAGGED), confidence, load=load) for rule in (EarlyStopScheduler, chains, GlobalScheduler)]
     assert lengths == [[0], [7], [7]]
-    assert plan(PrefixScheduler(JAGGED), [[0.9, 0.3, 0.3, 0.3]] * 2) == [3, 3]  # 2 + 6 tokens: one bucket of 8
+    assert plan(chains(JAGGED), [[0.9, 0.3, 0.3, 0.3]] * 2) == [
+        3,
+        3,
+    ]  # 2 + 6 tokens: one bucket of 8
 
 
 def test_schedulers_verify_less_as_the_engine_fills():
     cost = ThroughputTable((1, 64, 128), (50.0, 50.0, 25.0))
     confidence = [[0.9, 0.8, 0.7, 0.6]]
-    lengths = [plan(PrefixScheduler(cost), confidence, load=Load(other_tokens=n))[0] for n in (0, 62, 90)]
+    lengths = [plan(chains(cost), confidence, load=Load(other_tokens=n))[0] for n in (0, 62, 90)]
     assert lengths[0] == 4 and lengths[0] >= lengths[1] >= lengths[2] and lengths[2] == 0
 
 
@@ -176,43 +187,70 @@ def test_elimination_stops_at_the_first_removal_that_does_not_pay():
     # Removing one token keeps the bucket and loses its survival; removing more would pay: AdaSpec stalls.
     confidence = [[0.3] * 6] * 3
     assert plan(EliminationScheduler(JAGGED), confidence) != plan(GlobalScheduler(JAGGED), confidence)
-    convex = LinearCost(ForwardCost(0.0, 0.05, 1.0), ForwardCost(0.0, 0.0, 0.1))
+    convex = linear_cost(0.05, 1.0, 0.1)
     assert plan(EliminationScheduler(convex), confidence) == plan(GlobalScheduler(convex), confidence)
 
 
 def test_lagged_scheduler_takes_its_capacity_from_older_rounds():
-    policy, confidence = LaggedScheduler(JAGGED), [[0.9, 0.8, 0.7, 0.3]] * 3
-    assert plan(policy, confidence) == plan(PrefixScheduler(JAGGED), confidence)  # there are none yet
+    policy, confidence = chains(JAGGED, lag=2), [[0.9, 0.8, 0.7, 0.3]] * 3
+    assert plan(policy, confidence) == plan(chains(JAGGED), confidence)  # there are none yet
     doubtful, sure = [[0.01] * 4] * 4, [[0.95, 0.95, 0.95, 0.95], [0.5] * 4, [0.5] * 4, [0.5] * 4]
     policy.observe(outcome(doubtful, request_ids=range(4)))
     policy.observe(outcome([[0.99] * 4] * 4, request_ids=range(4)))
     lengths = plan(policy, sure)
     assert sum(lengths) == sum(plan(GlobalScheduler(JAGGED), doubtful))
     assert lengths[0] == max(lengths)  # its places go to this round's best tokens
-    policy = LaggedScheduler(FREE, lag=1)
+    policy = chains(FREE, lag=1)
     policy.observe(outcome([[0.9] * 4] * 4, request_ids=range(4)))
     assert plan(policy, [[0.9] * 4] * 2) == [4, 4]  # capacity follows the number of requests
-    with pytest.raises(ValueError, match="lag must be at least 1"):
-        LaggedScheduler(JAGGED, lag=0)
+    for how in ({"lag": -1}, {"lag": 1, "trees": True}):
+        with pytest.raises(ValueError, match="lag must be 0, or a number of rounds with trees=False"):
+            Scheduler(JAGGED, **how)
 
 
 def test_fresh_policies_forget():
-    wrapped = AdaptiveDrafting(LaggedScheduler(JAGGED, lag=1))
-    wrapped.observe(outcome([[0.01] * 4]))
-    assert [*map(len, (wrapped._prospects, wrapped._latest, wrapped.policy._history))] == [1, 1, 1]
-    fresh = wrapped.fresh()
-    assert [*map(len, (fresh._prospects, fresh._latest, fresh.policy._history))] == [0, 0, 0]
+    policy = Scheduler(JAGGED, lag=1)
+    policy.observe(outcome([[0.01] * 4]))
+    for each, kept in ((policy, 1), (policy.fresh(), 0)):
+        assert [*map(len, (each._forecasts, each._latest, each._rankings))] == [kept] * 3
 
 
 @pytest.mark.parametrize("scheduler", [GlobalScheduler, EliminationScheduler])
 def test_look_ahead_policies_are_causal_for_heads_that_read_no_token_only(scheduler):
     policy = scheduler(JAGGED)
     assert policy.is_causal(confidence_reads_tokens=False) and not policy.is_causal(confidence_reads_tokens=True)
-    assert not SLOLimit(policy, 1.0).is_causal(True) and not AdaptiveDrafting(policy).is_causal(True)
-    assert SLOLimit(scheduler(JAGGED, accept_bias=True), 1.0).accept_bias and not policy.accept_bias
+    assert scheduler(JAGGED, accept_bias=True).accept_bias and not policy.accept_bias
+    assert Scheduler(JAGGED, lag=1, tpot_seconds=1.0).is_causal(True)
 
 
-@pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), PrefixScheduler(JAGGED)], ids=["threshold", "prefix"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FullBlock(),
+        ConfidenceThreshold(0.5, cumulative=True),
+        Scheduler(num_nodes=7),
+        Scheduler(JAGGED, 15, trees=True, skip=False, tpot_seconds=0.5),
+        Scheduler(JAGGED, lag=3),
+    ],
+    ids=str,
+)
+def test_policies_are_data(policy):
+    data = json.loads(json.dumps(policy.to_dict()))
+    cost = JAGGED if data.get("cost") else None
+    assert data["name"] == type(policy).__name__ and data.get("cost") == (cost and cost.name)
+    assert Policy.from_dict(data, cost) == policy
+
+
+def test_policies_are_read_with_the_table_that_they_name():
+    data = Scheduler(JAGGED).to_dict()
+    for cost, given in ((None, "got no table"), (FREE, "got table")):
+        with pytest.raises(ValueError, match=rf"Scheduler decided by the table table \[.*, {given}"):
+            Policy.from_dict(data, cost)
+    with pytest.raises(ValueError, match="'Oracle' is no policy that is known here, those are .*Scheduler"):
+        Policy.from_dict({"name": "Oracle"})
+
+
+@pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), chains(JAGGED)], ids=["threshold", "prefix"])
 def test_policies_refuse_impossible_confidences_and_drafts_without_head(policy):
     for bad in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"confidences must lie in \[0, 1\]"):
@@ -233,99 +271,58 @@ def test_a_policy_needs_only_plan_verify():
     assert policy.observe(outcome(None)) is None
 
 
-# ---- limits on the time per token
+# ---- the limit of the time per token
 
 
-def test_step_limit_caps_the_tokens_of_every_round():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.16, cost=LINEAR)
-    assert plan(limited, [[0.9, 0.9, 0.9, 0.9]]) == [3]  # B = 4
-    assert plan(limited, [[0.9, 0.9, 0.9, 0.9], [0.95, 0.1, 0.1, 0.1]]) == [1, 1]  # the likeliest two
-    assert not limited.requires_confidence
-    assert limited.plan_verify(None, torch.tensor([7]), Load()).tolist() == [3]
-    assert plan(SLOLimit(ConfidenceThreshold(0.5), 10.0, cost=LINEAR), [[0.9, 0.1]]) == [1]
+def test_limit_caps_the_tokens_of_a_round_and_gives_them_to_the_likeliest():
+    limited = chains(LINEAR, tpot_seconds=0.04)
+    confidence = [[0.95] * 7]
+    assert limited.plan_draft(Load()) and plan(limited, confidence) == [7]  # nothing known: the first round finds out
+    limited.observe(outcome(confidence, accepted=3))  # four tokens: a round may take .16 s
+    assert limited.plan_draft(Load()) and plan(limited, confidence) == [3]  # B = 4
+    assert limited.limit_lengths(torch.tensor([7]), Load()).tolist() == [3]
+    assert plan(limited, [[0.9] * 4, [0.95, 0.1, 0.1, 0.1]]) == [1, 1]  # the likeliest two
+    assert plan(limited, [[0.9, 0.0]]) == [1]  # no more than without the limit
+    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
     dip = ThroughputTable((1, 2, 3, 4), (10.0, 1.0, 10.0, 10.0))  # B = 2 takes a second, B = 3 a tenth again
-    assert plan(SLOLimit(FullBlock(), tpot_seconds=0.5, cost=dip), [[0.9] * 3]) == [0]
+    limited = chains(dip, tpot_seconds=0.5)
+    limited.observe(outcome(confidence))
+    assert not limited.plan_draft(Load()) and plan(limited, [[0.9] * 3]) == [0]
 
 
-def test_no_drafting_when_only_a_plain_step_keeps_the_limit():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.115, cost=LINEAR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not limited.plan_draft(Load())
-    assert not SLOLimit(FullBlock(), tpot_seconds=0.13, cost=LINEAR).plan_draft(Load())  # no room for a draft token
-    assert SLOLimit(FullBlock(), tpot_seconds=0.14, cost=LINEAR).plan_draft(Load())
-
-
-def test_limit_that_cannot_be_met_warns_once_and_decodes_without_drafting_or_catches_up(monkeypatch):
-    monkeypatch.setattr(policies, "_limits_warned_of", set())
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.01, cost=LINEAR)
+def test_limit_that_cannot_be_met_warns_once_and_decodes_without_drafting(monkeypatch):
+    monkeypatch.setattr(scheduling, "_limits_warned_of", set())
+    limited = chains(LINEAR, tpot_seconds=0.01)
+    limited.observe(outcome([[0.9] * 7]))
     with pytest.warns(UserWarning, match="limit of 0.01 s per token cannot be met.*takes 0.11 s"):
         assert not limited.plan_draft(Load())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not limited.fresh().plan_draft(Load())
-    policies._limits_warned_of.clear()
-    running = SLOLimit(FullBlock(), tpot_seconds=0.01, mode="running", cost=LINEAR)
-    with pytest.warns(UserWarning, match="Decoding for throughput"):
-        assert running.plan_draft(Load())
-    assert plan(running, [[0.9] * 7]) == [7]
+        assert not limited.plan_draft(Load())
+        only_plain = chains(LINEAR, tpot_seconds=0.115)
+        only_plain.observe(outcome([[0.9] * 7]))
+        assert not only_plain.plan_draft(Load())
 
 
-@pytest.mark.parametrize("confidence", [[[0.9] * 4], None])
-def test_expected_limit_counts_the_tokens_that_rounds_lately_brought(confidence):
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
-    assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [7]  # nothing known: the first round finds out
-    limited.observe(outcome(confidence, accepted=3))  # four tokens: a round may take .16 s
-    assert limited.plan_draft(Load()) and plan(limited, [[0.9] * 7]) == [3]
-    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
-    assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_limits_are_refused(limit):
+    with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
+        Scheduler(LINEAR, tpot_seconds=limit)
 
 
-def test_running_limit_spends_what_earlier_rounds_saved():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
-    assert not limited.plan_draft(Load())
-    limited.observe(outcome([[0.9] * 7], accepted=1, seconds=0.13))  # two tokens in the time of one
-    assert limited.allowed_seconds(Load()) == pytest.approx(0.26) and plan(limited, [[0.9] * 7]) == [7]
-
-
-@pytest.mark.parametrize(
-    ("late", "expected"),
-    [
-        ([], 0.13),
-        ([outcome([[0.9] * 7], seconds=9.0, request_ids=(8,))], 0.13 * 6 - 0.13),
-    ],  # the latter is beyond rescue
-    ids=["furthest behind", "beyond rescue"],
-)
-def test_running_limit_is_that_of_the_request_furthest_behind_that_can_still_be_met(late, expected):
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.13, mode="running", cost=LINEAR)
-    for round_outcome in (*late, outcome([[0.9] * 7], accepted=4, seconds=0.13, request_ids=(7,))):
-        limited.observe(round_outcome)
-    assert limited.allowed_seconds(Load((7, 8))) == pytest.approx(expected)
-
-
-def test_wrong_limits_are_refused():
-    for limit in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
-            SLOLimit(FullBlock(), limit, cost=LINEAR)
+def test_modes_of_adaspecs_limit_differ_in_what_a_round_may_take():
+    modes = {mode: EliminationScheduler(LINEAR, tpot_seconds=0.13, mode=mode) for mode in SLO_MODES}
+    for limited in modes.values():
+        limited.observe(outcome([[0.9] * 7], accepted=1, seconds=0.13))  # two tokens in the time of one
+    assert {name: each.allowed_seconds(Load()) for name, each in modes.items()} == pytest.approx(
+        {"step": 0.13, "expected": 0.26, "running": 0.26}
+    )
+    late = modes["running"]
+    late.observe(outcome([[0.9] * 7], seconds=9.0))  # beyond rescue: nothing is capped
+    assert late.allowed_seconds(Load()) == math.inf and late.plan_draft(Load())
     with pytest.raises(ValueError, match="mode must be one of"):
-        SLOLimit(FullBlock(), 1.0, mode="average", cost=LINEAR)
-
-
-def test_limits_of_lengths_are_those_of_the_verified_tokens():
-    limit = SLOLimit(FullBlock(), 1.0, cost=ThroughputTable((1, 2, 3, 4), (4.0, 2.0, 0.9, 0.8)))
-    longest = torch.tensor([5])
-    assert limit.plan_verify(None, longest, Load()).tolist() == [1]
-    for policy, length in ((FullBlock(), 5), (limit, 1), (AdaptiveDrafting(limit), 1)):
-        assert policy.limit_lengths(longest, Load()).tolist() == [length]
-
-
-def test_the_cost_is_the_inner_policys_unless_given():
-    limited = SLOLimit(AdaptiveDrafting(PrefixScheduler(JAGGED)), 1.0)
-    assert limited.cost is limited.policy.cost is JAGGED and limited.fresh().cost is JAGGED
-    assert AdaptiveDrafting(PrefixScheduler(JAGGED), cost=LINEAR).cost is LINEAR
-    for make in (AdaptiveDrafting, lambda policy: SLOLimit(policy, 1.0)):
-        with pytest.raises(ValueError, match=r"needs to know what a round costs, and FullBlock\(\) does not: pass"):
-            make(FullBlock())
+        EliminationScheduler(LINEAR, mode="average")
 
 
 # ---- draft or skip
@@ -333,7 +330,7 @@ def test_the_cost_is_the_inner_policys_unless_given():
 
 def test_drafting_stops_when_history_says_it_does_not_pay():
     for confidence in (0.9, 0.05):  # an unlucky start does not end it
-        policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+        policy = Scheduler(LINEAR, trees=False)
         assert policy.plan_draft(Load())  # nothing known yet
         policy.observe(outcome([[confidence] * 4]))
         assert policy.plan_draft(Load())
@@ -343,23 +340,23 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
 
 @pytest.mark.parametrize(("accepted", "pays"), [(0, False), (2, True)])
 def test_drafting_stops_when_promised_tokens_do_not_come(accepted, pays):
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+    policy = Scheduler(LINEAR, trees=False)
     promising = torch.tensor([[0.9] * 4])
     for _ in range(30):
         policy.observe(RoundOutcome((0,), promising, torch.tensor([4]), torch.tensor([accepted]), 1.0))
     assert policy.plan_draft(Load()) == pays
-    assert policy._prospects[0].truth < 0.8  # 3.1 tokens of four were promised
+    assert policy._forecasts[0].acceptance_bias < 0.8  # 3.1 tokens of four were promised
 
 
 def test_tokens_that_were_not_verified_were_not_promised():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+    policy = Scheduler(LINEAR, trees=False)
     for _ in range(30):
         policy.observe(RoundOutcome((0,), torch.tensor([[1.0] * 4]), torch.tensor([1]), torch.tensor([1]), 1.0))
-    assert policy._prospects[0].truth == 1.0
+    assert policy._forecasts[0].acceptance_bias == 1.0
 
 
 def poor_history():
-    policy = AdaptiveDrafting(PrefixScheduler(LINEAR))
+    policy = Scheduler(LINEAR, trees=False)
     for _ in range(30):
         policy.observe(outcome([[0.05] * 4]))
     return policy
@@ -376,7 +373,7 @@ def test_a_good_block_is_followed_by_another_whatever_came_before():
 def test_good_slots_that_come_together_are_worth_more_than_their_mean():
     """Half of the blocks are accepted whole: the mean confidence is the same as if each slot were so every time."""
     steep = ThroughputTable((1, 8), (10.0, 9.0), drafting=0.05)
-    together, apart = (AdaptiveDrafting(PrefixScheduler(steep)) for _ in range(2))
+    together, apart = (Scheduler(steep, trees=False) for _ in range(2))
     for number in range(40):
         together.observe(outcome([[0.95 * (number % 2)] * 4]))
         apart.observe(outcome([[0.475] * 4]))
@@ -386,10 +383,10 @@ def test_good_slots_that_come_together_are_worth_more_than_their_mean():
 
 
 def test_skipping_looks_again_now_and_then():
-    pattern = [False] * policies.LOOK_AGAIN_AFTER + [True]
+    pattern = [False] * scheduling.REPROBE_AFTER + [True]
     adaptive = poor_history()
     assert [adaptive.plan_draft(Load()) for _ in range(34)] == pattern * 2
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.115, mode="expected", cost=LINEAR)
+    limited = chains(LINEAR, tpot_seconds=0.115)
     limited.observe(outcome([[0.05] * 4], accepted=0))
     assert [limited.plan_draft(Load()) for _ in range(34)] == pattern * 2
     assert plan(limited, [[0.9] * 4]) == [4]  # and looks at the whole block
@@ -397,7 +394,7 @@ def test_skipping_looks_again_now_and_then():
 
 @pytest.mark.filterwarnings("ignore:the limit of")
 def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
-    limited = SLOLimit(FullBlock(), tpot_seconds=0.04, mode="expected", cost=LINEAR)
+    limited = chains(LINEAR, tpot_seconds=0.04)
     limited.observe(outcome([[0.9] * 7], accepted=0))
     drafted = []
     for _ in range(200):
@@ -408,36 +405,36 @@ def test_an_unlucky_start_does_not_end_drafting_under_an_expected_limit():
 
 
 def test_requests_that_left_are_forgotten():
-    policy = AdaptiveDrafting(SLOLimit(FullBlock(), 1.0, mode="running", cost=LINEAR), cost=LINEAR)
+    policy = Scheduler(LINEAR)
     policy.observe(outcome([[0.9] * 4] * 3, request_ids=(1, 2, 3)))
     policy.plan_draft(Load((2, 4)))
-    assert set(policy._prospects) == set(policy._latest) == set(policy.policy._spent) == {2}
+    assert set(policy._forecasts) == set(policy._latest) == {2}
 
 
 def test_drafting_depends_on_the_load():
     steep = ThroughputTable((1, 16, 32), (10.0, 10.0, 5.0), drafting=0.02)
-    policy = AdaptiveDrafting(PrefixScheduler(steep))
+    policy = Scheduler(steep, trees=False)
     policy.observe(outcome([[0.8] * 4]))
     assert policy.plan_draft(Load()) and not policy.plan_draft(Load(other_tokens=60))
 
 
 def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
-    policy = AdaptiveDrafting(FullBlock(), cost=LINEAR)
+    policy = Scheduler(LINEAR)
     policy.observe(outcome([[0.5]]))
-    assert policy._prospects[0].survival == pytest.approx([(3 * 0.8 + 0.5) / 4])
+    assert policy._forecasts[0].survival == pytest.approx([(3 * 0.8 + 0.5) / 4])
     policy.observe(outcome([[1.0]]))
     policy.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
-    assert policy._prospects[0].survival == pytest.approx([(3 * 0.8 + 0.5 + 1.0) / 5])
+    assert policy._forecasts[0].survival == pytest.approx([(3 * 0.8 + 0.5 + 1.0) / 5])
     for _ in range(60):
         policy.observe(outcome([[0.25]]))
-    assert policy._prospects[0].survival == pytest.approx([0.25], abs=0.01)
+    assert policy._forecasts[0].survival == pytest.approx([0.25], abs=0.01)
 
 
 def test_adaptive_drafting_learns_from_blocks_of_different_lengths():
-    policy = AdaptiveDrafting(FullBlock(), cost=JAGGED).fresh()
+    policy = Scheduler(JAGGED)
     for width in (2, 4, 1):
         confidence = torch.full((2, width), 0.5)
         lengths = torch.full((2,), width)
         policy.observe(RoundOutcome((0, 1), confidence, lengths, lengths, 1.0))
         assert isinstance(policy.plan_draft(Load((0, 1))), bool)
-    assert {len(prospect.survival) for prospect in policy._prospects.values()} == {4}
+    assert {len(prospect.survival) for prospect in policy._forecasts.values()} == {4}

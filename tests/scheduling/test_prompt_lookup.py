@@ -10,9 +10,8 @@ from hf_dspark import (
     DSparkConfig,
     DSparkDraftModel,
     PromptLookup,
+    Scheduler,
     ThroughputTable,
-    TreeBudget,
-    TreeScheduler,
     generate_many,
 )
 from hf_dspark.scheduling.prompt_lookup import USUAL, NgramMatcher
@@ -64,7 +63,7 @@ def test_text_that_repeats_itself_takes_fewer_rounds_with_prompt_lookup(make_tar
     target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
     rounds = {}
     for prompt_lookup in (True, False):
-        draft.decoding = DecodingOptions(policy=TreeBudget(12), prompt_lookup=prompt_lookup)
+        draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=12), prompt_lookup=prompt_lookup)
         output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
         assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
         rounds[prompt_lookup] = draft.last_stats.rounds
@@ -77,7 +76,9 @@ def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(make_t
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
     target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
-    draft.decoding = DecodingOptions(policy=TreeScheduler(ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3)))
+    draft.decoding = DecodingOptions(
+        policy=Scheduler(ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3), trees=True, skip=False)
+    )
     read, honest = [], DSparkDraftModel.read_block
     monkeypatch.setattr(
         DSparkDraftModel, "read_block", lambda self, a, features, *args: read.append(len(features)) or
@@ -104,7 +105,7 @@ def test_a_constraint_is_not_asked_about_matches_that_it_forbids(make_target, do
     if not lookup_alone:
         torch.manual_seed(1)
         draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-        draft.decoding = DecodingOptions(policy=TreeBudget(15))
+        draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=15))
     output = target.generate(
         torch.tensor([prompt]), assistant_model=draft, do_sample=do_sample, max_new_tokens=len(answer), pad_token_id=0,
         prefix_allowed_tokens_fn=allowed,
@@ -125,7 +126,7 @@ def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target
     monkeypatch.setattr("hf_dspark.decoding.drafter.NgramMatcher", Watched)
     target = make_target()
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    decoding = DecodingOptions(policy=TreeBudget(12))
+    decoding = DecodingOptions(policy=Scheduler(num_nodes=12))
     prompts = [[5, 9, 30, 5, 9, number] for number in range(1, 9)]
     many = generate_many(
         target, draft, prompts, batch_size=2, decoding=decoding, do_sample=False, max_new_tokens=6, pad_token_id=0
@@ -138,7 +139,7 @@ def test_matches_end_where_the_sequence_must(make_target, length):
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    draft.decoding = DecodingOptions(policy=TreeBudget(30))
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=30))
     ids = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
     options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0, "eos_token_id": 7}
     assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))

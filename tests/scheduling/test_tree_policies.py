@@ -1,23 +1,21 @@
 """Trees are as large as pays: against exhaustive search over shapes, and on machines of different kinds."""
 
 import itertools
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from hf_dspark import AdaptiveDrafting, PrefixScheduler, SLOLimit, TreeBudget, TreeScheduler
+from hf_dspark import Scheduler
 from hf_dspark.sampling.drafts import DraftTree
 from hf_dspark.scheduling.costs import Load, ThroughputTable
-from hf_dspark.scheduling.policies import RoundOutcome
+from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from hf_dspark.scheduling.tree_plans import (
     BudgetPlan,
-    PricePlan,
     SiblingAcceptance,
-    TreeProspects,
+    TreePlan,
     check_siblings,
     usual_acceptance,
 )
@@ -74,8 +72,8 @@ JAGGED = {
 def test_the_scheduler_comes_near_an_exhaustive_search_over_shapes(curve, siblings, monkeypatch):
     cost = machine(*curve)
     seconds = cost.tree_seconds(Load(), 31, siblings.is_drawn)
-    monkeypatch.setattr("hf_dspark.scheduling.tree_policies.LEAST_GAIN", 0.0)
-    plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load())
+    monkeypatch.setattr("hf_dspark.scheduling.scheduler.LEAST_GAIN", 0.0)
+    plan = Scheduler(cost, trees=True).plan_tree(siblings, Load())
     tree = grown(plan, MEANS)
     if not siblings.is_drawn:
         tree = tree.only(plan.kept([tree])[0])
@@ -87,20 +85,20 @@ def test_a_loaded_machine_gets_smaller_trees_then_chains(monkeypatch):
     cost = ThroughputTable((1, 32, 64, 128), (100, 95, 60, 35), 1e-3)
     nodes = []
     for requests in (1, 4, 16):
-        plan = TreeScheduler(cost).plan_tree(TreeProspects(BEST), Load(range(requests)))
+        plan = Scheduler(cost, trees=True).plan_tree(BEST, Load(range(requests)))
         nodes.append(0 if plan is None else grown(plan, MEANS).num_nodes)
     assert nodes[0] > nodes[1] >= nodes[2] == 0
 
 
 def test_chains_are_kept_where_a_tree_gains_too_little():
-    assert TreeScheduler(machine(*JAGGED["steep"])).plan_tree(TreeProspects(DRAWN), Load()) is None
-    assert TreeScheduler(machine(*JAGGED["flat"])).plan_tree(TreeProspects(DRAWN), Load()) is not None
+    assert Scheduler(machine(*JAGGED["steep"]), trees=True).plan_tree(DRAWN, Load()) is None
+    assert Scheduler(machine(*JAGGED["flat"]), trees=True).plan_tree(DRAWN, Load()) is not None
 
 
 def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
     cost = machine(*(1.0 + 0.03 * n for n in range(40)))
-    plan = lambda siblings, *copies: TreeScheduler(cost).plan_tree(  # noqa: E731
-        TreeProspects(siblings, copies), Load(range(len(copies)))
+    plan = lambda siblings, *matches: Scheduler(cost, trees=True).plan_tree(  # noqa: E731
+        siblings, Load(range(len(matches))), matches
     )
     for siblings in (DRAWN, BEST):
         assert plan(siblings, [0.95] * 20) is not None and plan(siblings, [0.2] * 20) is None
@@ -108,59 +106,56 @@ def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
 
 
 def test_doubtful_copies_do_not_keep_from_growing_the_trees_that_pay_without_them():
-    scheduler = TreeScheduler(machine(*JAGGED["flat"]))
+    scheduler = Scheduler(machine(*JAGGED["flat"]), trees=True)
     for siblings in (DRAWN, BEST):
-        usual = scheduler.plan_tree(TreeProspects(siblings), Load()).gain
+        usual = scheduler.plan_tree(siblings, Load()).gain
         for chance in (0.1, 0.2, 0.4):
-            assert scheduler.plan_tree(TreeProspects(siblings, [[chance, 0.1]]), Load()).gain >= usual
+            assert scheduler.plan_tree(siblings, Load(), [[chance, 0.1]]).gain >= usual
 
 
 def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
     cost = ThroughputTable((1, 8, 32), (100, 96, 90), drafting=1e-3)
     for siblings in (DRAWN, BEST):
-        sure, unsure = (TreeProspects(siblings, [[chance] * 30]) for chance in (0.97, 0.3))
-        assert not TreeScheduler(cost).plan_tree(sure, Load()).drafts
-        plan = TreeScheduler(cost).plan_tree(unsure, Load())
+        assert not Scheduler(cost, trees=True).plan_tree(siblings, Load(), [[0.97] * 30]).drafts
+        plan = Scheduler(cost, trees=True).plan_tree(siblings, Load(), [[0.3] * 30])
         assert plan is None or plan.drafts
-    one_of_four = TreeProspects(BEST, ([0.9] * 30, (), (), ()))
-    assert TreeScheduler(cost).plan_tree(one_of_four, Load(range(4))).drafts
+    one_of_four = ([0.9] * 30, (), (), ())
+    assert Scheduler(cost, trees=True).plan_tree(BEST, Load(range(4)), one_of_four).drafts
 
 
 def test_drafting_goes_on_where_trees_pay_and_chains_do_not():
     cost = ThroughputTable((1, 32), (100, 98), drafting=3e-3)
-    policy = AdaptiveDrafting(TreeScheduler(cost))
+    policy = Scheduler(cost, trees=True)
     for number in range(40):
         accepted = torch.tensor([int(number % 3 == 0)])  # as many as promised
         policy.observe(RoundOutcome((0,), torch.tensor([[0.25, 0.3, 0.3]]), torch.tensor([3]), accepted, 0.01))
     assert not policy.plan_draft(Load())
     siblings = SiblingAcceptance(True, DRAWN.fits, ((0.25, 0.15, 0.1),) * 3)
-    assert policy.plan_tree(TreeProspects(siblings), Load()).gain > 1.15
+    assert policy.plan_tree(siblings, Load()).gain > 1.15
     assert policy.plan_draft(Load())
-    assert AdaptiveDrafting(TreeScheduler(machine(*JAGGED["steep"]))).plan_tree(TreeProspects(DRAWN), Load()) is None
 
 
-def test_wrapped_policies_plan_the_same_trees_under_their_caps():
+def test_trees_are_drafted_where_they_were_asked_for_or_measured():
+    cost, unmeasured = machine(*JAGGED["flat"]), replace(DRAWN, is_measured=False)
+    plans = [
+        [Scheduler(cost, trees=trees).plan_tree(siblings, Load()) is not None for siblings in (DRAWN, unmeasured)]
+        for trees in (None, True, False)
+    ]
+    assert plans == [[True, False], [True, True], [False, False]]
+    assert Scheduler(num_nodes=5).plan_tree(unmeasured, Load()).num_nodes == 5
+    assert [Scheduler(cost, **how).most_nodes for how in ({}, {"trees": False}, {"lag": 1})] == [31, 0, 0]
+
+
+def test_a_limit_learns_from_trees_what_a_round_brings_and_caps_them():
     cost = machine(*(1.0 + 0.005 * n for n in range(70)))
-    inside = TreeScheduler(cost).plan_tree(TreeProspects(DRAWN), Load())
-    assert AdaptiveDrafting(TreeScheduler(cost)).plan_tree(TreeProspects(DRAWN), Load()).cut == inside.cut
-    capped = SLOLimit(TreeScheduler(cost), tpot_seconds=1.0225e-3).plan_tree(TreeProspects(DRAWN), Load())
-    assert capped.in_all == 4 and grown(capped, MEANS).num_nodes == 4
-    assert (
-        SLOLimit(TreeBudget(20), tpot_seconds=1.0225e-3, cost=cost).plan_tree(TreeProspects(DRAWN), Load()).num_nodes
-        == 4
-    )
-    assert PrefixScheduler(cost).plan_tree(TreeProspects(DRAWN), Load()) is None
-
-
-def test_an_expected_limit_learns_from_trees_what_a_round_brings():
-    cost = machine(*(1.0 + 0.005 * n for n in range(70)))
-    limited = SLOLimit(TreeBudget(6), tpot_seconds=0.51e-3, mode="expected", cost=cost)
-    assert limited.plan_draft(Load()) and limited.plan_tree(TreeProspects(DRAWN), Load()).num_nodes == 6
+    limited = Scheduler(cost, 6, trees=True, tpot_seconds=0.5125e-3)
+    assert limited.plan_draft(Load()) and limited.plan_tree(DRAWN, Load()).in_all == 6
     limited.observe(RoundOutcome((0,), None, torch.tensor([6]), torch.tensor([1]), 1e-3, trees=[DraftTree()]))
-    assert limited.allowed_seconds(Load()) == pytest.approx(1.02e-3)
-    assert limited.plan_draft(Load()) and limited.plan_tree(TreeProspects(DRAWN), Load()).num_nodes < 6
+    assert limited.allowed_seconds(Load()) == pytest.approx(1.025e-3)
+    plan = limited.plan_tree(DRAWN, Load()) if limited.plan_draft(Load()) else None
+    assert plan.in_all == grown(plan, MEANS).num_nodes == 5
     limited.observe(RoundOutcome((0,), None, torch.tensor([3]), torch.tensor([0]), 1e-3, trees=[DraftTree()]))
-    assert limited.allowed_seconds(Load()) == pytest.approx(1.02e-3), "a tree that was cut short tells nothing"
+    assert limited.allowed_seconds(Load()) == pytest.approx(1.025e-3), "a tree that was cut short tells nothing"
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 11])
@@ -182,42 +177,8 @@ def test_a_budget_of_drawn_nodes_is_never_exceeded_and_used_up(num_nodes):
     assert grown(BudgetPlan(num_nodes, DRAWN), MEANS).num_nodes == num_nodes
 
 
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_deciding_about_64_trees_of_31_nodes_takes_few_milliseconds(is_drawn):
-    """The plan of a round, all its levels, and the nodes that are sent; drawing and adding them is not counted."""
-    assert min(seconds_to_decide(is_drawn, seed) for seed in range(50)) < 5e-3
-
-
-def seconds_to_decide(is_drawn, seed, rows=64, depth=7):
-    means = ((0.7, 0.12, 0.05, 0.03, 0.02, 0.01),) * depth
-    siblings = SiblingAcceptance(is_drawn, ((1.0, 0.0),) * len(means[0]), means)
-    cost = ThroughputTable((1, 8, 64, 512, 2048), (100, 99, 98, 96, 90), drafting=1e-3)
-    generator, trees = np.random.default_rng(seed), [DraftTree() for _ in range(rows)]
-    started = time.perf_counter()
-    plan = TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load(tuple(range(rows))))
-    seconds = time.perf_counter() - started
-    level = [(row, 0, 1.0) for row in range(rows)]
-    for number in range(depth):
-        if not level:
-            break
-        shares = np.sort(generator.dirichlet([7.0, 1.2, 0.5, 0.3, 0.2, 0.1], len(level)), axis=1)[:, ::-1]
-        survivals = np.array([survival for _, _, survival in level])[:, None] * shares
-        owners = [row for row, _, _ in level]
-        started = time.perf_counter()
-        counts = plan.admit(number, owners, survivals, trees)
-        seconds += time.perf_counter() - started
-        children = [(node, rank) for node, count in enumerate(counts) for rank in range(int(count))]
-        added = [(*level[node][:2], float(survivals[node, rank])) for node, rank in children]
-        level = [(row, trees[row].add(place, 0, survival), survival) for row, place, survival in added]
-    assert sum(tree.num_nodes for tree in trees) > 20 * rows
-    started = time.perf_counter()
-    if not is_drawn:
-        plan.kept(trees)
-    return seconds + time.perf_counter() - started
-
-
 def test_a_cap_for_all_requests_goes_to_the_best_nodes():
-    plan = PricePlan(0.1, 31, 3)
+    plan = TreePlan(0.1, 31, 3)
     counts = plan.admit(0, [0, 1], np.array([[0.5, 0.2], [0.9, 0.3]]), [DraftTree(), DraftTree()])
     assert counts.tolist() == [1, 2]
 
@@ -254,8 +215,8 @@ def test_trees_are_chosen_by_what_their_nodes_were_counted_to_bring():
     cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
     mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 7)
     counted = replace(mean_tree, best=(0.5,) * 4 + (0.1,) * 10)
-    assert TreeScheduler(cost).plan_tree(TreeProspects(mean_tree), Load((9,))) is None
-    plan = TreeScheduler(cost).plan_tree(TreeProspects(counted), Load((9,)))
+    assert Scheduler(cost, trees=True).plan_tree(mean_tree, Load((9,))) is None
+    plan = Scheduler(cost, trees=True).plan_tree(counted, Load((9,)))
     chains = (2 - 0.5 ** np.arange(8)) / cost.round_seconds(Load((9,)), 7)
     tokens = 1 + 4 * 0.5 + 10 * 0.1
     assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14, False)[14] / chains.max())
@@ -269,7 +230,7 @@ def test_trees_that_are_drawn_and_trees_of_best_tokens_cost_what_each_was_measur
     gains = []
     for is_drawn in (True, False):
         siblings = SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.5, 0.2),) * 7)
-        gains.append(TreeScheduler(cost).plan_tree(TreeProspects(siblings), Load()).gain)
+        gains.append(Scheduler(cost, trees=True).plan_tree(siblings, Load()).gain)
     assert gains[1] > gains[0]
 
 
@@ -277,7 +238,7 @@ def test_chains_are_expected_to_bring_what_they_were_counted_to():
     cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
     mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 3, best=(0.5,) * 4 + (0.1,) * 10)
     counted = replace(mean_tree, chain=(0.6, 0.45, 0.4))  # easy stretches come together
-    gains = [TreeScheduler(cost).plan_tree(TreeProspects(each), Load((9,))).gain for each in (mean_tree, counted)]
+    gains = [Scheduler(cost, trees=True).plan_tree(each, Load((9,))).gain for each in (mean_tree, counted)]
     chains = 1 / cost.round_seconds(Load((9,)), 3)
     expected = [float((chains * np.cumsum((1.0, *each))).max()) for each in ((0.5, 0.25, 0.125), (0.6, 0.45, 0.4))]
     assert gains[1] / gains[0] == pytest.approx(expected[0] / expected[1])
@@ -291,7 +252,7 @@ def test_shares_of_siblings_never_rise_with_the_rank():
 @pytest.mark.parametrize("num_nodes", [0, 64, 2.5, "7"])
 def test_impossible_budgets_are_refused(num_nodes):
     with pytest.raises(ValueError, match="num_nodes must be a whole number from 1 to 63"):
-        TreeBudget(num_nodes)
+        Scheduler(num_nodes=num_nodes)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, TreeBudget, check_target
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler, check_target
 from hf_dspark.decoding.tree_drafting import BestTrees, Chains
 from hf_dspark.models.slot_cache import SlotLayout
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees
@@ -136,7 +136,7 @@ def test_trees_follow_their_own_branch_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
     greedy = PLAIN | {"max_new_tokens": 20}
     plain = [target.generate(input_ids=torch.tensor([prompt]), **greedy)[0].tolist() for prompt in PROMPTS]
-    draft.decoding, batch = DecodingOptions(policy=TreeBudget(12)), padded(PROMPTS)
+    draft.decoding, batch = DecodingOptions(policy=Scheduler(num_nodes=12)), padded(PROMPTS)
     with pytest.MonkeyPatch.context() as patch:
         know_trees(patch, plain)
         output = target.generate(**batch, assistant_model=draft, **greedy)
@@ -198,7 +198,7 @@ def test_frequencies_that_switch_at_a_length_switch_there(monkeypatch, switch):
         )
 
     assert difference() < 1e-4 and draft.last_stats.tau > 1.5
-    for policy in (TreeBudget(9), TreeBudget(3)):
+    for policy in (Scheduler(num_nodes=9), Scheduler(num_nodes=3)):
         draft.decoding = DecodingOptions(policy=policy)
         assert difference() < 1e-4
     draft.decoding = DecodingOptions()

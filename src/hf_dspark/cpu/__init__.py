@@ -1,5 +1,5 @@
-"""Faster products of few rows on a CPU, behind one context manager."""
+"""Faster small-batch matrix products on a CPU, behind one context manager."""
 
-from .linears import fast_linears, holds_copies
+from .linears import fast_linears
 
-__all__ = ["fast_linears", "holds_copies"]
+__all__ = ["fast_linears"]

@@ -1,4 +1,4 @@
-"""The context manager that routes the linear layers of models to the fastest product this CPU has for few rows."""
+"""The context manager that routes the linear layers of models to the fastest product of few rows that this CPU has."""
 
 import types
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .small_batch_gemm import PackedCopy, may_gain, packable, small_batch_linear
+from .small_batch_gemm import PackedWeight, may_gain, small_batch_linear
 
 Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the forward that replaces its own
 
@@ -16,9 +16,9 @@ class fast_linears:
     """While entered, linear layers multiply a few rows by the fastest kernel that was measured on this kind of CPU.
 
     Decoding reads all weights for a few tokens at a time, and PyTorch's CPU products are made for many. This context
-    manager sends the products of plain `nn.Linear` layers to oneDNN instead, or exchanges their factors; results are
+    manager sends the products of plain `nn.Linear` layers to oneDNN instead, or swaps their operands; results are
     equal but for rounding. The decoding loop enters it by itself, so drafted calls need nothing. Enter it to give the
-    same kernels to plain `generate()`, or to keep packed copies of the weights, which are faster still:
+    same kernels to plain `generate()`, or to prepack the weights, which is faster still:
 
     ```python
     with fast_linears(target, draft, packed=True):
@@ -26,36 +26,37 @@ class fast_linears:
         target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
     ```
 
-    Nothing changes, and nothing is copied, on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py`
+    Nothing changes, and nothing is packed, on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py`
     lists them). Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers
     whose `forward` was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of
     the outer one as they are, so an outer `packed=True` stays in force.
 
-    Packed copies belong to the weights as they were on entry. Whoever changes weights enters again: a copy is not used
-    when PyTorch knows that its weight has changed, but merging adapters by `weight.data += ...` leaves no trace.
+    Packed weights are the weights as they were on entry. Whoever changes weights enters again: a packed weight is not
+    used when PyTorch knows that the weight has changed, but merging adapters by `weight.data += ...` leaves no trace.
 
     Args:
         models (`nn.Module`): Such as a target and its draft. A draft borrows the target's LM head: pass both.
-        packed (`bool`): Whether to copy weights into the layout that this CPU multiplies fastest. The copies take as
-            much memory as the weights, are made on entry and freed on exit.
+        packed (`bool`): Whether to pack the weights into the layout that this CPU multiplies fastest. They take as
+            much memory again, are packed on entry and freed on exit.
 
     Raises:
-        RuntimeError: On entry, if there is no memory for the copies; nothing has changed then.
+        RuntimeError: On entry, if there is no memory for the packed weights; nothing has changed then.
     """
 
     def __init__(self, *models: nn.Module, packed: bool = False) -> None:
+        ways = ("onednn", "swapped", "packed") if packed else ("onednn", "swapped")
         modules = dict.fromkeys(module for model in models for module in model.modules())
         self._routes: list[Route] = [  # made once: rounds enter often
             (vars(module), types.MethodType(_forward, module))
             for module in modules
-            if type(module) is nn.Linear and may_gain(getattr(module, "weight", None), packed)
+            if type(module) is nn.Linear and any(may_gain(getattr(module, "weight", None), way) for way in ways)
         ]
         self._packed = packed
         self._entries: list[list[Route]] = []
 
     def __enter__(self) -> None:
         routes = [route for route in self._routes if "forward" not in route[0]]
-        self._entries.append(_by_copies(routes) if self._packed else routes)
+        self._entries.append(_with_packed(routes) if self._packed else routes)
         try:
             for attributes, forward in self._entries[-1]:
                 attributes["forward"] = forward
@@ -74,23 +75,23 @@ class fast_linears:
         while self._entries:
             self.__exit__()
 
+    @staticmethod
+    def packs(model: nn.Module) -> bool:
+        """Tell whether a model multiplies by packed weights at present."""
+        forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in model.modules())
+        return any(isinstance(each, partial) and each.keywords.get("packed") is not None for each in forwards)
 
-def _by_copies(routes: list[Route]) -> list[Route]:
-    """Pack the weights that gain by it, each once, and return routes that multiply by the copies."""
+
+def _with_packed(routes: list[Route]) -> list[Route]:
+    """Pack the weights that gain by it, each once, and return routes that multiply by them."""
     weights = {forward.__self__.weight for _, forward in routes}
-    copies = {weight: PackedCopy(weight) for weight in weights if packable(weight)}
+    packed = {weight: PackedWeight(weight) for weight in weights if may_gain(weight, "packed")}
     return [
-        (attributes, types.MethodType(partial(_forward, copy=copies.get(forward.__self__.weight)), forward.__self__))
+        (attributes, types.MethodType(partial(_forward, packed=packed.get(forward.__self__.weight)), forward.__self__))
         for attributes, forward in routes
     ]
 
 
-def holds_copies(model: nn.Module) -> bool:
-    """Tell whether a model multiplies by packed copies of its weights at present."""
-    forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in model.modules())
-    return any(isinstance(each, partial) and each.keywords.get("copy") is not None for each in forwards)
-
-
 # A function of the module: compiled graphs take its bound methods for the same one in every round.
-def _forward(linear: nn.Linear, input: torch.Tensor, copy: PackedCopy | None = None) -> torch.Tensor:
-    return small_batch_linear(input, linear.weight, linear.bias, copy)
+def _forward(linear: nn.Linear, input: torch.Tensor, packed: PackedWeight | None = None) -> torch.Tensor:
+    return small_batch_linear(input, linear.weight, linear.bias, packed)

@@ -1,8 +1,8 @@
-"""Products of few rows with large matrices on a CPU, in about the time that reading the matrix once takes.
+"""Small-batch GEMM on a CPU: products of a few rows with a large matrix, in about the time of reading the matrix.
 
 PyTorch multiplies float32 on x86 by MKL, which has no fast way for few rows. oneDNN, which comes with it, has one. It
-is faster still on weights in its own layout; those of bfloat16 it reorders with each product. Two need no other layout
-if the factors are exchanged: AMX units in bfloat16, and MKL with AVX2 for two to four rows.
+is faster still on weights prepacked in its own layout; those of bfloat16 it reorders with each product. Two need no
+other layout if the operands are swapped: AMX units in bfloat16, and MKL with AVX2 for two to four rows.
 """
 
 import functools
@@ -16,6 +16,7 @@ from torch import nn
 
 MAX_ROWS = 128  # with more, all ways take the same time
 PACKED_FOR = 8  # rows that oneDNN chooses the layout for; it serves 1 to MAX_ROWS well
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"  # as CPUs name their makers
 
 
 class Gain(NamedTuple):
@@ -26,39 +27,34 @@ class Gain(NamedTuple):
     most_rows: int = MAX_ROWS
 
 
-AMD, INTEL = "AuthenticAMD", "GenuineIntel"  # as CPUs name their makers
-# By maker, vector units and dtype, from `benchmarks/few_rows.py`; other CPUs were not measured and keep PyTorch's way.
-# AMX does nothing for float32: CPUs with it are listed again beside those with AVX-512 alone.
-ONEDNN_GAINS = {
-    (AMD, "AVX2", torch.float32): Gain(1, 2**20),
-    (AMD, "AVX512", torch.float32): Gain(1, 2**17),
-    (INTEL, "AVX512", torch.float32): Gain(4, 2**21),
-    (INTEL, "AMX", torch.float32): Gain(4, 2**21),
-}
-TRANSPOSED_GAINS = {
-    (AMD, "AVX2", torch.float32): Gain(2, 2**16, most_rows=4),
-    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32),
-}
-# In float32, single rows gain nothing by another layout.
-PACKED_GAINS = {
-    (AMD, "AVX2", torch.float32): Gain(2, 2**17),
-    (AMD, "AVX512", torch.float32): Gain(2, 2**16),
-    (AMD, "AVX512", torch.bfloat16): Gain(1, 2**16),
-    (INTEL, "AMX", torch.float32): Gain(4, 2**20),
-    (INTEL, "AMX", torch.bfloat16): Gain(1, 2**16),
+# By way, maker, vector units and dtype, from `benchmarks/few_rows.py`. Other CPUs were not measured and keep PyTorch's
+# way. AMX does nothing for float32: CPUs with it are listed again beside those with AVX-512 alone.
+GAINS = {
+    ("onednn", AMD, "AVX2", torch.float32): Gain(1, 2**20),
+    ("onednn", AMD, "AVX512", torch.float32): Gain(1, 2**17),
+    ("onednn", INTEL, "AVX512", torch.float32): Gain(4, 2**21),
+    ("onednn", INTEL, "AMX", torch.float32): Gain(4, 2**21),
+    ("swapped", AMD, "AVX2", torch.float32): Gain(2, 2**16, most_rows=4),
+    ("swapped", INTEL, "AMX", torch.bfloat16): Gain(1, 2**20, most_rows=32),
+    # In float32, single rows gain nothing by another layout.
+    ("packed", AMD, "AVX2", torch.float32): Gain(2, 2**17),
+    ("packed", AMD, "AVX512", torch.float32): Gain(2, 2**16),
+    ("packed", AMD, "AVX512", torch.bfloat16): Gain(1, 2**16),
+    ("packed", INTEL, "AMX", torch.float32): Gain(4, 2**20),
+    ("packed", INTEL, "AMX", torch.bfloat16): Gain(1, 2**16),
 }
 
 
-class PackedCopy:
-    """A copy of a weight in oneDNN's own layout, which no other operator can read."""
+class PackedWeight:
+    """A weight prepacked in oneDNN's own layout, which no other operator can read."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._state = _state(weight)
-        self._copy = packed_weight(weight)
+        self._packed = packed_weight(weight)
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy; `None` if the weight has changed since in a way that PyTorch notices."""
-        return self._copy if _state(weight) == self._state else None
+        """Return the packed weight; `None` if the weight has changed since in a way that PyTorch notices."""
+        return self._packed if _state(weight) == self._state else None
 
 
 def packed_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -70,19 +66,19 @@ def _state(weight: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, int]:
 
 
 def small_batch_linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, copy: PackedCopy | None = None
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, packed: PackedWeight | None = None
 ) -> torch.Tensor:
-    """Multiply as `torch.nn.functional.linear` does, but for rounding; `copy` is the weight's."""
+    """Multiply as `torch.nn.functional.linear` does, but for rounding; `packed` is the weight's."""
     if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
     num_rows, dtype = input.shape[:-1].numel(), weight.dtype
-    if copy is not None and _gains(packed_gain(dtype), num_rows, weight):
-        packed = copy.of(weight)
-        if packed is not None:
-            return onednn_linear(input, packed, bias)
-    if _gains(transposed_gain(dtype), num_rows, weight):
-        return transposed_linear(input, weight, bias)
-    if _gains(onednn_gain(dtype), num_rows, weight):
+    if packed is not None and _gains(gain_of("packed", dtype), num_rows, weight):
+        prepacked = packed.of(weight)
+        if prepacked is not None:
+            return onednn_linear(input, prepacked, bias)
+    if _gains(gain_of("swapped", dtype), num_rows, weight):
+        return swapped_linear(input, weight, bias)
+    if _gains(gain_of("onednn", dtype), num_rows, weight):
         return onednn_linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
@@ -93,10 +89,10 @@ def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
 
 
-def transposed_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply with the factors exchanged, even where that is slower."""
-    # AMX units read their left factor as it lies in memory, and their right one by pairs of rows: oneDNN reorders that
-    # with each product, and here it is the smaller one.
+def swapped_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with the operands swapped, even where that is slower."""
+    # AMX units read their left operand as it lies in memory, and their right one by pairs of rows: oneDNN reorders
+    # that with each product, and here it is the smaller one.
     rows = input.reshape(-1, input.shape[-1])
     if len(rows) > 1:
         transposed = torch.mm(weight, rows.t()) if bias is None else torch.addmm(bias[:, None], weight, rows.t())
@@ -113,17 +109,9 @@ def _first_integers(count: int) -> torch.Tensor:
     return torch.arange(count, device="cpu")
 
 
-def may_gain(weight: torch.Tensor | None, packed: bool) -> bool:
-    """Tell whether products with a weight may be faster in another way."""
-    if weight is None:  # of compressed layers, before they are first called
-        return False
-    gains = (onednn_gain(weight.dtype), transposed_gain(weight.dtype))
-    return any(_is_large(weight, gain) for gain in gains) or (packed and packable(weight))
-
-
-def packable(weight: torch.Tensor) -> bool:
-    """Tell whether products with a weight gain by a packed copy."""
-    return _is_large(weight, packed_gain(weight.dtype))
+def may_gain(weight: torch.Tensor | None, way: str) -> bool:
+    """Tell whether products with a weight may be faster in another way. Compressed layers have no weight at first."""
+    return weight is not None and _is_large(weight, gain_of(way, weight.dtype))
 
 
 def _gains(gain: Gain | None, num_rows: int, weight: torch.Tensor) -> bool:
@@ -144,8 +132,8 @@ def _is_large(weight: torch.Tensor, gain: Gain | None) -> bool:
 
 
 def _is_served(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Tell whether oneDNN can serve a product of few rows."""
-    # It knows no backward pass and no autocast, reads a bias without strides, and cannot say which shapes are wrong.
+    # oneDNN knows no backward pass and no autocast, reads a bias without strides, and cannot say which shapes are
+    # wrong.
     return (
         0 < input.shape[:-1].numel() <= MAX_ROWS
         and input.dtype == weight.dtype
@@ -158,26 +146,11 @@ def _is_served(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 @functools.cache
-def onednn_gain(dtype: torch.dtype) -> Gain | None:
-    """Return when oneDNN is faster than PyTorch's own way on this CPU; `None` if never, or not measured."""
-    return _measured(ONEDNN_GAINS, dtype)
-
-
-@functools.cache
-def transposed_gain(dtype: torch.dtype) -> Gain | None:
-    """Return when exchanged factors are faster on this CPU; `None` if never, or not measured."""
-    return _measured(TRANSPOSED_GAINS, dtype)
-
-
-@functools.cache
-def packed_gain(dtype: torch.dtype) -> Gain | None:
-    """Return when packed copies are faster than all other ways on this CPU; `None` if never, or not measured."""
-    return _measured(PACKED_GAINS, dtype) if hasattr(torch.ops.mkldnn, "_reorder_linear_weight") else None
-
-
-def _measured(gains: dict[tuple[str, str, torch.dtype], Gain], dtype: torch.dtype) -> Gain | None:
-    is_served = has_both() and (dtype != torch.bfloat16 or multiplies_bfloat16())
-    return gains.get((*cpu_kind(), dtype)) if is_served else None
+def gain_of(way: str, dtype: torch.dtype) -> Gain | None:
+    """Return when a way, `onednn`, `swapped` or `packed`, is faster on this CPU; `None` if never, or not measured."""
+    is_known = has_both() and (dtype != torch.bfloat16 or multiplies_bfloat16())
+    can_pack = way != "packed" or hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return GAINS.get((way, *cpu_kind(), dtype)) if is_known and can_pack else None
 
 
 def has_both() -> bool:

@@ -129,13 +129,10 @@ def check_policy(policy: Policy, draft: PreTrainedModel, do_sample: bool) -> Non
             "(config.enable_confidence_head is False). Use FullBlock, and leave assistant_confidence_threshold unset."
         )
     if do_sample and not policy.is_causal(draft.config.confidence_head_with_markov) and not policy.accept_bias:
-        inner = policy
-        while hasattr(inner, "policy"):
-            inner = inner.policy
         raise ValueError(
-            f"{type(inner).__name__} is not causal with this draft: whether it verifies a token depends on "
+            f"{type(policy).__name__} is not causal with this draft: whether it verifies a token depends on "
             "confidences computed from that token, so sampled output would not follow the target's distribution "
-            "(DSpark, Appendix A). Use PrefixScheduler or LaggedScheduler, decode greedily, or pass accept_bias=True."
+            "(DSpark, Appendix A). Use Scheduler, decode greedily, or set accept_bias on the policy."
         )
 
 
@@ -148,7 +145,7 @@ def check_trees_alone(draft: PreTrainedModel, target: PreTrainedModel, policy: P
         given = f"num_assistant_tokens={max_drafts}" if max_drafts is not None else type(policy).__name__
         raise ValueError(
             f"{name} proposes trees of copies alone, got {given}: leave it out, or set "
-            "draft.decoding = DecodingOptions(policy=TreeBudget(num_nodes))"
+            "draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=15))"
         )
 
 

@@ -17,7 +17,7 @@ from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
 from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
-from ..scheduling.tree_plans import TreePlan, TreeProspects, no_acceptance
+from ..scheduling.tree_plans import TreePlan, no_acceptance
 from ..targets.slot_attention import rope_switches
 from ..targets.support import tree_obstacle
 from .logits_processing import DraftProcessor
@@ -108,8 +108,7 @@ class Drafter:
         plan, matches = None, []
         if num_tokens and self._grows_trees and self.policy.most_nodes > 0:
             matches = [self._match(request) for request in requests]
-            prospects = TreeProspects(self._siblings, [match.chances for match in matches])
-            plan = self.policy.plan_tree(prospects, load)
+            plan = self.policy.plan_tree(self._siblings, load, [match.chances for match in matches])
         if plan is not None:
             drafts, drafted = self._draft_trees(requests, noise, plan, most, matches), plan.drafts
         elif num_tokens and self.draft.drafts_blocks:

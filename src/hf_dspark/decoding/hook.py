@@ -14,11 +14,11 @@ from transformers.generation import CandidateGenerator, GenerationMode
 
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel, check_fits
-from ..scheduling.checked import CheckedPolicy
 from ..scheduling.costs import ThroughputTable
 from ..scheduling.options import DecodingOptions
-from ..scheduling.policies import AdaptiveDrafting, ConfidenceThreshold, FullBlock, Policy, PrefixScheduler
-from ..scheduling.tree_policies import TreeBudget, TreeScheduler
+from ..scheduling.policies import ConfidenceThreshold, FullBlock, Policy
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.step_costs import find_cost
 from ..targets.slot_attention import heal
 from ..targets.support import check_state, is_stateful, tree_obstacle
 from .assisted import DSparkCandidateGenerator
@@ -34,7 +34,6 @@ from .checks import (
     loop_obstacle,
 )
 from .request import Call
-from .step_costs import evidence_about, find_cost
 
 # transformers fills these with defaults that are meant for other assistants.
 CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
@@ -179,7 +178,7 @@ def _plan(
     if max_drafts is not None and max_drafts < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {max_drafts}")
     if threshold is None:
-        policy = options.policy or default_policy(draft, target, options.trees, config.do_sample)
+        policy = options.policy or default_policy(draft, target, options.trees)
     else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
     check_policy(policy, draft, config.do_sample)
@@ -188,29 +187,15 @@ def _plan(
     return policy, max_drafts
 
 
-def default_policy(
-    draft: DraftModel, target: PreTrainedModel, trees: bool | None = None, do_sample: bool = False
-) -> Policy:
+def default_policy(draft: DraftModel, target: PreTrainedModel, trees: bool | None = None) -> Policy:
     """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block, or a
     tree of a usual size if trees are asked for."""
     obstacle = tree_obstacle(target) if draft.grows_trees else f"{type(draft).__name__} takes a pass for each token"
     if trees and obstacle is not None:
         raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
     if not draft.drafts_blocks:
-        return TreeScheduler(USUAL_COST, USUAL_NODES)
+        return Scheduler(USUAL_COST, USUAL_NODES)
     cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
-    if cost is None:
-        return TreeBudget(USUAL_NODES) if trees else FullBlock()
-    if trees is None:
-        measured = draft.config.sibling_acceptance or {}
-        trees = obstacle is None and ("sampled" if do_sample else "greedy") in measured
-    return scheduled_by(cost, trees)
-
-
-def scheduled_by(cost: ThroughputTable, trees: bool = False) -> Policy:
-    """Return the scheduler as long as rounds agree with a measured cost, and the full block if they did not."""
-    evidence = evidence_about(cost.provenance.get("table", "in use"))
-    if evidence.contradicted:
-        return FullBlock()
-    scheduler = TreeScheduler(cost) if trees else PrefixScheduler(cost)
-    return CheckedPolicy(AdaptiveDrafting(scheduler), evidence)
+    if cost is not None:
+        return Scheduler(cost, trees=trees if obstacle is None else False)
+    return Scheduler(num_nodes=USUAL_NODES) if trees else FullBlock()

@@ -33,8 +33,8 @@ from ..scheduling.calibration import (
 )
 from ..scheduling.policies import FullBlock, Policy
 from ..scheduling.rounds import RoundOutcome
+from ..scheduling.scheduler import Scheduler
 from ..scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
-from ..scheduling.tree_policies import TreeBudget
 from ..targets.fingerprint import fingerprint
 from ..targets.support import tree_obstacle
 from .timed_decoding import decoding_as
@@ -214,7 +214,7 @@ def collect_siblings(
     **generate_kwargs: Any,
 ) -> list[SiblingTest]:
     """Decode prompts with large trees and record every test of a node; resumed as [`collect_rounds`] is."""
-    policy, name = TreeBudget(RECORDED_NODES), None
+    policy, name = Scheduler(num_nodes=RECORDED_NODES), None
     if output_file is not None:
         name = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
     parts = _decode_and_record(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
@@ -21,18 +22,18 @@ from ..cpu import fast_linears
 from ..decoding.drafter import Drafter
 from ..decoding.loop import DecodingLoop
 from ..decoding.request import Call, Request, StopRule
-from ..decoding.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, forget_profiles
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..provenance import load_hint
 from ..sampling.distributions import TokenDistribution, draw
 from ..sampling.drafts import ChainSampler
-from ..scheduling.costs import ForwardCost, LinearCost, ThroughputTable
+from ..scheduling.costs import ThroughputTable
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import FullBlock, Policy
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, known_profiles
 from ..scheduling.tree_plans import MOST_NODES
-from ..scheduling.tree_policies import TreeBudget
 from ..targets.slot_attention import PackedTarget
 from ..targets.support import keeps_states, slot_cache_obstacle, tree_obstacle
 from .timed_decoding import synchronize
@@ -78,7 +79,7 @@ def profile_throughput(
 
     ```python
     profile = profile_throughput(target, draft, batch_sizes=(1, 4))
-    draft.decoding = DecodingOptions(policy=PrefixScheduler(profile.table))
+    draft.decoding = DecodingOptions(policy=Scheduler(profile.table))
     ```
     """
     require_pair(target, draft)
@@ -108,7 +109,7 @@ def profile_throughput(
         warnings.warn(f"this measurement is not kept: {profile.fault}, {ATTEMPTS} times; {again}", stacklevel=3)
     elif cache:
         profile.save(cache_folder() / f"{profile.machine.key}.json")
-        forget_profiles()
+        known_profiles.cache_clear()
     return profile
 
 
@@ -249,7 +250,7 @@ def _rounds(target: PreTrainedModel, draft: DraftModel, context_length: int) -> 
     for do_sample, (chains, trees) in ((True, OF_DRAWN), (False, OF_BEST)):
         rounds = functools.partial(_round, target, draft, context_length, do_sample)
         passes.append(_Pass(chains, 1 + gamma, rounds(FullBlock())))
-        passes += [_Pass(trees, 1 + nodes, rounds(TreeBudget(nodes))) for nodes in TREE_NODES]
+        passes += [_Pass(trees, 1 + nodes, rounds(Scheduler(num_nodes=nodes))) for nodes in TREE_NODES]
     return passes
 
 
@@ -294,20 +295,27 @@ def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:
 
 
 def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputProfile:
-    (target_cost, target_fit), (draft_cost, draft_fit) = (
-        ForwardCost.fit(
-            [sample.context_tokens for sample in part],
-            [sample.verify_tokens for sample in part],
-            [sample.seconds for sample in part],
-        )
-        for part in (samples["target"], samples["draft"])
-    )
     provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
     provenance["measured"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
     provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
-    table = _table(samples, shortest, gamma, target_cost.alpha + draft_cost.alpha, provenance)
-    fit = {"target": target_fit, "draft": draft_fit}
-    return ThroughputProfile(machine, table, LinearCost(target_cost, draft_cost), fit, samples)
+    context_seconds = context_slope(samples["target"]) + context_slope(samples["draft"])
+    return ThroughputProfile(machine, _table(samples, shortest, gamma, context_seconds, provenance), samples)
+
+
+def context_slope(samples: Sequence[Sample]) -> float:
+    """Return the seconds that each cached token adds: the slope of a fit on context, tokens and a constant.
+
+    None of the three may be negative. The best feasible least squares over all subsets of three columns is exact.
+    """
+    times = np.array([sample.seconds for sample in samples])
+    columns = np.array([(sample.context_tokens, sample.verify_tokens, 1.0) for sample in samples])
+    slope, best_error = 0.0, float(np.square(times).sum())
+    for support in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
+        part = np.linalg.lstsq(columns[:, support], times, rcond=None)[0]
+        error = float(np.square(columns[:, support] @ part - times).sum())
+        if (part >= 0).all() and error < best_error:
+            slope, best_error = float(part[0]) if support[0] == 0 else 0.0, error
+    return slope
 
 
 def _table(

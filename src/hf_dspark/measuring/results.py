@@ -14,7 +14,7 @@ from ..files import digest, replace_text
 from ..formats.checkpoint import read_json
 from ..models.modeling_draft import DraftModel, input_device
 from ..provenance import provenance
-from ..scheduling.costs import StepCost
+from ..scheduling.costs import ThroughputTable
 from ..scheduling.policies import Policy
 from ..targets.fingerprint import weight_hash
 
@@ -77,7 +77,7 @@ def describe_policy(policy: Policy) -> str:
 def _described(value: Any) -> str:
     if hasattr(value, "plan_verify"):
         return describe_policy(value)
-    return f"{type(value).__name__}[{digest(repr(value))[:8]}]" if isinstance(value, StepCost) else repr(value)
+    return f"{type(value).__name__}[{digest(repr(value))[:8]}]" if isinstance(value, ThroughputTable) else repr(value)
 
 
 def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:

@@ -1,15 +1,9 @@
-"""What a decoding step costs on a machine: measured tables and linear models.
-
-Every cost splits into a part that depends on the verified tokens B alone and a part that depends on the requests
-(their number, their context), so a scheduler evaluates all B of a round at once.
-"""
+"""What a decoding round costs on a machine: measured steps per second at each number of verified tokens."""
 
 import bisect
 import itertools
 import json
 import math
-import os
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from ..files import digest, replace_text
 
 USUAL_GROWTH = 1.5  # drafting of a tree over that of a chain, where it was not measured
 
@@ -44,21 +40,6 @@ class Load:
 
 
 @dataclass(frozen=True)
-class TokenCurve:
-    """Seconds against verified tokens B: straight lines between knots; flat below the first one."""
-
-    tokens: Sequence[int]  # B of the knots, increasing
-    seconds: Sequence[float]  # at the knots
-    slope: float  # seconds per token beyond the last knot
-
-    def at(self, verify_tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds at B, `[n]`, for B of shape `[n]`."""
-        verify_tokens = np.asarray(verify_tokens)
-        inside = np.interp(verify_tokens, self.tokens, self.seconds)
-        return inside + self.slope * np.maximum(verify_tokens - self.tokens[-1], 0)
-
-
-@dataclass(frozen=True)
 class CurveWindow:
     """A curve between two B."""
 
@@ -76,23 +57,40 @@ class CurveWindow:
 
 
 class CostCurve:
-    """A [`TokenCurve`] with its lower convex hulls from any first B onwards.
+    """Seconds against verified tokens B, and its lower convex hulls from any first B onwards.
 
-    Measured step times are jagged: a search that stops at the first drop of throughput is trapped before the first
-    cliff. On the hull the throughput of tokens admitted in descending survival is unimodal.
+    Between knots the seconds are linear, below the first they are the first, beyond the last they grow in proportion
+    to B. Measured step times are jagged: a search that stops at the first drop of throughput is trapped before the
+    first cliff. On the hull the throughput of tokens admitted in descending survival is unimodal.
+
+    Args:
+        tokens (`Sequence[int]`): B of the knots, increasing.
+        seconds (`Sequence[float]`): At the knots.
     """
 
-    def __init__(self, curve: TokenCurve) -> None:
-        self._curve = curve
+    def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
+        self._tokens, self._seconds, self._slope = list(tokens), list(seconds), seconds[-1] / tokens[-1]
         # A hull that falls somewhere would price verification below zero. Where a larger B was measured faster, the
         # smaller one could be padded to it.
-        lows = list(itertools.accumulate(reversed(curve.seconds), min))[::-1]
-        self._tokens, self._lows = list(curve.tokens), lows
-        count = len(lows)
-        self._next, self._rise = [count] * count, [curve.slope] * count
+        self._lows = list(itertools.accumulate(reversed(self._seconds), min))[::-1]
+        count = len(self._lows)
+        self._next, self._rise = [count] * count, [self._slope] * count
         for index in range(count - 1, -1, -1):
-            self._next[index], self._rise[index] = self._bend(self._tokens[index], lows[index], index + 1)
+            self._next[index], self._rise[index] = self._bend(self._tokens[index], self._lows[index], index + 1)
         self._windows: dict[tuple[int, int], CurveWindow] = {}
+
+    def at(self, verify_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the seconds at B, `[n]`, for B of shape `[n]`."""
+        inside = np.interp(verify_tokens, self._tokens, self._seconds)
+        return inside + self._slope * np.maximum(np.asarray(verify_tokens) - self._tokens[-1], 0)
+
+    def window(self, first: int, last: int) -> CurveWindow:
+        """Return curve and hull at B = first..last."""
+        if (first, last) not in self._windows:
+            if len(self._windows) >= 256:
+                self._windows.clear()
+            self._windows[first, last] = self._compute(first, last)
+        return self._windows[first, last]
 
     def _bend(self, first: int, seconds: float, index: int) -> tuple[int, float]:
         """Return the next vertex of the hull that starts at a point, and the slope towards it.
@@ -104,18 +102,10 @@ class CostCurve:
             if rise < self._rise[index]:
                 return index, rise
             index = self._next[index]
-        return index, self._curve.slope
-
-    def window(self, first: int, last: int) -> CurveWindow:
-        """Return curve and hull at B = first..last."""
-        if (first, last) not in self._windows:
-            if len(self._windows) >= 256:
-                self._windows.clear()
-            self._windows[first, last] = self._compute(first, last)
-        return self._windows[first, last]
+        return index, self._slope
 
     def _compute(self, first: int, last: int) -> CurveWindow:
-        measured = self._curve.at(np.arange(first, last + 1))
+        measured = self.at(np.arange(first, last + 1))
         hull, vertices = np.empty_like(measured), []
         index = bisect.bisect_right(self._tokens, first)
         start, seconds = first, min([float(measured[0]), *self._lows[index : index + 1]])
@@ -130,45 +120,8 @@ class CostCurve:
         return CurveWindow(measured, hull.tolist(), vertices)
 
 
-class StepCost(ABC):
-    """Seconds of a decoding round: a part that depends on the verified tokens B alone, plus `request_seconds`."""
-
-    @property
-    @abstractmethod
-    def token_curve(self) -> TokenCurve:
-        """The part that depends on B."""
-
-    @abstractmethod
-    def request_seconds(self, load: Load) -> float:
-        """Return the part that depends on requests and context, drafting included, in seconds."""
-
-    @abstractmethod
-    def draft_seconds(self, load: Load) -> float:
-        """Return what a round without drafting saves, in seconds."""
-
-    @cached_property
-    def curve(self) -> CostCurve:
-        """`token_curve` with its hulls."""
-        return CostCurve(self.token_curve)
-
-    def round_seconds(self, load: Load, num_drafts: int) -> np.ndarray:
-        """Return the seconds of a round that drafts and verifies 0..`num_drafts` draft tokens, `[num_drafts + 1]`."""
-        first = load.base_tokens
-        return self.curve.window(first, first + num_drafts).measured + self.request_seconds(load)
-
-    def tree_seconds(self, load: Load, num_nodes: int, is_drawn: bool) -> np.ndarray:
-        """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes for each request,
-        `[num_nodes + 1]`. `is_drawn` tells whether nodes are drawn, or the draft's best tokens."""
-        chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
-        return chains + (USUAL_GROWTH - 1) * self.draft_seconds(load)
-
-    def plain_seconds(self, load: Load) -> float:
-        """Return the seconds of a step without drafting: every request gets one token."""
-        return float(self.round_seconds(load, 0)[0]) - self.draft_seconds(load)
-
-
 @dataclass(frozen=True)
-class ThroughputTable(StepCost):
+class ThroughputTable:
     """SPS: measured steps per second at each number of verified tokens, kept as measured, however jagged.
 
     Between probes the step *time* is linear, below the first it is the first, beyond the last it grows in proportion
@@ -236,20 +189,36 @@ class ThroughputTable(StepCost):
                 "part of it"
             )
 
-    @property
-    def token_curve(self) -> TokenCurve:
-        seconds = [1 / rate for rate in self.steps_per_second]
-        return TokenCurve(self.verify_tokens, seconds, seconds[-1] / self.verify_tokens[-1])
+    @cached_property
+    def curve(self) -> CostCurve:
+        """Seconds of a round against its verified tokens, without what the context costs."""
+        return CostCurve(self.verify_tokens, [1 / rate for rate in self.steps_per_second])
 
-    def request_seconds(self, load: Load) -> float:
+    @cached_property
+    def name(self) -> str:
+        """Where the table comes from, if that is known, and a hash of its numbers."""
+        numbers = {key: value for key, value in self.to_sglang().items() if key != "provenance"}
+        return f"{self.provenance.get('table', 'table')} [{digest(numbers)[:8]}]"
+
+    def context_cost(self, load: Load) -> float:
+        """Return the seconds that the cached tokens add to a round."""
         return self.context_seconds * load.context_tokens
 
-    def draft_seconds(self, load: Load) -> float:
-        return self.drafting
+    def round_seconds(self, load: Load, num_drafts: int) -> np.ndarray:
+        """Return the seconds of a round that drafts and verifies 0..`num_drafts` draft tokens, `[num_drafts + 1]`."""
+        first = load.base_tokens
+        return self.curve.window(first, first + num_drafts).measured + self.context_cost(load)
+
+    def plain_seconds(self, load: Load) -> float:
+        """Return the seconds of a step without drafting: every request gets one token."""
+        return float(self.round_seconds(load, 0)[0]) - self.drafting
 
     def tree_seconds(self, load: Load, num_nodes: int, is_drawn: bool) -> np.ndarray:
+        """Return the seconds of a round that grows and verifies trees of 0..`num_nodes` nodes for each request,
+        `[num_nodes + 1]`. `is_drawn` tells whether nodes are drawn, or the draft's best tokens."""
+        chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
         if not self.trees:
-            return super().tree_seconds(load, num_nodes, is_drawn)
+            return chains + (USUAL_GROWTH - 1) * self.drafting
         nodes, seconds = np.array(self.trees if is_drawn else self.best_trees or self.trees).T
         one = Load((0,))
         if load.base_tokens == 1:
@@ -258,10 +227,9 @@ class ThroughputTable(StepCost):
             grown = np.interp(np.arange(num_nodes + 1), nodes, seconds)
             few = np.arange(num_nodes + 1) < nodes[0]
             grown[few] = (chain + float(seconds[0]) - first)[few]
-            return grown + self.request_seconds(load)
+            return grown + self.context_cost(load)
         # Of several requests the growth is known, of one tree as large as the smallest that was measured.
         growth = max(0.0, float(seconds[0] - self.round_seconds(one, int(nodes[0]))[-1]))
-        chains = self.round_seconds(load, num_nodes * load.num_requests)[:: load.num_requests]
         return chains + growth * load.num_requests
 
     def to_sglang(self) -> dict[str, Any]:
@@ -305,11 +273,8 @@ class ThroughputTable(StepCost):
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON that SGLang reads, at once or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(self.to_sglang(), indent=1) + "\n")
-        unfinished.replace(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        replace_text(Path(path), json.dumps(self.to_sglang(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "ThroughputTable":
@@ -326,60 +291,3 @@ class ThroughputTable(StepCost):
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         return cls.from_sglang(table)
-
-
-@dataclass(frozen=True)
-class ForwardCost:
-    """Seconds of one forward pass: alpha * context tokens + gamma * batch tokens + delta. AdaSpec Eq. 2."""
-
-    alpha: float  # seconds per cached token read
-    gamma: float  # seconds per token in the batch
-    delta: float  # seconds of the empty pass
-
-    def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value >= 0 for value in (self.alpha, self.gamma, self.delta)):
-            raise ValueError(f"cost coefficients must be finite and not negative, got {self}")
-
-    def seconds(self, context_tokens: int, batch_tokens: int) -> float:
-        return self.alpha * context_tokens + self.gamma * batch_tokens + self.delta
-
-    @classmethod
-    def fit(
-        cls, context_tokens: Sequence[int], batch_tokens: Sequence[int], seconds: Sequence[float]
-    ) -> tuple["ForwardCost", float]:
-        """Fit non-negative coefficients by least squares; return the share of variance explained, R squared, too."""
-        if len(seconds) < 3:
-            raise ValueError(f"three coefficients need at least three measurements, got {len(seconds)}")
-        times = np.asarray(seconds, dtype=float)
-        columns = np.stack([np.asarray(context_tokens), np.asarray(batch_tokens), np.ones(len(times))], axis=1)
-        # Non-negative least squares over three columns: the best feasible fit over all supports is exact.
-        best, best_error = np.zeros(3), float(np.square(times).sum())
-        for support in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
-            part = np.linalg.lstsq(columns[:, support], times, rcond=None)[0]
-            error = float(np.square(columns[:, support] @ part - times).sum())
-            if (part >= 0).all() and error < best_error:
-                best, best_error = np.zeros(3), error
-                best[support] = part
-        spread = float(np.square(times - times.mean()).sum())
-        return cls(*best.tolist()), 1.0 - best_error / spread if spread > 0 else 1.0
-
-
-@dataclass(frozen=True)
-class LinearCost(StepCost):
-    """AdaSpec's linear cost (Section 4.1), for a drafter that needs one pass for the whole block.
-
-    A verification of several tokens reads the context once.
-    """
-
-    target: ForwardCost  # of a verification pass over B tokens
-    draft: ForwardCost  # of a drafting pass; its batch tokens are requests, one block each
-
-    @property
-    def token_curve(self) -> TokenCurve:
-        return TokenCurve((1,), (self.target.gamma,), self.target.gamma)
-
-    def request_seconds(self, load: Load) -> float:
-        return self.target.seconds(load.context_tokens, 0) + self.draft_seconds(load)
-
-    def draft_seconds(self, load: Load) -> float:
-        return self.draft.seconds(load.context_tokens, load.num_requests)

@@ -16,8 +16,7 @@ class DecodingOptions:
 
     Args:
         policy ([`Policy`], *optional*): Whether to draft and how much of a block is verified. Default:
-            [`TreeScheduler`] or [`PrefixScheduler`] within [`AdaptiveDrafting`] if the draft is calibrated and this
-            machine's throughput is known, as long as rounds take as long as that promises; else [`FullBlock`].
+            [`Scheduler`] if the draft is calibrated and this machine's throughput is known; else [`FullBlock`].
         trees (`bool`, *optional*): Whether the default policy drafts trees. Default: where calibration has measured
             them, and the target can verify them.
         prompt_lookup (`bool`): Whether trees also get a branch of what followed an earlier match of the text's end.
@@ -55,7 +54,7 @@ class DecodingOptions:
         if not isinstance(self.policy, Policy | None):
             raise TypeError(
                 f"policy must be a hf_dspark.Policy, got {shortened(self.policy)}: pass FullBlock(), "
-                "ConfidenceThreshold(0.5), PrefixScheduler(cost), one of your own, or None for the default"
+                "ConfidenceThreshold(0.5), Scheduler(cost), one of your own, or None for the default"
             )
         if self.trees is not None and self.policy is not None:
             raise ValueError(

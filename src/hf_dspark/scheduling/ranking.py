@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .costs import Load, StepCost
+from .costs import Load, ThroughputTable
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Ranking:
         """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
         return np.cumsum([load.base_tokens, *self.survivals], dtype=float)
 
-    def throughput(self, cost: StepCost, load: Load) -> np.ndarray:
+    def throughput(self, cost: ThroughputTable, load: Load) -> np.ndarray:
         """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
         return self.kept_tokens(load) / cost.round_seconds(load, self.num_candidates)
 

@@ -8,9 +8,9 @@ import functools
 import heapq
 import itertools
 import math
-from abc import ABC, abstractmethod
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class SiblingAcceptance:
             follow what is known in each round, so they commit more than the mean tree. Empty where it was not counted.
         chain (`Sequence[float]`): How often the first token of a chain was accepted, the first two, and so on: drawn
             ones are verified as a whole, and easy stretches come together. Empty where it was not counted.
+        is_measured (`bool`): Whether calibration has found this for the draft.
     """
 
     is_drawn: bool
@@ -46,6 +47,7 @@ class SiblingAcceptance:
     means: Sequence[Sequence[float]]
     best: Sequence[float] = ()
     chain: Sequence[float] = ()
+    is_measured: bool = True
 
     @functools.cached_property
     def _fits(self) -> tuple[np.ndarray, np.ndarray]:
@@ -85,17 +87,6 @@ class SiblingAcceptance:
         return rows | {"best": list(self.best), "chain": list(self.chain)}
 
 
-@dataclass(frozen=True)
-class TreeProspects:
-    """What is known about the trees of a round before it: see [`Policy.plan_tree`]."""
-
-    siblings: SiblingAcceptance
-    # Of each request, how probable each token is that could be copied from the sequence itself, if those before it
-    # are right.
-    copies: Sequence[Sequence[float]] = ()
-    most: float = math.inf  # nodes of all requests together
-
-
 def check_siblings(entry: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are pairs of numbers, and γ rows of probabilities."""
     if not isinstance(entry, Mapping) or set(entry) | {"best", "chain"} != {"fits", "means", "best", "chain"}:
@@ -127,7 +118,7 @@ def no_acceptance(is_drawn: bool) -> SiblingAcceptance:
 def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:
     """Return what holds for many drafts, for those of which nothing was measured."""
     fits = DEFAULT_DRAWN if is_drawn else ((1.0, 0.0),)
-    return SiblingAcceptance(is_drawn, fits, (DEFAULT_BEST,) * block_size)
+    return SiblingAcceptance(is_drawn, fits, (DEFAULT_BEST,) * block_size, is_measured=False)
 
 
 @functools.lru_cache(maxsize=256)
@@ -144,14 +135,29 @@ def _descendants(means: tuple[tuple[float, ...], ...], depth: int, most: int) ->
     return np.array(found)
 
 
-class TreePlan(ABC):
-    """The plan of one round's trees; it is asked level by level."""
+@dataclass
+class TreePlan:
+    """The plan of one round's trees, asked level by level: every node that survives often enough to pay for its place.
 
-    cut: float  # survival that a node must have, as far as is known
-    drafts: bool = True  # whether the draft runs, and not only what can be copied is sent
-    gain: float = 1.0  # expected throughput over that of the best chain
+    Args:
+        cut (`float`): The survival that a node must have, as far as is known.
+        num_nodes (`int`): Nodes of each request at most.
+        in_all (`int`): Nodes of all requests at most.
+        base_tokens (`int`): Tokens of a round without drafts.
+        seconds (`np.ndarray` of shape `[in_all + 1]`, *optional*): Of rounds that verify 0, 1, ... nodes: then the
+            best number of the grown nodes is sent.
+        drafts (`bool`): Whether the draft runs, and not only what prompt lookup found is sent.
+        gain (`float`): Expected throughput over that of the best chain.
+    """
 
-    @abstractmethod
+    cut: float
+    num_nodes: int
+    in_all: int
+    base_tokens: int = 0
+    seconds: np.ndarray | None = None
+    drafts: bool = True
+    gain: float = 1.0
+
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
         """Return how many children each node of a level gets, `[F]`.
 
@@ -161,23 +167,38 @@ class TreePlan(ABC):
             survivals (`np.ndarray` of shape `[F, ranks]`): Predicted for the children, falling with the rank.
             trees (`Sequence[DraftTree]`): Of each request, so far.
         """
+        grown = np.array([tree.num_nodes for tree in trees])
+        left, left_in_all = self.num_nodes - grown, self.in_all - grown.sum()
+        reached = survivals >= self.cut
+        counts = reached.sum(axis=1)
+        if counts.sum() <= min(left.min(), left_in_all):
+            return counts
+        reached = _best_of_each(survivals, reached, np.asarray(rows), left)
+        return _best(survivals, reached, left_in_all).sum(axis=1)
 
-    @abstractmethod
     def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
         """Tell whether one more node of such a survival, known before, may join a tree that is otherwise grown."""
+        in_all = sum(each.num_nodes for each in trees)
+        return survival >= self.cut and tree.num_nodes < self.num_nodes and in_all < self.in_all
 
-    @abstractmethod
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         """Return the places that are sent, of trees of best tokens. Of drawn nodes all must be sent."""
+        every = itertools.chain.from_iterable(tree.survivals for tree in trees)
+        survivals = np.sort(np.fromiter(every, dtype=float))[::-1]
+        count = len(survivals)
+        if self.seconds is not None:
+            tokens = self.base_tokens + np.concatenate([[0.0], survivals.cumsum()])
+            count = int((tokens / self.seconds[: len(tokens)]).argmax())
+        cut = float(survivals[count - 1]) if count else 2.0
+        return [[place for place, each in enumerate(tree.survivals, start=1) if each >= cut] for tree in trees]
 
 
-@dataclass
 class BudgetPlan(TreePlan):
-    """The best `num_nodes` of each request."""
+    """The best `num_nodes` of each request, whatever they cost."""
 
-    num_nodes: int
-    siblings: SiblingAcceptance
-    cut: float = field(default=0.0, init=False)
+    def __init__(self, num_nodes: int, siblings: SiblingAcceptance) -> None:
+        super().__init__(cut=0.0, num_nodes=num_nodes, in_all=sys.maxsize)
+        self._siblings = siblings
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
         counts, rows, cuts = np.zeros(len(rows), dtype=int), np.asarray(rows), []
@@ -185,14 +206,14 @@ class BudgetPlan(TreePlan):
             of_row = rows == row
             children, tree = survivals[of_row], trees[row]
             left, above = self.num_nodes - tree.num_nodes, ()
-            if not self.siblings.is_drawn:  # a better node may take the place of one that was grown
+            if not self._siblings.is_drawn:  # a better node may take the place of one that was grown
                 left, above = self.num_nodes, tree.survivals
             if left < 1:
                 continue
-            flat, below = children.ravel(), self.siblings.descendants(depth + 1, left)
+            flat, below = children.ravel(), self._siblings.descendants(depth + 1, left)
             pool = np.concatenate([above, flat, np.multiply.outer(flat, below).ravel()])
             cut = np.partition(pool, len(pool) - left)[len(pool) - left] if left < len(pool) else 0.0
-            if not self.siblings.is_drawn:
+            if not self._siblings.is_drawn:
                 cut *= BELOW_EXPECTATION
             reached = children >= max(cut, LEAST_PROBABILITY)
             counts[of_row] = _best(children, reached, left).sum(axis=1)
@@ -201,65 +222,12 @@ class BudgetPlan(TreePlan):
         return counts
 
     def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
-        return survival >= max(self.cut, LEAST_PROBABILITY) and (
-            not self.siblings.is_drawn or tree.num_nodes < self.num_nodes
-        )
+        fits = not self._siblings.is_drawn or tree.num_nodes < self.num_nodes
+        return survival >= max(self.cut, LEAST_PROBABILITY) and fits
 
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
-        return [_best_places(tree, self.num_nodes) for tree in trees]
-
-
-@dataclass
-class PricePlan(TreePlan):
-    """Every node that survives often enough to pay for its place in the pass.
-
-    Args:
-        cut (`float`): The survival from which on a node pays.
-        most (`int`): Nodes of each request at most.
-        in_all (`int`): Nodes of all requests at most.
-        base_tokens (`int`): Tokens of a round without drafts.
-        seconds (`np.ndarray` of shape `[in_all + 1]`, *optional*): Of rounds that verify 0, 1, ... nodes: then the
-            best number of the grown nodes is sent.
-        drafts (`bool`): Whether the draft runs.
-        gain (`float`): Expected throughput over that of the best chain.
-    """
-
-    cut: float
-    most: int
-    in_all: int
-    base_tokens: int = 0
-    seconds: np.ndarray | None = None
-    drafts: bool = True
-    gain: float = 1.0
-
-    def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
-        grown = [tree.num_nodes for tree in trees]
-        reached = survivals >= self.cut
-        counts = reached.sum(axis=1)
-        if counts.sum() <= min(self.most - max(grown), self.in_all - sum(grown)):  # there is room for all of them
-            return counts
-        reached = _best_of_each(survivals, reached, np.asarray(rows), self.most - np.array(grown))
-        return _best(survivals, reached, self.in_all - sum(grown)).sum(axis=1)
-
-    def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
-        return (
-            survival >= self.cut and tree.num_nodes < self.most and sum(each.num_nodes for each in trees) < self.in_all
-        )
-
-    def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
-        every = itertools.chain.from_iterable(tree.survivals for tree in trees)
-        survivals = np.sort(np.fromiter(every, dtype=float))[::-1]
-        count = len(survivals)
-        if self.seconds is not None:
-            tokens = self.base_tokens + np.concatenate([[0.0], survivals.cumsum()])
-            count = best_count(tokens, self.seconds[: len(tokens)])
-        cut = float(survivals[count - 1]) if count else 2.0
-        return [[place for place, each in enumerate(tree.survivals, start=1) if each >= cut] for tree in trees]
-
-
-def best_count(kept_tokens: np.ndarray, seconds: np.ndarray) -> int:
-    """Return the number of nodes with the best throughput, of expected tokens and seconds with 0, 1, ... nodes."""
-    return int((kept_tokens / seconds).argmax())
+        orders = (np.argsort([-survival for survival in tree.survivals], kind="stable") for tree in trees)
+        return [sorted((1 + order[: self.num_nodes]).tolist()) for order in orders]
 
 
 def _best(survivals: np.ndarray, reached: np.ndarray, most: int) -> np.ndarray:
@@ -282,9 +250,3 @@ def _best_of_each(survivals: np.ndarray, reached: np.ndarray, owners: np.ndarray
     kept = reached.copy()
     kept.ravel()[places[order[number >= most[ascending]]]] = False
     return kept
-
-
-def _best_places(tree: DraftTree, most: int) -> list[int]:
-    """Return the nodes that survive best, in ascending order. Parents survive no less, and come first."""
-    order = sorted(range(1, 1 + tree.num_nodes), key=lambda place: -tree.survivals[place - 1])
-    return sorted(order[:most])

@@ -9,7 +9,7 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import PreTrainedModel
 
-from ..cpu import holds_copies
+from ..cpu import fast_linears
 from ..files import replace_text
-from ..models.modeling_draft import DraftModel
 from ..provenance import device_name
-from ..scheduling.checked import Evidence
-from ..scheduling.costs import ForwardCost, LinearCost, ThroughputTable
+from .costs import ThroughputTable
 
 logger = logging.getLogger(__name__)
 
@@ -44,28 +42,29 @@ class Machine:
     device: str  # name of the accelerator or the CPU, its instruction sets included
     threads: int  # of torch on a CPU; 0 on an accelerator
     versions: dict[str, str]  # of Python, torch and transformers
-    packed: bool = False  # whether the target multiplied by packed copies of its weights
+    packed: bool = False  # whether the target multiplied by packed weights
 
     @classmethod
-    def of(cls, target: PreTrainedModel, draft: DraftModel) -> "Machine":
+    def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> "Machine":
         text, config = target.config.get_text_config(decoder=True), draft.config
         facts = {name: int(getattr(config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")}
         if config.is_autoregressive:  # not named otherwise: the key of measurements of other drafts stays what it was
             facts["is_autoregressive"] = 1
+        geometry = {name: getattr(text, name, None) or 0 for name in GEOMETRY}
         return cls(
-            target={name: int(_first(getattr(text, name, None) or 0)) for name in GEOMETRY},
+            target={name: int(value[0] if isinstance(value, Sequence) else value) for name, value in geometry.items()},
             draft=facts,
             dtype=str(target.dtype).removeprefix("torch."),
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
             versions=dict(_versions()),
-            packed=holds_copies(target),
+            packed=fast_linears.packs(target),
         )
 
     @property
     def key(self) -> str:
         facts = asdict(self)
-        if not self.packed:  # the key of measurements without copies stays what it was
+        if not self.packed:  # the key of measurements without packed weights stays what it was
             del facts["packed"]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -111,12 +110,10 @@ def fault_of(samples: Iterable[Sample]) -> str | None:
 
 @dataclass(frozen=True)
 class ThroughputProfile:
-    """A measurement of one machine: the table, the linear model, and the samples that they were made from."""
+    """A measurement of one machine: the table, and the samples that it was made from."""
 
     machine: Machine
     table: ThroughputTable  # at the shortest context: one request up to γ+1 tokens, full blocks of several beyond
-    linear: LinearCost  # least squares over all samples
-    fit: dict[str, float]  # R squared of `linear` for `target` and `draft`
     samples: dict[str, list[Sample]]  # of `target`, `draft`, and rounds with trees
 
     @property
@@ -126,8 +123,7 @@ class ThroughputProfile:
 
     def save(self, path: str | Path) -> None:
         """Write JSON that SGLang reads as a 1-D SPS table."""
-        fields = self.table.to_sglang()
-        fields |= {"linear": asdict(self.linear), "fit": self.fit, "machine": asdict(self.machine)}
+        fields = self.table.to_sglang() | {"machine": asdict(self.machine)}
         fields["samples"] = {name: [list(asdict(s).values()) for s in part] for name, part in self.samples.items()}
         lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -138,13 +134,8 @@ class ThroughputProfile:
         table = ThroughputTable.from_sglang(content)
         if name is not None:
             table = replace(table, provenance={"table": name} | table.provenance)
-        return cls(
-            machine=Machine(**content["machine"]),
-            table=table,
-            linear=LinearCost(**{name: ForwardCost(**part) for name, part in content["linear"].items()}),
-            fit=content["fit"],
-            samples={name: [Sample(*values) for values in part] for name, part in content["samples"].items()},
-        )
+        samples = {name: [Sample(*values) for values in part] for name, part in content["samples"].items()}
+        return cls(Machine(**content["machine"]), table, samples)
 
 
 def cache_folder() -> Path:
@@ -154,43 +145,32 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def known_profiles() -> dict[str, ThroughputProfile]:
-    origins = {f"{path}": path for path in sorted(cache_folder().glob("*.json"))}
-    origins |= {f"shipped {path.name}": path for path in sorted(SHIPPED_TABLES.glob("*.json"))}
+    """Return the profiles that can be believed, read once; `known_profiles.cache_clear()` has them read again."""
+    paths = {path.name: path for path in sorted(cache_folder().glob("*.json"))}
+    paths |= {f"shipped {path.name}": path for path in sorted(SHIPPED_TABLES.glob("*.json"))}
     profiles = {}
-    for origin, path in origins.items():
+    for name, path in paths.items():
         try:
-            profile = ThroughputProfile.from_dict(json.loads(path.read_text()), origin)
+            profile = ThroughputProfile.from_dict(json.loads(path.read_text()), name)
             if profile.fault is not None:
                 raise ValueError(f"{profile.fault}. Measure again when nothing else runs")
-            profiles[origin] = profile
+            profiles[name] = profile
         except (ValueError, KeyError, TypeError) as error:
-            logger.warning("ignoring the throughput table %s: %s", origin, error)
+            logger.warning("ignoring the throughput table %s: %s", path, error)
     return profiles
 
 
-@cache
-def evidence_about(table: str) -> Evidence:
-    """Return what the rounds of this process have said about a table."""
-    return Evidence(f"the throughput table {table}")
+_logged: set[str] = set()
 
 
-def forget_profiles() -> None:
-    """Read all tables again when the next one is needed."""
-    known_profiles.cache_clear()
-    evidence_about.cache_clear()
-
-
-_told: set[str] = set()
-
-
-def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | None:
+def find_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None`: the nearest by
     `Machine.distance`, among equals this user's own. What is found is logged once, at the level of information."""
     machine = Machine.of(target, draft)
     distances = {name: profile.machine.distance(machine) for name, profile in known_profiles().items()}
     fitting = sorted((name for name in distances if distances[name] is not None), key=distances.get)  # own ones first
-    first_time = machine.key not in _told
-    _told.add(machine.key)
+    first_time = machine.key not in _logged
+    _logged.add(machine.key)
     here = f"{machine.device}, {machine.dtype}, {machine.threads} threads"
     if not fitting:
         if first_time:
@@ -213,7 +193,3 @@ def find_cost(target: PreTrainedModel, draft: DraftModel) -> ThroughputTable | N
 def _versions() -> tuple[tuple[str, str], ...]:
     """Looking up package metadata takes milliseconds, as much as drafting a block."""
     return (*((name, version(name)) for name in ("torch", "transformers")), ("python", platform.python_version()))
-
-
-def _first(value: int | Sequence[int]) -> int:
-    return value[0] if isinstance(value, Sequence) else value

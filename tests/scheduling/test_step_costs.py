@@ -8,14 +8,13 @@ import re
 import pytest
 import torch
 
-from hf_dspark import AdaptiveDrafting, PrefixScheduler, fast_linears, profile_throughput
+from hf_dspark import Scheduler, fast_linears, profile_throughput
 from hf_dspark.cpu import small_batch_gemm
 from hf_dspark.cpu.small_batch_gemm import Gain
-from hf_dspark.decoding import step_costs as profiling
 from hf_dspark.decoding.hook import default_policy
-from hf_dspark.decoding.step_costs import Machine, Sample, ThroughputProfile, find_cost, known_profiles
-from hf_dspark.scheduling.checked import CheckedPolicy
+from hf_dspark.scheduling import step_costs as profiling
 from hf_dspark.scheduling.costs import ThroughputTable
+from hf_dspark.scheduling.step_costs import Machine, Sample, ThroughputProfile, find_cost, known_profiles
 
 SHIPPED = profiling.SHIPPED_TABLES
 
@@ -27,7 +26,7 @@ def own_cache(tmp_path, monkeypatch, steady_clock):
     shipped.mkdir()
     monkeypatch.setenv("HF_DSPARK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(profiling, "SHIPPED_TABLES", shipped)
-    monkeypatch.setattr(profiling, "_told", set())
+    monkeypatch.setattr(profiling, "_logged", set())
     known_profiles.cache_clear()
     yield shipped
     known_profiles.cache_clear()
@@ -63,7 +62,7 @@ def test_stored_profiles_are_sglang_tables(profile, tmp_path):
     assert {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"} <= set(table)
     assert ThroughputTable.load(tmp_path / "table.json") == profile.table
     again = ThroughputProfile.from_dict(table)
-    assert again.machine == profile.machine and again.linear == profile.linear and again.samples == profile.samples
+    assert again.machine == profile.machine and again.samples == profile.samples
 
 
 def test_measurements_hold_less_with_other_versions_or_threads_and_not_for_other_models_or_devices(profile):
@@ -110,14 +109,14 @@ def test_shipped_tables_serve_until_the_machine_is_measured(target, draft, own_c
     assert find_cost(target, draft).verify_tokens == measured.table.verify_tokens
 
 
-def test_products_with_packed_copies_have_a_table_of_their_own(target, draft, profile, monkeypatch):
-    for way, gain in {"onednn": None, "transposed": None, "packed": Gain(1, 1)}.items():
-        monkeypatch.setattr(small_batch_gemm, f"{way}_gain", {torch.float32: gain}.get)
+def test_products_with_packed_weights_have_a_table_of_their_own(target, draft, profile, monkeypatch):
+    packs_all = lambda way, dtype: Gain(1, 1) if (way, dtype) == ("packed", torch.float32) else None  # noqa: E731
+    monkeypatch.setattr(small_batch_gemm, "gain_of", packs_all)
     with fast_linears(target, draft, packed=True):
         assert find_cost(target, draft).provenance["table"].endswith(f"{profile.machine.key}.json")  # better than none
-        of_copies = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1)
-        assert of_copies.machine.packed and of_copies.machine.key != profile.machine.key
-        assert find_cost(target, draft).provenance["table"].endswith(f"{of_copies.machine.key}.json")
+        packed = profile_throughput(target, draft, (1, 2), (8, 9), repetitions=1)
+        assert packed.machine.packed and packed.machine.key != profile.machine.key
+        assert find_cost(target, draft).provenance["table"].endswith(f"{packed.machine.key}.json")
     assert find_cost(target, draft).provenance["table"].endswith(f"{profile.machine.key}.json")
 
 
@@ -157,7 +156,6 @@ def test_measured_tables_drive_the_scheduler_of_generate(target, draft, profile)
     ids = torch.tensor([[5, 6, 7]])
     target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
     used = default_policy(draft, target)
-    assert draft.last_stats.policy == used.to_dict()
-    assert isinstance(used, CheckedPolicy) and used.policy == AdaptiveDrafting(PrefixScheduler(used.cost))
+    assert draft.last_stats.policy == used.to_dict() and used == Scheduler(used.cost)
     assert used.cost.provenance["table"].endswith(f"{profile.machine.key}.json")
     assert used.cost.verify_tokens == profile.table.verify_tokens

@@ -1,0 +1,391 @@
+"""The scheduler: whether to draft, how many draft tokens are verified, and which ones."""
+
+import functools
+import itertools
+import math
+import operator
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .costs import Load, ThroughputTable
+from .policies import Policy
+from .ranking import Ranking, early_stop
+from .rounds import RoundOutcome
+from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, SiblingAcceptance, TreePlan
+
+NUM_NODES = 31  # of a request's tree, where a cost limits it, too
+# Tokens after the stop survive less than the first one left out. Without a decay, filling goes too far where the curve
+# is a noisy straight line. Its exact value matters little (benchmarks/scheduler.py).
+FILL_DECAY = 0.7
+REPROBE_AFTER = 16  # rounds that taught nothing
+PRIOR_ACCEPTANCE = 0.8  # expected of each slot of an unknown request
+PRIOR_ROUNDS = 3  # how many rounds that expectation counts for
+RECENT_ROUNDS = 10  # older rounds fade
+PRIOR_TOKENS = 8.0  # of a request, promised and kept, before its first round
+SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
+LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
+
+_limits_warned_of: set[float] = set()
+
+
+@dataclass
+class Scheduler(Policy):
+    """Draft when it pays, and verify the tokens that pay: DSpark's Algorithm 1 on this machine's measured step times.
+
+    **Whether.** The survivals of each request's coming block are predicted by the mean of its past ones, times how
+    many of the promised tokens came so far. It drafts if the best throughput with drafting beats that of a plain step,
+    or if the last drafted round would have: good blocks come in runs. A request starts with the benefit of the doubt.
+    Skipped rounds give no confidences, so every 17th is drafted to look again.
+
+    **How many, chains.** Algorithm 1 on the lower convex hull of the step time, where its early stop finds the
+    maximum. The measured time at the stop may lie far above the hull. Then admission goes on towards the next vertex,
+    where the measured curve touches the hull again, as far as it pays if the tokens there survive like the first one
+    left out, less a fixed decay. Both decisions read nothing after that token, which makes them causal.
+
+    **How many, trees.** What a place in the pass is worth follows from the mean tree of the draft and the cost, before
+    anything is drawn. Every node whose survival reaches that price is admitted, level by level, in all requests: a
+    loaded machine gets shorter trees, then chains, then nothing. Where drafts are the best tokens, the grown nodes are
+    sorted, and the best number of them is verified. Where prompt lookup alone promises more, the draft does not run.
+
+    Args:
+        cost ([`ThroughputTable`], *optional*): What a round costs on this machine. Without one, each round drafts the
+            best `num_nodes` of each request.
+        num_nodes (`int`, *optional*): Nodes of a request's tree at most, 1 to 63. Default with a cost: 31.
+        trees (`bool`, *optional*): Whether trees are drafted where they pay and the target can verify them. Default:
+            if calibration has measured what their nodes bring.
+        skip (`bool`): Whether rounds go without drafting where it does not pay.
+        lag (`int`): If positive, the number of verified tokens follows from the confidences of so many rounds ago, by
+            an unconstrained search, and this round's best tokens fill it. Chains only. DSpark Section 5.2.
+        tpot_seconds (`float`, *optional*): Limit of the time per output token of every request, in seconds: caps what
+            is verified, so that the round over the tokens that uncut rounds lately brought stays below it. If a plain
+            step breaks it, too, a warning says so once. AdaSpec Algorithm 3.
+
+    Raises:
+        TypeError: If there is neither a cost nor a number of nodes, or the cost is something else.
+        ValueError: If another argument is out of its range, or does not go with the others.
+
+    Example:
+
+    ```python
+    cost = ThroughputTable((1, 8, 64), (95, 94, 80))  # tokens of a pass, passes per second
+    draft.decoding = DecodingOptions(policy=Scheduler(cost))
+    draft.decoding = DecodingOptions(policy=Scheduler(cost, trees=False, tpot_seconds=0.030))
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=15))  # trees of 15 nodes, whatever they cost
+    ```
+
+    DSpark Algorithm 1, with a causal repair for jagged curves; AdaSpec Section 5.1 for a one-pass drafter.
+    """
+
+    cost: ThroughputTable | None = None
+    num_nodes: int | None = None
+    trees: bool | None = None
+    skip: bool = True
+    lag: int = 0
+    tpot_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_cost()
+        if self.num_nodes is None:
+            self.num_nodes = NUM_NODES
+        if not (isinstance(self.num_nodes, int) and 1 <= self.num_nodes <= MOST_NODES):
+            raise ValueError(f"num_nodes must be a whole number from 1 to {MOST_NODES}, got {self.num_nodes!r}")
+        if self.lag < 0 or (self.lag and self.trees):
+            raise ValueError(f"lag must be 0, or a number of rounds with trees=False, got lag={self.lag}")
+        limit = self.tpot_seconds
+        if limit is not None and not (math.isfinite(limit) and limit > 0):
+            raise ValueError(f"tpot_seconds must be a positive number, got {limit}")
+        self._forecasts: dict[int, RequestForecast] = {}
+        self._latest: dict[int, Sequence[float]] = {}  # survivals of the last round; empty if it was skipped
+        self._block_size = 0  # the longest block so far
+        self._gain = 1.0  # of the last round's trees over chains
+        self._skipped, self._cut = ReprobeCounter(), ReprobeCounter()
+        self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
+        self._block_tokens = math.inf  # that uncut rounds lately brought a request
+        # What to expect of trees by the load, without prompt lookup: it is the same in most rounds.
+        self._usual: tuple[tuple, float, TreeForecast, TreeForecast] | None = None
+
+    def _check_cost(self) -> None:
+        if isinstance(self.cost, ThroughputTable):
+            return
+        if self.cost is None and self.num_nodes is not None:
+            if self.lag or self.tpot_seconds is not None:
+                raise ValueError("lag and tpot_seconds need to know what a round costs: pass cost")
+            return
+        got = "None" if self.cost is None else type(self.cost).__name__
+        cure = "hf_dspark.profile_throughput(target, draft).table, or ThroughputTable.load(file)"
+        if isinstance(getattr(self.cost, "table", None), ThroughputTable):
+            cure = "its table"
+        raise TypeError(f"{type(self).__name__} needs the cost of a step on this machine, got {got}: pass {cure}")
+
+    @property
+    def requires_confidence(self) -> bool:
+        return self.cost is not None
+
+    @property
+    def most_nodes(self) -> int:
+        return 0 if self.trees is False or self.lag else self.num_nodes
+
+    # ---- whether to draft
+
+    def plan_draft(self, load: Load) -> bool:
+        for memory in (self._forecasts, self._latest):
+            for request in memory.keys() - set(load.request_ids):
+                del memory[request]
+        if self.tpot_seconds is not None and not self._meets_limit(load):
+            return False
+        if self.cost is None or not self.skip:
+            return True
+        expected = {request: forecast.survival for request, forecast in self._forecasts.items()}
+        if not expected or self._pays(load, expected) or self._pays(load, self._latest):
+            self._skipped.rounds = 0
+            return True
+        return self._skipped.look_again()
+
+    def _pays(self, load: Load, known: dict[int, Sequence[float]]) -> bool:
+        if not known:
+            return False
+        # New requests are expected to be like the others. All verify the same length, as in AdaSpec: a lower bound of
+        # what is got out of the same tokens.
+        biases = [self._forecasts[request].acceptance_bias for request in known]
+        columns = zip(*known.values(), strict=True)
+        means = [sum(map(operator.mul, biases, column)) / len(biases) for column in columns]
+        kept = itertools.accumulate((load.num_requests * mean for mean in means), initial=load.base_tokens)
+        seconds = self.cost.round_seconds(load, load.num_requests * len(means))[:: load.num_requests].tolist()
+        best = max(map(operator.truediv, kept, seconds))
+        return self._gain * best > load.base_tokens / self.cost.plain_seconds(load)
+
+    def _meets_limit(self, load: Load) -> bool:
+        looks_again = self._cut.look_again()
+        # Drafting is of no use for less than one token.
+        if float(self.cost.round_seconds(load, 1)[1]) <= self.allowed_seconds(load) or looks_again:
+            return True
+        plain = self.cost.plain_seconds(load)
+        if plain > self.tpot_seconds and self.tpot_seconds not in _limits_warned_of:
+            _limits_warned_of.add(self.tpot_seconds)
+            warnings.warn(
+                f"the limit of {self.tpot_seconds:g} s per token cannot be met: a step of {load.base_tokens} tokens "
+                f"without drafting takes {plain:.3g} s. Decoding without drafting.",
+                stacklevel=3,
+            )
+        return False
+
+    # ---- how many tokens, and which
+
+    def allowed_seconds(self, load: Load) -> float:
+        """Return how long the coming round may take."""
+        return math.inf if self.tpot_seconds is None else self.tpot_seconds * self._block_tokens
+
+    def _capacity(self, all_tokens: int, load: Load) -> int:
+        """Return how many of these draft tokens the coming round may verify."""
+        if self.tpot_seconds is None or self._cut.is_looking:
+            return all_tokens
+        # Up to the first B that is too slow. A larger B that is fast enough again could only be used by looking at
+        # tokens after those at the slow ones.
+        fitting = self.cost.round_seconds(load, all_tokens) <= self.allowed_seconds(load)
+        return max(0, int(fitting.cumprod().sum()) - 1)
+
+    def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        return max_lengths.clamp(max=self._capacity(int(max_lengths.sum()), load))
+
+    def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
+        if self.cost is None:
+            return max_lengths.clamp(max=self.num_nodes)
+        ranking, all_tokens = Ranking.of(confidence, max_lengths), int(max_lengths.sum())
+        capacity = self._capacity(all_tokens, load)
+        if capacity >= all_tokens:
+            self._cut.rounds = 0
+        # Among the tokens that the cap leaves, the choice is as causal as without it. To give the cap to those that
+        # were chosen, once it is known how many they are, would not be.
+        return ranking.lengths(min(self._num_admitted(ranking, all_tokens, load), capacity))
+
+    def _num_admitted(self, ranking: Ranking, all_tokens: int, load: Load) -> int:
+        """Return how many of the ranked tokens are worth verifying, of so many that could be sent."""
+        if self.lag and len(self._rankings) == self.lag:
+            old = self._rankings[0]
+            searched = int(old.throughput(self.cost, replace(load, request_ids=range(old.num_requests))).argmax())
+            capacity = round(searched * load.num_requests / old.num_requests)  # requests may have come or gone
+            return min(capacity, ranking.num_candidates)
+        # The window holds all tokens that could be sent. One that ended after the last possible survivor would not be
+        # causal.
+        window = self.cost.curve.window(load.base_tokens, load.base_tokens + all_tokens)
+        fixed = self.cost.context_cost(load)
+        stop, kept = early_stop(ranking.survivals, load.base_tokens, [seconds + fixed for seconds in window.hull])
+        if stop < ranking.num_candidates:
+            hoped = ranking.survivals[stop] * FILL_DECAY
+            bucket = window.measured[stop : window.next_vertex(stop) + 1].tolist()
+            predicted = [(kept + more * hoped) / (seconds + fixed) for more, seconds in enumerate(bucket)]
+            stop += predicted.index(max(predicted))
+        return stop
+
+    def plan_tree(
+        self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
+    ) -> TreePlan | None:
+        plan, every = None, self.num_nodes * load.num_requests
+        in_all = self._capacity(every, load)
+        if self.cost is None and self.most_nodes > 0:
+            return BudgetPlan(self.num_nodes, siblings)
+        if self.most_nodes > 0 and (self.trees or siblings.is_measured):
+            plan = self._priced_plan(siblings, load, matches, in_all)
+        self._gain = 1.0 if plan is None else plan.gain
+        if plan is not None and in_all == every:
+            self._cut.rounds = 0
+        return plan
+
+    def _priced_plan(
+        self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]], in_all: int
+    ) -> TreePlan | None:
+        chain_rate, trees, alone = self._usual_forecasts(siblings, load)
+        best = trees
+        # A match that is not better than the last place brings nothing.
+        matches = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
+        if any(map(len, matches)):
+            # The draft may propose the same: a match never makes the trees that are usual worse.
+            joined = (replace(each, survivals=_with_matches(each.survivals, matches)) for each in (trees, alone))
+            best = max([best, *joined], key=lambda forecast: forecast.rate)
+        gain = best.rate / chain_rate
+        if gain <= LEAST_GAIN:
+            return None
+        if siblings.is_drawn:
+            return TreePlan(best.price, self.num_nodes, in_all, drafts=best.drafts, gain=gain)
+        spread = np.arange(in_all + 1) / load.num_requests
+        of_all = np.interp(spread, np.arange(self.num_nodes + 1), best.seconds)
+        cut = best.price * BELOW_EXPECTATION
+        return TreePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
+
+    def _usual_forecasts(
+        self, siblings: SiblingAcceptance, load: Load
+    ) -> tuple[float, "TreeForecast", "TreeForecast"]:
+        """Return tokens per second of the best chains, and the forecasts of trees and of rounds without the draft."""
+        key = siblings, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
+        if self._usual is None or self._usual[0][0] is not siblings or self._usual[0][1:] != key[1:]:
+            of_chain = siblings.of_chain()
+            chains = self.cost.round_seconds(load, load.num_requests * len(of_chain))[:: load.num_requests]
+            grown = self.cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
+            looked_up = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
+            trees = TreeForecast(siblings.best_nodes(self.num_nodes), grown, load)
+            alone = TreeForecast(np.zeros(self.num_nodes), looked_up - self.cost.drafting, load, drafts=False)
+            self._usual = key, float((_kept(load, of_chain) / chains).max()), trees, alone
+        return self._usual[1:]
+
+    # ---- what rounds teach
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if outcome.drafted and self._cut.rounds == 0:  # a round cut short does not tell what a block brings
+            new, old = float((outcome.num_accepted + 1).double().mean()), self._block_tokens
+            self._block_tokens = new if math.isinf(old) else 0.9 * old + 0.1 * new
+        self._latest.clear()
+        if outcome.confidence is None:
+            return
+        size = outcome.confidence.shape[1]
+        if self.lag:
+            full = torch.full((len(outcome.confidence),), size, device="cpu")
+            self._rankings.append(Ranking.of(outcome.confidence, full))
+        self._block_size = max(self._block_size, size)
+        survivals = [[*itertools.accumulate(row, operator.mul)] for row in outcome.confidence.tolist()]
+        if outcome.trees is not None:
+            promised = [sum(tree.survivals) for tree in outcome.trees]
+        else:
+            promised = [sum(row[:sent]) for row, sent in zip(survivals, outcome.lengths.tolist(), strict=True)]
+        kept = outcome.num_accepted.tolist()
+        for request, row, *tokens in zip(outcome.request_ids, survivals, promised, kept, strict=True):
+            before = self._forecasts.get(request, RequestForecast.unknown(self._block_size))
+            self._latest[request] = _extended(row, self._block_size)
+            self._forecasts[request] = before.after(self._latest[request], *tokens)
+
+
+@dataclass
+class ReprobeCounter:
+    """Counts rounds in a row that taught nothing, being skipped or cut short. After some it is time to look again."""
+
+    rounds: int = 0
+    is_looking: bool = False  # whether the present round is drafted, and not cut short, only to look again
+
+    def look_again(self) -> bool:
+        """Count a round, and tell whether it is time."""
+        self.is_looking = self.rounds >= REPROBE_AFTER
+        self.rounds = 0 if self.is_looking else self.rounds + 1
+        return self.is_looking
+
+
+@dataclass(frozen=True)
+class RequestForecast:
+    """How far the blocks of one request survive, by its rounds so far."""
+
+    # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
+    survival: Sequence[float]
+    rounds: int = 0  # how many it rests on, beside the prior
+    promised: float = PRIOR_TOKENS  # draft tokens: the sum of the survivals of those that were verified
+    kept: float = PRIOR_TOKENS  # draft tokens that were accepted
+
+    @classmethod
+    def unknown(cls, block_size: int) -> "RequestForecast":
+        """Return what is expected of a request before its first round."""
+        return cls([PRIOR_ACCEPTANCE**slot for slot in range(1, block_size + 1)])
+
+    @property
+    def acceptance_bias(self) -> float:
+        """How many tokens came for each one that was promised: a text may be harder than it looks."""
+        return self.kept / self.promised
+
+    def after(self, survival: Sequence[float], promised: float, kept: float) -> "RequestForecast":
+        """Return what is expected after one more round; survivals of older rounds fade."""
+        weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
+        pairs = zip(_extended(self.survival, len(survival)), survival, strict=True)
+        mean = [(1 - weight) * before + weight * now for before, now in pairs]
+        return RequestForecast(mean, self.rounds + 1, self.promised + promised, self.kept + kept)
+
+
+@dataclass(frozen=True)
+class TreeForecast:
+    """What trees of every size would bring and cost."""
+
+    survivals: np.ndarray  # of the nodes of each request, the best first
+    seconds: np.ndarray  # with 0, 1, ... nodes of each request
+    load: Load
+    drafts: bool = True
+
+    @functools.cached_property
+    def _best(self) -> tuple[float, int]:
+        rates = _kept(self.load, self.survivals) / self.seconds[: 1 + len(self.survivals)]
+        return float(rates.max()), int(rates.argmax())
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the best size."""
+        return self._best[0]
+
+    @property
+    def last(self) -> float:
+        """The survival of the last place of the best size; 0 where none pays."""
+        count = self._best[1]
+        return float(self.survivals[count - 1]) if count else 0.0
+
+    @property
+    def price(self) -> float:
+        """The survival that pays for the last place of the best size."""
+        count = self._best[1]
+        return (self.last + [*self.survivals, 0.0][count]) / 2 if count else 1.0
+
+
+def _extended(survivals: Sequence[float], block_size: int) -> Sequence[float]:
+    """Return survivals `[n]` as `[block_size]`: in later slots as expected of an unknown request."""
+    later = range(1, block_size - len(survivals) + 1)
+    return [*survivals, *(survivals[-1] * PRIOR_ACCEPTANCE**slot for slot in later)]
+
+
+def _with_matches(expected: np.ndarray, matches: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return survivals of the best nodes if those of prompt lookup join them, the mean of all requests."""
+    longest = max(map(len, matches))
+    chances = np.array([[*row, *[0.0] * (longest - len(row))] for row in matches])
+    together = np.concatenate([expected * (1.0 - chances[:, :1]), chances.cumprod(axis=1)], axis=1)
+    return -np.sort(-together, axis=1)[:, : len(expected)].mean(axis=0)
+
+
+def _kept(load: Load, survivals: np.ndarray) -> np.ndarray:
+    """Return the expected tokens of a round in which every request verifies the first 0, 1, ... nodes."""
+    return load.base_tokens + load.num_requests * np.concatenate([[0.0], survivals.cumsum()])
