@@ -6,8 +6,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, Scheduler, generate_many
 from hf_dspark.decoding.hook import default_policy
-from hf_dspark.scheduling.costs import Load
-from tests.distributions import TABLE
+from hf_dspark.scheduling.costs import Load, ThroughputTable
 from tests.rows import padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -96,7 +95,7 @@ def test_transformers_own_loop_decodes_chains(target, draft):
 
 def test_trees_are_the_default_where_draft_and_machine_are_measured(target, draft, monkeypatch):
     draft.config.sts_temperatures = {"default": [1.0] * 4}
-    monkeypatch.setattr("hf_dspark.decoding.hook.find_cost", lambda *_: TABLE)
+    monkeypatch.setattr("hf_dspark.decoding.hook.find_cost", lambda *_: ThroughputTable((1, 64), (100, 99)))
     may_grow = lambda do_sample, **how: (  # noqa: E731
         default_policy(draft, target, **how).plan_tree(draft.config.siblings_for(do_sample), Load()) is not None
     )
