@@ -1,23 +1,30 @@
-"""DSpark, DFlash and Eagle3 drafts of one target on three domains: same data, same steps, same trainer.
+"""Drafts of every kind for one target, trained alike: same data, same steps, same trainer. Every stage resumes.
 
 python examples/domains.py --gsm8k train.jsonl --prose tinyshakespeare.txt --output_dir out/domains
 python examples/train_target.py --train_file out/domains/*_train.jsonl --test_file out/domains/*_test.jsonl \\
     --num_hidden_layers 6 --epochs 2 --output_dir out/domains/target
 python benchmarks/domains.py --work_dir out/domains --output benchmarks/results/domains.json
 
-Every stage resumes where it stopped. The training curves go into the result.
+Measures what DSpark, DFlash and EAGLE-3 commit in a round on three domains. `compare.py` decodes with the same kinds
+of drafts, for which the target answers half of the prompts greedily: greedy answers of a small target run into loops
+that sampled ones do not show. For the shipped target:
+
+python examples/domains.py --gsm8k train.jsonl --output_dir out/gsm8k --max_rows 7473 --num_test_rows 73
+rm out/gsm8k/code_*.jsonl
+cp -r examples/gsm8k_pair/target out/gsm8k/target
+cp examples/gsm8k_pair/prompts.jsonl out/gsm8k/math_test.jsonl
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pair import GREEDY, SAMPLING, acceptance, provenance_of, write_result
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from bench import GREEDY, REGIMES, ROOT, SAMPLING, acceptance, held_out_prompts, load_pair, main
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dspark import (
@@ -27,178 +34,203 @@ from hf_dspark import (
     DSparkTrainingArguments,
     Eagle3Config,
     Eagle3DraftModel,
+    calibrate,
+    convert_checkpoint,
     regenerate,
 )
-from hf_dspark.data.prompts import read_json_lines
-from hf_dspark.files import differences, digest
-from hf_dspark.measuring.tables import markdown_table, number
 from hf_dspark.provenance import provenance
-from hf_dspark.targets.fingerprint import fingerprint
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(ROOT / "examples"))
 from muon import MuonWithAdamW  # noqa: E402
 
 DOMAINS = ("math", "code", "prose")
-REGIMES = {"temperature 1": SAMPLING, "greedy": GREEDY}
 GAMMA = 7
 # By block size: longer blocks let more weight to their last tokens, as DFlash's authors do (8: 4, 16: 7).
 POSITION_DECAYS = {4: 2.0, GAMMA: 4.0, 15: 7.0}
 DSPARK = {"cross_entropy_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0}
 DFLASH = {"cross_entropy_weight": 1.0, "l1_weight": 0.0, "confidence_weight": 0.0}
-# 0.8 to the power of the step, as DeepSpec weighs Eagle3's steps, however many there are.
+# 0.8 to the power of the step, as DeepSpec weighs EAGLE-3's steps, however many there are.
 EAGLE3 = {
     "cross_entropy_weight": 0.0, "l1_weight": 0.0, "confidence_weight": 0.0, "soft_cross_entropy_weight": 1.0,
     "position_decay": 4.4814,
 }  # fmt: skip
+# Layers, rank of the Markov head, losses.
 DRAFTS = {
     "dspark_2": (2, 128, DSPARK),
     "dspark_5": (5, 128, DSPARK),
     "dflash_2": (2, 0, DFLASH),
     "dflash_5": (5, 0, DFLASH),
-    "dflash_fill_in_2": (2, 0, DFLASH),
+    "dflash_fill_in_2": (2, 0, DFLASH),  # its anchor's slot predicts nothing: the layout of transformers' own DFlash
     "eagle3": (1, None, EAGLE3),
 }
-# Their anchor's slot predicts nothing: the layout of transformers' own DFlash. For `compare.py`; here only if named.
-FILL_IN = {"dflash_fill_in_2"}
+RIVALS = ("dflash", "eagle3", "fill_in", "assistant")  # as [`Models`] calls them
 NUM_EVAL_ROWS = 300
-RECIPE = "recipe.json"  # in the folder of each trained model
+MAX_LENGTH = 384  # tokens of a training row
+TRAINING = {
+    "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "learning_rate": 4e-3, "warmup_steps": 40,
+    "lr_scheduler_type": "linear", "logging_steps": 25, "save_steps": 100, "save_total_limit": 1, "seed": 0,
+    "train_sampling_strategy": "group_by_length", "report_to": "none",
+}  # fmt: skip
+Rows = list[dict[str, Any]]
 
 
-def read_rows(path: Path) -> list[dict]:
-    """Return the rows of a file that a script has written.
+@dataclass(frozen=True)
+class Models:
+    """Who is compared, on what. Rows of tasks have `prompt`, and `completion` where there is one."""
 
-    Raises:
-        ValueError: If a line is not JSON, naming the first one.
+    target: PreTrainedModel
+    tokenizer: Any
+    tasks: Mapping[str, Rows]
+    dspark: DSparkDraftModel
+    dflash: DSparkDraftModel | None = None
+    eagle3: Eagle3DraftModel | None = None
+    fill_in: PreTrainedModel | None = None  # a DFlash draft as transformers' own model
+    assistant: PreTrainedModel | None = None
+    facts: Mapping[str, Any] | None = None  # how they were made, for the result file
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder with data and target, in which drafts are trained once.
+
+    Args:
+        folder (`Path`): Has `target`, and `DOMAIN_train.jsonl` and `DOMAIN_test.jsonl` of one domain or more.
+        num_answers (`int`): Of the target, to train on, per domain and regime.
+        steps (`int`): Of each training.
+        num_anchors (`int`): Blocks that a draft learns from, per row and step, at most.
+        regimes (`Sequence[str]`): Of the answers.
     """
-    rows, faults = read_json_lines(str(path))
-    if faults:
-        raise ValueError(f"{faults[0]}: delete the line, or make the file anew")
-    return [row for _, row in rows]
 
+    folder: Path
+    num_answers: int
+    steps: int
+    num_anchors: int = 64
+    regimes: Sequence[str] = ("sampled", "greedy")
 
-def domains_in(work_dir: Path) -> list[str]:
-    """Return the domains whose training and test rows a folder holds."""
-    parts = ("train", "test")
-    return [name for name in DOMAINS if all((work_dir / f"{name}_{part}.jsonl").exists() for part in parts)]
+    def domains(self) -> list[str]:
+        """Return the domains whose training and test rows are there.
 
+        Raises:
+            ValueError: If there is none, or no target.
+        """
+        parts = ("train", "test")
+        found = [name for name in DOMAINS if all((self.folder / f"{name}_{part}.jsonl").exists() for part in parts)]
+        if not found or not (self.folder / "target").exists():
+            raise ValueError(
+                f"{self.folder} must hold a folder target, and DOMAIN_train.jsonl and DOMAIN_test.jsonl of one of "
+                f"{', '.join(DOMAINS)} or more: make them as benchmarks/domains.py says in its first lines"
+            )
+        return found
 
-def load_target(work_dir: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    target = AutoModelForCausalLM.from_pretrained(work_dir / "target", dtype=torch.float32).eval()
-    return target, AutoTokenizer.from_pretrained(work_dir / "target")
+    def rows(self, domain: str, part: str) -> Rows:
+        return [json.loads(line) for line in (self.folder / f"{domain}_{part}.jsonl").read_text().splitlines()]
 
+    def target(self) -> tuple[PreTrainedModel, Any]:
+        target = AutoModelForCausalLM.from_pretrained(self.folder / "target", dtype="float32").eval()
+        return target, AutoTokenizer.from_pretrained(self.folder / "target")
 
-def training_prompts(work_dir: Path) -> dict[str, list[str]]:
-    """Return the prompts of each domain's training rows."""
-    return {
-        domain: [row["prompt"] for row in read_rows(work_dir / f"{domain}_train.jsonl")]
-        for domain in domains_in(work_dir)
-    }
+    def answers(self, target: PreTrainedModel, tokenizer: Any) -> Rows:
+        """Return what drafts learn from: the target's answers, domain and regime by turns, as token ids.
 
+        Greedy answers are to the prompts after those of the sampled ones, or the same in a small domain, which is
+        answered several times.
+        """
+        groups = []
+        for domain in self.domains():
+            prompts, count = [row["prompt"] for row in self.rows(domain, "train")], self.num_answers
+            for regime in self.regimes:
+                file = self.folder / f"{domain}_{'' if regime == 'sampled' else 'greedy_'}answers.jsonl"
+                asked = prompts[:count] if regime == "sampled" else prompts[count : 2 * count] or prompts
+                times = max(1, count // len(asked)) if regime == "sampled" else 1
+                options = {"max_new_tokens": 160, "num_samples": times, **REGIMES[regime]}
+                regenerate(target, asked, tokenizer, file, batch_size=64, **options)
+                lines = map(json.loads, file.read_text().splitlines())
+                names = ("prompt_ids", "completion_ids")
+                groups.append([{name: row[name] for name in names} for row in lines if len(row.get(names[1], ())) > 1])
+        return [row for group in zip(*groups, strict=False) for row in group]
 
-def answers_to(prompts: list[str], path: Path, target, tokenizer, **options) -> list[dict]:
-    """Let the target answer into a file; return the answers of two tokens or more, as token ids."""
-    regenerate(target, prompts, tokenizer, path, batch_size=64, **options)
-    return [
-        {name: row[name] for name in ("prompt_ids", "completion_ids")}
-        for row in read_rows(path)
-        if len(row.get("completion_ids", ())) > 1
-    ]
+    def draft(self, name: str, target: PreTrainedModel, tokenizer: Any, rows: Rows, block_size: int = GAMMA) -> Any:
+        """Train a draft of [`DRAFTS`] to its end if it is missing, and load it."""
+        of_length = "" if block_size == GAMMA else f"_{block_size}"
+        folder = self.folder / f"{name}{of_length}_{self.steps}"
+        weights = {"position_decay": POSITION_DECAYS[block_size]} | DRAFTS[name][2]
+        recipe = {"steps": self.steps, "num_anchors": self.num_anchors, "rows": len(rows), **weights}
+        note_recipe(folder, recipe)
+        if not (folder / "curve.json").exists():
+            draft = make_draft(name, target, tokenizer, block_size)
+            arguments = DSparkTrainingArguments(
+                output_dir=str(folder), max_steps=self.steps, num_anchors=self.num_anchors, max_length=MAX_LENGTH,
+                feature_cache_dir=str(self.folder / "features"), **TRAINING, **weights,
+            )  # fmt: skip
+            optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
+            trainer = DSparkTrainer(
+                draft, target, arguments, train_dataset=rows[NUM_EVAL_ROWS:], eval_dataset=rows[:NUM_EVAL_ROWS],
+                processing_class=tokenizer, optimizers=(optimizer, None),
+            )  # fmt: skip
+            train_to_the_end(trainer, draft, folder)
+        kind = Eagle3DraftModel if name == "eagle3" else DSparkDraftModel
+        return kind.from_pretrained(folder, dtype="float32").eval()
 
+    def models(self, rivals: Collection[str] = RIVALS, block_size: int = GAMMA) -> Models:
+        """Train what is missing, calibrate DSpark's draft in both regimes, and load it with its rivals."""
+        domains, (target, tokenizer) = self.domains(), self.target()
+        rows = self.answers(target, tokenizer)
 
-def answer_all(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
-    """Let the target write what the drafts are trained on; a small domain is answered several times."""
-    answers = {}
-    for domain, prompts in training_prompts(work_dir).items():
-        prompts, path = prompts[:num_prompts], work_dir / f"{domain}_answers.jsonl"
-        options = {"num_samples": max(1, num_prompts // len(prompts)), "max_new_tokens": max_new_tokens, **SAMPLING}
-        answers[domain] = answers_to(prompts, path, target, tokenizer, **options)
-    return answers
+        def trained(name: str) -> Any:
+            return self.draft(name, target, tokenizer, rows, block_size)
 
-
-def answer_greedily(target, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int) -> dict[str, list[dict]]:
-    """Let the target answer the prompts after those of `answer_all` greedily, or the same in a small domain.
-
-    Greedy decoding of a small target runs into loops that sampling leaves, and that no sampled answer shows.
-    """
-    answers = {}
-    for domain, prompts in training_prompts(work_dir).items():
-        others, path = prompts[num_prompts : 2 * num_prompts], work_dir / f"{domain}_greedy_answers.jsonl"
-        answers[domain] = answers_to(
-            others or prompts, path, target, tokenizer, max_new_tokens=max_new_tokens, **GREEDY
+        dspark, found = trained("dspark_2"), {}
+        prompts = [row["prompt"] for domain in domains for row in self.rows(domain, "train")[-50:]]
+        for regime, sampling in REGIMES.items():
+            file = self.folder / f"rounds_{block_size}_{self.steps}_{regime}.jsonl"
+            limits = {"max_new_tokens": 160, "output_file": file}
+            calibrate(target, dspark, prompts, tokenizer, domain=regime, **limits, **sampling)
+        if "dflash" in rivals:
+            found["dflash"] = trained("dflash_2")
+        if "eagle3" in rivals:
+            found["eagle3"] = trained("eagle3")
+        if "fill_in" in rivals:
+            native = self.folder / f"dflash_{block_size}_{self.steps}_transformers"
+            found["fill_in"] = transformers_dflash(trained("dflash_fill_in_2"), target, native)
+        if "assistant" in rivals:  # any causal language model with the target's tokenizer
+            found["assistant"] = AutoModelForCausalLM.from_pretrained(self.folder / "assistant", dtype="float32")
+        facts = {"rows": len(rows), "steps": self.steps, "num_anchors": self.num_anchors, "block_size": block_size}
+        return Models(
+            target, tokenizer, {name: self.rows(name, "test") for name in domains}, dspark, **found, facts=facts
         )
-    return answers
 
 
-def training_rows(answers: dict[str, list[dict]]) -> list[dict]:
-    """Return the answers domain by turns, so that every batch and the evaluation rows hold all of them."""
-    return [row for group in zip(*answers.values(), strict=False) for row in group]
+def shipped_models() -> Models:
+    """Return the shipped pair and its held-out prompts: other methods need no training."""
+    target, draft, tokenizer = load_pair()
+    tasks = {"math": [{"prompt": prompt} for prompt in held_out_prompts()]}
+    return Models(target, tokenizer, tasks, draft, facts={"pair": "examples/gsm8k_pair"})
 
 
-def make_draft(
-    name: str, target: PreTrainedModel, tokenizer, block_size: int = GAMMA
-) -> DSparkDraftModel | Eagle3DraftModel:
-    num_layers, markov_rank, _ = DRAFTS[name]
+def make_draft(name: str, target: PreTrainedModel, tokenizer: Any, block_size: int = GAMMA) -> Any:
+    num_layers, rank, _ = DRAFTS[name]
     last_tapped = target.config.num_hidden_layers - 2  # from the first layer to the last that may be tapped
     facts = {"block_size": block_size, "target_layer_ids": [round(last_tapped * part / 4) for part in range(5)]}
     torch.manual_seed(0)
-    if markov_rank is None:
+    if rank is None:
         return Eagle3DraftModel(Eagle3Config.from_target(target.config, **facts))
-    return DSparkDraftModel(
-        DSparkConfig.from_target(
-            target.config,
-            **facts,
-            num_hidden_layers=num_layers,
-            markov_rank=markov_rank,
-            mask_token_id=tokenizer.mask_token_id,
-            enable_confidence_head=markov_rank > 0,
-            confidence_head_with_markov=markov_rank > 0,
-            sample_from_anchor=name not in FILL_IN,
-        )  # fmt: skip
-    )
+    heads = {"markov_rank": rank, "enable_confidence_head": rank > 0, "confidence_head_with_markov": rank > 0}
+    layout = {"mask_token_id": tokenizer.mask_token_id, "sample_from_anchor": "fill_in" not in name}
+    config = DSparkConfig.from_target(target.config, **facts, num_hidden_layers=num_layers, **heads, **layout)
+    return DSparkDraftModel(config)
 
 
-def train(
-    name: str,
-    target,
-    tokenizer,
-    rows: list[dict],
-    folder: Path,
-    steps: int,
-    num_anchors: int = 32,
-    feature_cache_dir: str | None = None,
-    block_size: int = GAMMA,
-) -> list[dict]:
-    """Train one draft to its end, and return its curve."""
-    weights = {"position_decay": POSITION_DECAYS[block_size]} | DRAFTS[name][2]
-    recipe = {"steps": steps, "num_anchors": num_anchors, "block_size": block_size, **weights}
-    note_recipe(folder, recipe | learnt_from(target, rows))
-    if not (folder / "curve.json").exists():
-        draft = make_draft(name, target, tokenizer, block_size)
-        arguments = DSparkTrainingArguments(
-            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=8, per_device_eval_batch_size=16,
-            num_anchors=num_anchors, learning_rate=4e-3, lr_scheduler_type="linear", warmup_steps=40, logging_steps=25,
-            save_steps=100, save_total_limit=1, train_sampling_strategy="group_by_length", report_to="none",
-            seed=0, max_length=384, feature_cache_dir=feature_cache_dir, **weights,
-        )  # fmt: skip
-        optimizer = MuonWithAdamW(draft.named_parameters(), 4e-3, 0.05, lookup_tables=("markov_w", "proj.bias"))
-        trainer = DSparkTrainer(
-            draft, target, arguments, train_dataset=rows[NUM_EVAL_ROWS:], eval_dataset=rows[:NUM_EVAL_ROWS],
-            processing_class=tokenizer, optimizers=(optimizer, None),
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
-        trainer.evaluate()
-        draft.save_pretrained(folder)
-        curve = [
-            {key: round(value, 4) for key, value in entry.items() if key in ("step", "loss", "tau", "eval_tau")}
-            for entry in trainer.state.log_history
-        ]
-        (folder / "curve.json").write_text(json.dumps(curve))
-    return json.loads((folder / "curve.json").read_text())
-
-
-def learnt_from(target: PreTrainedModel, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what identifies the answers that a model learns from, and the target that gave them."""
-    return {"target": fingerprint(target), "num_rows": len(rows), "rows": digest(rows)}
+def train_to_the_end(trainer: Trainer, model: PreTrainedModel, folder: Path) -> None:
+    """Train from the last checkpoint on, evaluate, and save the model with its curve, which comes last."""
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    trainer.evaluate()
+    model.config.use_cache = True  # Trainer had switched it off
+    model.save_pretrained(folder)
+    kept = ("step", "loss", "tau", "eval_tau", "eval_loss")
+    curve = [
+        {key: round(value, 4) for key, value in entry.items() if key in kept} for entry in trainer.state.log_history
+    ]
+    (folder / "curve.json").write_text(json.dumps(curve))
 
 
 def note_recipe(folder: Path, recipe: dict[str, Any]) -> None:
@@ -207,89 +239,55 @@ def note_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     Raises:
         ValueError: If the folder holds a model that was trained in another way: scripts share folders.
     """
-    path = folder / RECIPE
+    path = folder / "recipe.json"
     if path.exists():
-        different = differences(json.loads(path.read_text())["recipe"], recipe)
-        if different:
-            raise ValueError(
-                f"{folder} holds a model that was trained in another way, which differs in {different}: give another "
-                "--work_dir, or delete the folder"
-            )
-    elif folder.exists():
-        raise ValueError(f"{folder} does not say how its model was trained: give another --work_dir, or delete it")
+        if (before := json.loads(path.read_text())["recipe"]) != recipe:
+            raise ValueError(f"{folder} holds a model that was trained with {before}: give another --work_dir")
     else:
         folder.mkdir(parents=True)
         path.write_text(json.dumps({"revision": provenance().get("revision"), "recipe": recipe}, indent=1) + "\n")
 
 
-def trained_at(folder: Path) -> str | None:
-    """Return the revision that trained the model of a folder."""
-    return json.loads((folder / RECIPE).read_text())["revision"]
+def transformers_dflash(draft: DSparkDraftModel, target: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Return a DFlash draft in the fill-in layout as transformers' own model, exported once."""
+    if not (folder / "model.safetensors").exists():
+        convert_checkpoint(draft, folder, "transformers", target)
+    return AutoModel.from_pretrained(folder, dtype="float32").eval()
 
 
 def measured_acceptance(
-    target, draft, tokenizer, work_dir: Path, num_prompts: int, max_new_tokens: int, num_samples: int = 1
-) -> dict[str, dict[str, dict]]:
-    """Return the acceptance of whole blocks on held-out prompts, by domain and regime.
-
-    At temperature 1 each prompt is answered `num_samples` times.
-    """
-    measured = {}
-    for domain in domains_in(work_dir):
-        prompts = read_rows(work_dir / f"{domain}_test.jsonl")[:num_prompts]
-        for regime, sampling in REGIMES.items():
-            times = num_samples if sampling["do_sample"] else 1
-            found = acceptance(target, draft, times * prompts, tokenizer, max_new_tokens=max_new_tokens, **sampling)
+    shop: Workshop, target: PreTrainedModel, draft: Any, tokenizer: Any, num_prompts: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the acceptance of whole blocks on held-out prompts, by domain and regime."""
+    measured: dict[str, dict[str, dict[str, Any]]] = {}
+    for domain in shop.domains():
+        prompts = shop.rows(domain, "test")[:num_prompts]
+        for regime, sampling in {"temperature 1": SAMPLING, "greedy": GREEDY}.items():
+            found = acceptance(target, draft, prompts, tokenizer, max_new_tokens=160, **sampling)
             measured.setdefault(domain, {})[regime] = found
     return measured
 
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """Return tau of each draft by domain, at temperature 1 and greedy, as a table."""
-    columns = [(domain, regime) for regime in REGIMES for domain in DOMAINS]
-    rows = [
-        [name, *(number(draft["measured"][domain][regime]["tau"]) for domain, regime in columns)]
-        for name, draft in result["drafts"].items()
-    ]
-    return markdown_table(["tau", *(f"{domain}, {regime}" for domain, regime in columns)], rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work_dir", default="out/domains", help="holds data and target, gets answers and drafts")
-    parser.add_argument(
-        "--drafts", nargs="+", choices=DRAFTS, default=[name for name in DRAFTS if name not in FILL_IN]
-    )
-    parser.add_argument("--num_prompts", type=int, default=1000, help="answered per domain")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--num_test_prompts", type=int, default=60, help="decoded per domain and temperature")
-    parser.add_argument("--max_new_tokens", type=int, default=160)
-    parser.add_argument("--output", help="result file")
-    options = parser.parse_args()
-    origin = provenance_of(parser, options)
-    work_dir = Path(options.work_dir)
-    target, tokenizer = load_target(work_dir)
-    answers = answer_all(target, tokenizer, work_dir, options.num_prompts, options.max_new_tokens)
-    lacking = [domain for domain in DOMAINS if domain not in answers]
-    if lacking:
-        raise ValueError(f"{work_dir} lacks the rows of {', '.join(lacking)}: make them with examples/domains.py")
-    rows = training_rows(answers)
-    result = {"provenance": origin, "steps": options.steps, "rows": len(rows), "drafts": {}}
-    for name in options.drafts:
-        folder = work_dir / f"{name}_{options.steps}"
-        curve = train(name, target, tokenizer, rows, folder, options.steps)
-        kind = Eagle3DraftModel if DRAFTS[name][1] is None else DSparkDraftModel
-        draft = kind.from_pretrained(folder).eval()
-        measured = measured_acceptance(
-            target, draft, tokenizer, work_dir, options.num_test_prompts, options.max_new_tokens
-        )
-        result["drafts"][name] = {
-            "parameters": draft.num_parameters(), "layers": DRAFTS[name][0], "curve": curve, "measured": measured,
-        }  # fmt: skip
-    print(markdown(result))
-    if options.output:
-        write_result(options.output, result)
+def kinds(
+    work_dir: Path = Path("out/domains"),
+    drafts: tuple[str, ...] = tuple(name for name in DRAFTS if "fill_in" not in name),
+    num_answers: int = 1000,
+    steps: int = 500,
+    num_prompts: int = 60,
+) -> dict[str, Any]:
+    """Tokens per round of every kind of draft, by domain."""
+    shop = Workshop(work_dir, num_answers, steps, num_anchors=32, regimes=("sampled",))
+    target, tokenizer = shop.target()
+    rows, found = shop.answers(target, tokenizer), {}
+    for name in drafts:
+        draft = shop.draft(name, target, tokenizer, rows)
+        found[name] = {
+            "parameters": draft.num_parameters(),
+            "layers": DRAFTS[name][0],
+            "measured": measured_acceptance(shop, target, draft, tokenizer, num_prompts),
+        }
+    return {"steps": steps, "rows": len(rows), "drafts": found}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, kinds)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.scheduling.policies import RoundOutcome
 from hf_dspark.scheduling.ranking import Ranking
-from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.scheduler import Scheduler
 
 SLO_MODES = ("step", "expected", "running")

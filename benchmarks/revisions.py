@@ -1,16 +1,17 @@
 """Is this revision as fast as another one? Two checkouts decode the same prompts by turns, each in its own process.
 
 git worktree add ../before REVISION
-python benchmarks/revisions.py ../before . --output benchmarks/results/revisions.json
-python benchmarks/revisions.py ../before . --models qwen3-0.6b --output benchmarks/results/revisions_0.6b.json
+python benchmarks/revisions.py ../before .
+python benchmarks/revisions.py ../before . --models qwen3-0.6b
+python benchmarks/revisions.py ../before . --models out/smollm2/target examples/smollm2/draft
 
 The number is the ratio of median seconds per round, second checkout over first: below one, the second is faster.
 Random weights (`qwen3-0.6b`) accept nothing, so that both run equally many rounds. Decoding is greedy, one row, whole
-blocks, with packed copies of the weights where a revision has them. The two processes never compute at the same time.
+blocks, with packed weights. The two processes never compute at the same time. Nothing of `bench.py` is used here: each
+process runs the code of its own checkout, whose names may differ.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -20,54 +21,44 @@ import time
 from pathlib import Path
 from typing import Any
 
-NEW_TOKENS = {"pair": 128, "qwen3-0.6b": 16}
+PAIR = Path(__file__).resolve().parents[1] / "examples" / "gsm8k_pair"
 GEOMETRY = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
-PAIR = Path(__file__).resolve().parent.parent / "examples" / "gsm8k_pair"
 
 
-def load(models: str) -> tuple[Any, Any, list]:
-    """Return target, draft and prompts as tensors."""
+def load(models: list[str]) -> tuple[Any, Any, list, int]:
+    """Return target, draft, prompts as tensors, and how many tokens are decoded."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     from hf_dspark import DSparkConfig, DSparkDraftModel
 
-    if models == "pair":
-        tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    if models != ["qwen3-0.6b"]:
+        target_folder, draft_folder = (PAIR / "target", PAIR / "draft") if models == ["pair"] else models
+        tokenizer = AutoTokenizer.from_pretrained(target_folder)
         texts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-        target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-        draft = DSparkDraftModel.from_pretrained(PAIR / "draft", dtype=torch.float32)
-        return target, draft, [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+        draft = DSparkDraftModel.from_pretrained(draft_folder, dtype=torch.float32)
+        return target, draft, [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts], 128
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     config = Qwen3Config(**GEOMETRY, vocab_size=151936, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
     target = Qwen3ForCausalLM(config).eval()
     draft = DSparkDraftModel(DSparkConfig.from_target(config, num_hidden_layers=5, block_size=7)).eval()
-    return target, draft, [torch.randint(1, 150000, (1, 64)) for _ in range(8)]
+    return target, draft, [torch.randint(1, 150000, (1, 64)) for _ in range(8)], 16
 
 
-def work(models: str) -> None:
+def work(models: list[str]) -> None:
     """Answer each line of stdin, the number of a prompt, by a line with what decoding it took."""
     import hf_dspark
 
-    target, draft, prompts = load(models)
-    if hasattr(hf_dspark, "DecodingOptions"):
-        draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock())
-    else:
-        draft.policy = hf_dspark.FullBlock()
-    packed = (
-        hf_dspark.fast_linears(target, draft, packed=True)
-        if hasattr(hf_dspark, "fast_linears")
-        else contextlib.nullcontext()
-    )
-    with packed:
+    target, draft, prompts, count = load(models)
+    draft.decoding = hf_dspark.DecodingOptions(policy=hf_dspark.FullBlock())
+    with hf_dspark.fast_linears(target, draft, packed=True):
         print("ready", flush=True)
         for line in sys.stdin:
-            ids = prompts[int(line) % len(prompts)]
+            ids, options = prompts[int(line) % len(prompts)], {"do_sample": False, "max_new_tokens": count}
             started = time.perf_counter()
-            output = target.generate(
-                ids, assistant_model=draft, do_sample=False, max_new_tokens=NEW_TOKENS[models], pad_token_id=0
-            )
+            output = target.generate(ids, assistant_model=draft, pad_token_id=0, **options)
             seconds = time.perf_counter() - started
             answer = {"seconds": seconds, "rounds": draft.last_stats.rounds, "tokens": output[0].tolist()}
             print(json.dumps(answer), flush=True)
@@ -76,12 +67,11 @@ def work(models: str) -> None:
 class Worker:
     """A process that decodes with the code of one checkout."""
 
-    def __init__(self, checkout: Path, models: str) -> None:
+    def __init__(self, checkout: Path, models: list[str]) -> None:
         environment = os.environ | {"PYTHONPATH": str(checkout.resolve() / "src"), "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--work", "--models", models],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+        words = [sys.executable, __file__, "--work", "--models", *models]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(words, env=environment, text=True, **pipes)
         while (line := self.process.stdout.readline()).strip() != "ready":
             if not line:
                 raise RuntimeError(f"the process of {checkout} ended before it was ready")
@@ -91,51 +81,42 @@ class Worker:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def end(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=60)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, help="two of them")
-    parser.add_argument("--models", choices=NEW_TOKENS, default="pair")
+    parser.add_argument(
+        "--models", nargs="+", default=["pair"], help="pair, qwen3-0.6b, or folders of target and draft"
+    )
     parser.add_argument("--repetitions", type=int, default=24)
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         return work(options.models)
     if len(options.checkouts) != 2:
         parser.error(f"two checkouts are needed, got {len(options.checkouts)}")
-
-    from hf_dspark.provenance import provenance
-
     workers = [Worker(checkout, options.models) for checkout in options.checkouts]
-    for worker in workers:
-        worker.decode(0), worker.decode(1)  # warm
     seconds: list[list[float]] = [[], []]
     identical = 0
-    for prompt in range(options.repetitions):
-        answers = {}
-        for index in (0, 1) if prompt % 2 else (1, 0):
-            answers[index] = workers[index].decode(prompt)
-            seconds[index].append(answers[index]["seconds"] / answers[index]["rounds"])
-        identical += answers[0]["tokens"] == answers[1]["tokens"]
+    for prompt in range(-2, options.repetitions):
+        answers = {index: workers[index].decode(prompt % 50) for index in ((0, 1) if prompt % 2 else (1, 0))}
+        if prompt >= 0:  # the first two warm up
+            identical += answers[0]["tokens"] == answers[1]["tokens"]
+            for index, answer in answers.items():
+                seconds[index].append(answer["seconds"] / answer["rounds"])
     for worker in workers:
-        worker.end()
+        worker.process.stdin.close()
+        worker.process.wait(timeout=60)
     medians = [statistics.median(values) for values in seconds]
+    pairs = zip(*seconds, strict=True)
     result = {
         "models": options.models,
         "ratio_of_medians": medians[1] / medians[0],
-        "median_of_ratios": statistics.median(new / old for old, new in zip(*seconds, strict=True)),
+        "median_of_ratios": statistics.median(new / old for old, new in pairs),
         "seconds_per_round": medians,
         "identical": f"{identical} of {options.repetitions}",
-        "provenance": provenance(options={name: getattr(options, name) for name in ("models", "repetitions")}),
     }
     print(json.dumps(result, indent=1))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,175 +2,87 @@
 
 python benchmarks/speed.py --output benchmarks/results/speed.json
 
-On a CPU, `--baseline both` (the default) also times both with packed copies of the weights: `speedup` is over plain
-`generate()` as users run it, `speedup_same_kernels` over plain `generate()` with packed copies, the stronger baseline.
+On a CPU, both are timed with packed weights, too: `speedup` is over plain `generate()` as users run it,
+`speedup_same_kernels` over plain `generate()` with packed weights, the stronger baseline.
 """
 
-import argparse
 import math
-import statistics
-import time
-from dataclasses import asdict, dataclass
+from typing import Any
 
-import torch
-from pair import (
-    BASELINES,
+from bench import (
     GREEDY,
+    Call,
+    Dtype,
+    decode,
     decoding,
-    default_policy,
-    held_out_prompts,
+    held_out_ids,
+    joined,
     kernels,
     load_pair,
-    provenance_of,
+    main,
+    median_per_token,
     speedups,
     ways_of,
-    write_result,
 )
 from tqdm import tqdm
 
-from hf_dspark import FullBlock, Policy, Rounds
-
-
-@dataclass
-class Cell:
-    """One policy at one temperature over all prompts. `speedup_same_kernels` is `None` with one baseline."""
-
-    temperature: float
-    policy: str
-    tau: float
-    acceptance_rate: float | None
-    proposed_per_round: float
-    conditional_acceptance: list[float | None]
-    plain_tokens_per_second: float
-    tokens_per_second: float
-    speedup: float
-    speedup_same_kernels: float | None
-    ms_per_token: dict[str, float]
-    identical_outputs: int | None
-    draft_ms_per_round: float
-    verify_ms_per_round: float
-    rest_ms_per_round: float
-    plain_ms_per_token: float
-
-
-@dataclass
-class Run:
-    """One decoded prompt."""
-
-    tokens: list[int]
-    seconds_per_token: float
-    stats: Rounds | None
-
-
-def timed(target, ids: torch.Tensor, seed: int, **options) -> Run:
-    torch.manual_seed(seed)
-    started = time.perf_counter()
-    output = target.generate(ids, **options)
-    seconds = time.perf_counter() - started
-    draft = options.get("assistant_model")
-    tokens = output[0, ids.shape[1] :].tolist()
-    return Run(tokens, seconds / len(tokens), None if draft is None else draft.last_stats)
+from hf_dspark import FullBlock, Policy
 
 
 def measure(
-    target,
-    draft,
-    tokenizer,
-    prompts: list[str],
-    policies: dict[str, Policy],
-    temperature: float,
-    max_new_tokens: int,
-    baseline: str = "both",
-) -> list[Cell]:
-    """Decode each prompt plainly and under each policy, with the kernels that the baselines ask for, in turns."""
+    target, draft, prompts: list[list[int]], policies: dict[str, Policy | None], temperature: float, length: int
+) -> list[dict[str, Any]]:
+    """Decode each prompt plainly and under each policy, with both kinds of kernels, in turns."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else GREEDY
-    options, ways = {"max_new_tokens": max_new_tokens, **sampling}, ways_of(baseline)
-    runs: dict[tuple[str, str | None], list[Run]] = {}
-    for index, prompt in enumerate(tqdm(prompts, desc=f"temperature {temperature:g}")):
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        for way in ways:
+    runs: dict[tuple[str, str | None], list[Call]] = {}
+    for index, ids in enumerate(tqdm(prompts, desc=f"temperature {temperature:g}")):
+        for way in ways_of():
             for name in policies if way.drafted else [None]:
-                assistant = {} if name is None else {"assistant_model": draft}
+                assistant = draft if way.drafted else None
                 with kernels(target, draft, way.packed), decoding(draft, policies.get(name)):
-                    run = timed(target, ids, index, **options, **assistant)
-                runs.setdefault((way.name, name), []).append(run)
-    plain = {way: calls for (way, policy), calls in runs.items() if policy is None}
+                    call = decode(target, [ids], index, assistant, max_new_tokens=length, **sampling)
+                runs.setdefault((way.name, name), []).append(call)
     return [
-        summary(
-            name,
-            temperature,
-            plain | {way: calls for (way, policy), calls in runs.items() if policy == name},
-            draft.config.block_size,
-        )
-        for name in policies
+        {"temperature": temperature, "policy": policy}
+        | summary({way: calls for (way, name), calls in runs.items() if name in (None, policy)}, draft, temperature)
+        for policy in policies
     ]
 
 
-def summary(policy: str, temperature: float, runs: dict[str, list[Run]], block_size: int) -> Cell:
+def summary(runs: dict[str, list[Call]], draft, temperature: float) -> dict[str, Any]:
     """Return what one policy came to: the rounds of `own_packed` if it was measured, else of `own`."""
     ours = runs.get("own_packed", runs["own"])
-    stats = Rounds.joined(run.stats for run in ours)
-    seconds = {way: statistics.median(run.seconds_per_token for run in calls) for way, calls in runs.items()}
-    found = speedups(seconds)
-    identical = sum(a.tokens == b.tokens for a, b in zip(runs["plain"], ours, strict=True))
-    return Cell(
-        temperature=temperature,
-        policy=policy,
-        tau=stats.tau,
-        acceptance_rate=None if math.isnan(stats.acceptance_rate) else stats.acceptance_rate,
-        proposed_per_round=sum(stats.proposed) / stats.rounds,
-        conditional_acceptance=[
-            None if math.isnan(share) else round(share, 4) for share in stats.conditional_acceptance(block_size)
-        ],
-        plain_tokens_per_second=1 / seconds["plain"],
-        tokens_per_second=1 / seconds.get("own_packed", seconds["own"]),
-        speedup=found["speedup"],
-        speedup_same_kernels=found.get("speedup_same_kernels"),
-        ms_per_token={way: 1e3 * value for way, value in seconds.items()},
-        identical_outputs=None if temperature else identical,
-        draft_ms_per_round=1e3 * stats.draft_seconds / stats.rounds,
-        verify_ms_per_round=1e3 * stats.verify_seconds / stats.rounds,
-        rest_ms_per_round=1e3 * stats.rest_seconds / stats.rounds,
-        plain_ms_per_token=1e3 * seconds["plain"],
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--num_prompts", type=int, default=50)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--draft_top_k", type=int, default=None)
-    parser.add_argument("--baseline", choices=BASELINES, default="both")
-    parser.add_argument("--output", help="JSON file to write instead of printing")
-    options = parser.parse_args()
-    origin = provenance_of(parser, options)
-
-    target, draft, tokenizer = load_pair(getattr(torch, options.dtype))
-    draft.config.draft_top_k = options.draft_top_k
-    policies: dict[str, Policy] = {"full block": FullBlock()}
-    scheduled = default_policy(draft, target)
-    if scheduled != FullBlock():
-        policies["scheduled"] = scheduled
-    prompts = held_out_prompts()[: options.num_prompts]
-    common = target, draft, tokenizer
-    length = options.max_new_tokens
-    measure(*common, prompts[:2], policies, 0.0, length, options.baseline)  # warm-up
-    cells = [
-        asdict(cell)
-        for temperature in options.temperatures
-        for cell in measure(*common, prompts, policies, temperature, length, options.baseline)
-    ]
-    result = {
-        "provenance": origin,
-        "dtype": options.dtype,
-        "num_prompts": len(prompts),
-        "ways": {way.name: way.meaning for way in ways_of(options.baseline)},
-        "cells": cells,
+    rounds, seconds = joined(ours), {way: median_per_token(calls) for way, calls in runs.items()}
+    parts = {"draft": rounds.draft_seconds, "verify": rounds.verify_seconds, "rest": rounds.rest_seconds}
+    identical = sum(a.token_ids == b.token_ids for a, b in zip(runs["plain"], ours, strict=True))
+    shares = rounds.conditional_acceptance(draft.config.block_size)
+    return {
+        "tau": rounds.tau,
+        "proposed_per_round": sum(rounds.proposed) / rounds.rounds,
+        "conditional_acceptance": [None if math.isnan(share) else round(share, 4) for share in shares],
+        "tokens_per_second": 1 / seconds.get("own_packed", seconds["own"]),
+        **speedups(seconds),
+        "ms_per_token": {way: 1e3 * value for way, value in seconds.items()},
+        "identical_outputs": None if temperature else identical,
+        **{f"{name}_ms_per_round": 1e3 * value / rounds.rounds for name, value in parts.items()},
     }
-    write_result(options.output, result)
+
+
+def speed(
+    dtype: Dtype = "float32",
+    max_new_tokens: int = 128,
+    num_prompts: int = 50,
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    draft_top_k: int | None = None,
+) -> dict[str, Any]:
+    """Whole blocks and the default policy on held-out prompts."""
+    target, draft, tokenizer = load_pair(dtype)
+    draft.config.draft_top_k = draft_top_k
+    policies, prompts = {"full block": FullBlock(), "scheduled": None}, held_out_ids(tokenizer, num_prompts)
+    measure(target, draft, prompts[:2], policies, 0.0, max_new_tokens)  # warm-up
+    cells = [cell for each in temperatures for cell in measure(target, draft, prompts, policies, each, max_new_tokens)]
+    return {"dtype": dtype, "num_prompts": len(prompts), "cells": cells}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, speed)

@@ -27,7 +27,7 @@ class Gain(NamedTuple):
     most_rows: int = MAX_ROWS
 
 
-# By way, maker, vector units and dtype, from `benchmarks/few_rows.py`. Other CPUs were not measured and keep PyTorch's
+# By way, maker, vector units and dtype, from `benchmarks/gemm.py`. Other CPUs were not measured and keep PyTorch's
 # way. AMX does nothing for float32: CPUs with it are listed again beside those with AVX-512 alone.
 GAINS = {
     ("onednn", AMD, "AVX2", torch.float32): Gain(1, 2**20),

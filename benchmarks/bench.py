@@ -1,0 +1,369 @@
+"""What the benchmarks share: one command line, one clock, models, prompts and result files.
+
+Calls into hf_dspark that are not public, and that several scripts need, stand here. A script is a set of functions,
+its parts: their arguments are the options of the command line, and what they return is the result file.
+"""
+
+import argparse
+import inspect
+import itertools
+import json
+import random
+import statistics
+import time
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
+
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Policy, Rounds, evaluate, fast_linears
+from hf_dspark.decoding import loop as decoding_loop
+from hf_dspark.provenance import provenance
+from hf_dspark.sampling.drafts import DraftTree, DraftTrees, Verified
+
+ROOT = Path(__file__).parents[1]
+PAIR = ROOT / "examples" / "gsm8k_pair"
+RESULTS = ROOT / "benchmarks" / "results"
+GREEDY = {"do_sample": False}
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+REGIMES = {"greedy": GREEDY, "sampled": SAMPLING}
+GEOMETRIES = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    # Three of four layers have a recurrent state.
+    "qwen3.5-0.8b": {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "linear_num_value_heads": 16,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+}  # fmt: skip
+REHEARSAL = {"num_hidden_layers": 6, "vocab_size": 2048, "intermediate_size": 256}  # of a model that tries a script
+UNTIED = {"qwen3-8b"}  # its LM head is a matrix of its own
+Dtype = typing.Literal["float32", "bfloat16"]
+Result = Mapping[str, Any]
+T = TypeVar("T")
+
+
+# ---- command line and result files
+
+
+def main(description: str | None, *parts: Callable[..., Result | Iterable[Result]]) -> None:
+    """Run the part that the command line names, with its options. A part returns the content of the result file, or
+    yields it again and again as it grows."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True) if len(parts) > 1 else None
+    for part in parts:
+        command = parser if commands is None else commands.add_parser(part.__name__, description=part.__doc__)
+        add_options(command, part)
+        command.add_argument("--output", type=Path, help="result file; default: it is printed")
+        command.set_defaults(run=part, word="" if commands is None else f" {part.__name__}")
+    options = vars(parser.parse_args())
+    run, word, output = options.pop("run"), options.pop("word"), options.pop("output")
+    defaults = {name: parameter.default for name, parameter in inspect.signature(run).parameters.items()}
+    chosen = {name: value for name, value in options.items() if value != defaults[name]}
+    origin = provenance(options.get("device", "cpu"), chosen)
+    origin["command"] = origin["command"].replace(".py", f".py{word}", 1)
+    found = run(**options)
+    result: Result = {}
+    for result in [found] if isinstance(found, Mapping) else found:
+        if output is not None:
+            write_result(output, {"provenance": origin, **result})
+    if output is None:
+        print(json.dumps(result))
+
+
+def add_options(parser: argparse.ArgumentParser, part: Callable[..., Any]) -> None:
+    """Declare the arguments of a function as options, by their types: flags, choices, one value or several."""
+    for name, parameter in inspect.signature(part, eval_str=True).parameters.items():
+        default, kind, facts = parameter.default, parameter.annotation, {}
+        if kind is bool:
+            parser.add_argument(f"--{name}", action="store_true")
+            continue
+        if typing.get_origin(kind) in (types.UnionType, typing.Union):
+            kind = next(each for each in typing.get_args(kind) if each is not type(None))
+        if typing.get_origin(kind) in (tuple, list):
+            facts["nargs"], kind = "+", typing.get_args(kind)[0]
+        if typing.get_origin(kind) is typing.Literal:
+            facts["choices"], kind = typing.get_args(kind), type(typing.get_args(kind)[0])
+        required = default is inspect.Parameter.empty
+        shown = None if required else f"default: {default}"
+        parser.add_argument(f"--{name}", type=kind, default=default, required=required, help=shown, **facts)
+
+
+def write_result(path: str | Path, content: Result) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+# ---- the clock
+
+
+def timed(run: Callable[[], T], device: torch.device | str = "cpu") -> tuple[float, T]:
+    """Return the seconds that a call takes, all work of the device included, and what it returns."""
+    synchronize(device)
+    started = time.perf_counter()
+    found = run()
+    synchronize(device)
+    return time.perf_counter() - started, found
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until a device has done all its work."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], Any]], repetitions: int, warm_up: int = 1, device: torch.device | str = "cpu"
+) -> dict[str, list[float]]:
+    """Return the seconds of each way: one after the other, beginning with another one in each repetition."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repetition in range(-warm_up, repetitions):
+        for name in rotated(list(ways), repetition):
+            took, _ = timed(ways[name], device)
+            if repetition >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `generate()`: new tokens of each row without padding, its time, and its rounds if drafted."""
+
+    token_ids: list[list[int]]
+    seconds: float
+    rounds: Rounds | None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.num_tokens
+
+
+def decode(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    seed: int = 0,
+    assistant: Any = None,
+    without_prefill: bool = False,
+    **options: Any,
+) -> Call:
+    """Decode some prompts, padded on the left. `without_prefill` takes off the time of a call for a single token, and
+    that token."""
+    eos, pad = target.generation_config.eos_token_id, target.generation_config.pad_token_id
+    pad = options.setdefault("pad_token_id", 0 if pad is None else pad)
+    ends = set(eos if isinstance(eos, list) else [eos])
+    width, device = max(map(len, prompts)), target.device
+    ids = torch.tensor([[pad] * (width - len(row)) + [*row] for row in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device)
+    inputs = {"attention_mask": mask, **options} | ({} if assistant is None else {"assistant_model": assistant})
+    prefill = 0.0
+    if without_prefill:
+        prefill, _ = timed(lambda: target.generate(ids, **inputs | {"max_new_tokens": 1}), device)
+    torch.manual_seed(seed)
+    seconds, output = timed(lambda: target.generate(ids, **inputs), device)
+    new = [ended(row, ends) for row in output[:, width + without_prefill :].tolist()]
+    return Call(new, seconds - prefill, getattr(assistant, "last_stats", None))
+
+
+def ended(token_ids: list[int], ends: set[int | None]) -> list[int]:
+    """Return the tokens up to the first one that ends a sequence."""
+    last = next((place for place, token in enumerate(token_ids) if token in ends), len(token_ids))
+    return token_ids[: last + 1]
+
+
+def median_per_token(calls: Iterable[Call]) -> float:
+    return statistics.median(call.seconds_per_token for call in calls)
+
+
+def joined(calls: Iterable[Call]) -> Rounds:
+    return Rounds.joined(call.rounds for call in calls)
+
+
+# ---- ways to decode
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to decode: with the draft or plainly, with packed weights or as users run it."""
+
+    name: str
+    drafted: bool
+    packed: bool
+
+
+WAYS = (
+    Way("plain", False, False),
+    Way("plain_packed", False, True),
+    Way("own", True, False),
+    Way("own_packed", True, True),
+)
+
+
+def ways_of(device: torch.device | str = "cpu") -> list[Way]:
+    """Return the ways to decode in turns: packed weights, both baselines' kernels, are for CPUs."""
+    return [way for way in WAYS if not way.packed or torch.device(device).type == "cpu"]
+
+
+def speedups(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the speed-ups over plain `generate()` as users run it, of the draft with packed weights if they were
+    measured, and over plain `generate()` with packed weights."""
+    own = seconds.get("own_packed", seconds["own"])
+    found = {"speedup": seconds["plain"] / own}
+    if "plain_packed" in seconds:
+        found |= {"speedup_unpacked": seconds["plain"] / seconds["own"]}
+        found |= {"speedup_same_kernels": seconds["plain_packed"] / own}
+    return found
+
+
+def kernels(target: PreTrainedModel, draft: nn.Module | None, packed: bool) -> AbstractContextManager:
+    """Return a context in which calls have packed weights, or are as users run them."""
+    models = [model for model in (target, draft) if isinstance(model, nn.Module)]
+    return fast_linears(*models, packed=True) if packed else nullcontext()
+
+
+@contextmanager
+def decoding(draft: Any, policy: Policy | None = None, **options: Any) -> Iterator[None]:
+    """While entered, a draft is verified as a policy says: the default one for `None`."""
+    before, draft.decoding = draft.decoding, DecodingOptions(policy, **options)
+    try:
+        yield
+    finally:
+        draft.decoding = before
+
+
+def acceptance(
+    target: PreTrainedModel, draft: Any, prompts: Iterable[Any], tokenizer: Any, seed: int = 0, **options: Any
+) -> dict[str, Any]:
+    """Return what whole blocks reach: `tau`, `acceptance` by position, and counts of prompts, rounds and tokens."""
+    texts = [row["prompt"] if isinstance(row, Mapping) else row for row in prompts]
+    found = evaluate(target, draft, {"prompts": texts}, tokenizer, batch_size=32, seed=seed, **options)
+    if found.failed:
+        raise ValueError(f"{len(found.failed)} prompts failed; the first: {found.failed[0].error}")
+    metrics = found.metrics["prompts"].to_dict()
+    rates = [None if rate is None else round(rate, 4) for rate in metrics["acceptance"]]
+    counts = {name: metrics[name] for name in ("prompts", "rounds", "tokens")}
+    return {"tau": round(metrics["tau"], 4), "acceptance": rates, **counts}
+
+
+# ---- models and prompts
+
+
+def load_pair(dtype: str = "float32", folder: Path = PAIR) -> tuple[PreTrainedModel, DSparkDraftModel, Any]:
+    """Return target, draft and tokenizer of the shipped pair, or of one in another folder's `target` and `draft`."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype).eval()
+    draft = DSparkDraftModel.from_pretrained(folder / "draft", dtype=dtype).eval()
+    return target, draft, AutoTokenizer.from_pretrained(folder / "target")
+
+
+def random_pair(
+    geometry: str, dtype: str, device: str = "cpu", rehearse: bool = False
+) -> tuple[PreTrainedModel, DSparkDraftModel]:
+    """Return a target of one of the [`GEOMETRIES`] and a draft of the released layout, with random weights, which take
+    the same time. `rehearse` makes both tiny, to try a script."""
+    facts = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+    facts |= GEOMETRIES[geometry] | (REHEARSAL if rehearse else {})
+    config_class = Qwen3_5TextConfig if "linear_num_key_heads" in facts else Qwen3Config
+    config = config_class(**facts, tie_word_embeddings=geometry not in UNTIED)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            target = AutoModelForCausalLM.from_config(config).eval()
+            layers = {"num_hidden_layers": 1 if rehearse else 5, "block_size": 7}
+            draft = DSparkDraftModel(DSparkConfig.from_target(config, **layers)).eval()
+    finally:
+        torch.set_default_dtype(before)
+    target.generation_config.eos_token_id = None
+    return target.to(device), draft.to(device)  # what was made elsewhere all the same
+
+
+def held_out_prompts(count: int | None = None) -> list[str]:
+    """Return the shipped prompts, 50 at most: questions of GSM8K's test file that no fit has seen."""
+    lines = (PAIR / "prompts.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines][:count]
+
+
+def held_out_ids(tokenizer: PreTrainedTokenizerBase, count: int | None = None) -> list[list[int]]:
+    return [tokenizer(prompt)["input_ids"] for prompt in held_out_prompts(count)]
+
+
+def calibration_prompts(test_file: str, count: int) -> list[str]:
+    """Return evenly spread prompts from GSM8K's test file that are not among the held-out ones."""
+    questions = [json.loads(line)["question"] for line in Path(test_file).read_text().splitlines()]
+    reserved, prompts = set(held_out_prompts()), [f"Question: {question}\nAnswer:" for question in questions]
+    others = [prompt for prompt in prompts if prompt not in reserved]
+    return others[:: max(1, len(others) // count)][:count]
+
+
+# ---- replayed acceptance
+
+
+def recorded_acceptance() -> list[int]:
+    """Return how many drafts each recorded round of the shipped pair accepted at temperature 1."""
+    recording = json.loads((RESULTS / "pair_rounds.json").read_text())
+    return [number for request in recording["requests"] for number in request["accepted"]]
+
+
+def representative(accepted: Sequence[int], tokens: int, rows: int, seed: int) -> list[int]:
+    """Return recorded rounds in random order that give each row so many tokens, and have the mean of all."""
+    count = max(1, rows * round(tokens / (1 + statistics.mean(accepted))))
+    ordered, source = sorted(accepted), random.Random(seed)
+    place = source.random()  # the same in each part: otherwise the mean would vary
+    chosen = [ordered[int((part + place) * len(ordered) / count)] for part in range(count)]
+    source.shuffle(chosen)
+    return chosen
+
+
+def path_of(tree: DraftTree, depth: int) -> list[int]:
+    """Return a path of a tree that is so deep, or as deep as the tree is."""
+    places = (place for place in range(1, 1 + tree.num_nodes) if tree.depth_of(place) == min(depth, tree.depth))
+    return tree.path(next(places, 0))
+
+
+@contextmanager
+def replaying(rounds: Sequence[int]) -> Iterator[None]:
+    """While entered, the loop does all its work and then accepts as many drafts as recorded rounds did, which the
+    requests of a batch take in turn. Random weights accept nothing by themselves."""
+    honest, recorded = decoding_loop.verify, itertools.cycle(rounds)
+
+    def verify(drafts: Any, *args: Any) -> Verified:
+        verified = honest(drafts, *args)
+        if isinstance(drafts, DraftTrees):
+            paths = [path_of(tree, next(recorded)) for tree in drafts.trees]
+            return replace(verified, num_accepted=torch.tensor(list(map(len, paths))), paths=paths)
+        if drafts.token_ids.shape[1] == 0:
+            return verified
+        lengths = drafts.lengths.to(verified.num_accepted.device)
+        accepted = torch.tensor([next(recorded) for _ in range(len(lengths))], device=lengths.device)
+        return replace(verified, num_accepted=accepted.minimum(lengths))
+
+    decoding_loop.verify = verify
+    try:
+        yield
+    finally:
+        decoding_loop.verify = honest

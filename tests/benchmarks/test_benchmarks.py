@@ -1,0 +1,171 @@
+"""The benchmarks: what they measure, on random tiny models, and their sums, by hand."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from hf_dspark import FullBlock, ThroughputTable
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+bench, compare, domains, gemm, loop, speed = map(
+    importlib.import_module, "bench compare domains gemm loop speed".split()
+)
+NATIVE = ["prompt lookup", "assistant", "transformers' DFlash"]
+OURS = ["Eagle3", "DFlash", "DSpark", "DSpark, threshold", "DSpark, scheduled", "DSpark, default"]
+MAX_NEW_TOKENS = 10
+CELLS = [compare.Cell("math", 1, 0.0, 0), compare.Cell("math", 1, 1.0, 0), compare.Cell("prose", 2, 0.0, 8192)]
+COST = ThroughputTable((1, 8), (100.0, 90.0))
+
+
+def rows_of(first, count, length):
+    return [
+        {"prompt": " ".join(f"w{(first + row + place) % 40}" for place in range(length)), "completion": f"w{row} w3"}
+        for row in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def random_models(tmp_path_factory):
+    """Every model of a comparison, with random weights."""
+    words = ["<eos>", "<pad>", "<mask>", "<unk>", *(f"w{number}" for number in range(40))]
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", mask_token="<mask>", unk_token="<unk>"
+    )
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=44, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, max_position_embeddings=128, initializer_range=0.2, eos_token_id=0,
+        pad_token_id=1, bos_token_id=None, tie_word_embeddings=True,
+    )  # fmt: skip
+    target = Qwen3ForCausalLM(config).eval()
+    drafts = {name: domains.make_draft(name, target, tokenizer).eval() for name in domains.DRAFTS}
+    fill_in = drafts["dflash_fill_in_2"].bind(target)
+    native = domains.transformers_dflash(fill_in, target, tmp_path_factory.mktemp("native"))
+    tasks = {"math": rows_of(20, 6, 5), "prose": rows_of(22, 6, 7)}
+    ours = (drafts[name] for name in ("dspark_2", "dflash_2", "eagle3"))
+    return domains.Models(target, tokenizer, tasks, *ours, native, Qwen3ForCausalLM(config).eval())
+
+
+@pytest.fixture(scope="module")
+def cells(random_models):
+    with pytest.MonkeyPatch.context() as patch:
+        profile = type("Profile", (), {"table": COST})
+        patch.setattr(compare, "profile_throughput", lambda *_, **__: profile)
+        *_, result = compare.compared(random_models, CELLS, [], 2, MAX_NEW_TOKENS)
+    return json.loads(json.dumps(result))["cells"]
+
+
+def test_comparison_has_every_method_in_every_cell_and_says_which_cannot_batch(cells):
+    for cell in cells:
+        assert list(cell["methods"]) == ["plain", *NATIVE, *OURS]
+        refused = [name for name, part in cell["methods"].items() if "refused" in part]
+        assert refused == (NATIVE if cell["batch_size"] > 1 else [])
+
+
+def test_greedy_outputs_are_those_of_plain_decoding(cells):
+    for cell in cells:
+        parts = [part for part in cell["methods"].values() if "refused" not in part]
+        assert all(part["identical_rows"] == (None if cell["temperature"] else part["rows"]) for part in parts)
+        assert all(part["seconds_per_token"] > 0 for part in parts)
+
+
+def test_packed_comparison_gives_the_same_kernels_to_all_but_plain_as_it_is(random_models):
+    methods = compare.methods_for(random_models, COST, 0.5, packed=True)
+    assert [method.name for method in methods if not method.packed] == ["plain, as it is"]
+    assert {method.name for method in methods} - {"plain, as it is"} == {"plain", *NATIVE, *OURS}
+
+
+def test_preceding_text_comes_from_other_rows_and_ends_right_before_the_prompt(random_models):
+    tokenizer = random_models.tokenizer
+    rows = [{"prompt": "w1", "completion": "w9"}, {"prompt": "w2 w3", "completion": None}, {"prompt": "w4 w5"}]
+    assert tokenizer.decode(compare.prompt_ids(rows, 0, tokenizer, 6)) == "w3 w4 w5 w2 w3 w1"
+    assert compare.prompt_ids(rows, 0, tokenizer, 0) == tokenizer("w1")["input_ids"]
+    with pytest.raises(ValueError, match="two prompts or more"):
+        compare.prompt_ids(rows[:1], 0, tokenizer, 6)
+
+
+def test_speedup_is_the_ratio_of_the_medians():
+    run = {"identical": 1, "passes": 10, "tokens": 10}
+    pairs = ((2.0, 1.0), (4.0, 1.0), (9.0, 4.0))
+    calls = [{"plain": run | {"seconds": plain}, "DSpark": run | {"seconds": own}} for plain, own in pairs]
+    found = compare.method_summary(calls, "DSpark", 1, True)
+    assert (found["speedup"], found["paired_speedup"], found["tokens_per_pass"]) == (4.0, 2.25, 1.0)
+
+
+def test_speedups_name_both_baselines_where_both_were_timed():
+    assert bench.speedups({"plain": 6.0, "own": 3.0}) == {"speedup": 2.0}
+    found = bench.speedups({"plain": 6.0, "plain_packed": 4.0, "own": 3.0, "own_packed": 2.0})
+    assert found == {"speedup": 3.0, "speedup_unpacked": 2.0, "speedup_same_kernels": 2.0}
+    assert [way.name for way in bench.ways_of("cuda")] == ["plain", "own"]
+
+
+def test_arguments_of_a_part_are_its_options(tmp_path, monkeypatch):
+    def part(names: tuple[str, ...], count: int = 3, dtype: bench.Dtype = "float32", quick: bool = False):
+        """A part."""
+        return {"found": [*names, count, dtype, quick]}
+
+    output = tmp_path / "result.json"
+    monkeypatch.setattr(sys, "argv", ["x.py", "--names", "a", "b", "--count", "4", "--output", str(output)])
+    bench.main("A script.", part)
+    result = json.loads(output.read_text())
+    assert result["found"] == ["a", "b", 4, "float32", False]
+    assert result["provenance"]["command"].endswith("--names a b --count 4")
+
+
+def test_folders_tell_how_their_model_was_trained(tmp_path):
+    domains.note_recipe(tmp_path / "a", {"steps": 1})
+    domains.note_recipe(tmp_path / "a", {"steps": 1})
+    with pytest.raises(ValueError, match="was trained with {'steps': 1}: give another --work_dir"):
+        domains.note_recipe(tmp_path / "a", {"steps": 2})
+    with pytest.raises(ValueError, match="must hold a folder target, and DOMAIN_train.jsonl"):
+        domains.Workshop(tmp_path, 1, 1).domains()
+
+
+def test_drafting_with_candidates_is_timed_against_the_whole_vocabulary(random_models):
+    draft = random_models.dspark.bind(random_models.target)
+    for cell in gemm.drafting_costs(draft, (8, 16), repetitions=2).values():
+        for part in cell["candidates"].values():
+            assert part["ratio"] == pytest.approx(part["ms"] / cell["full_ms"]) and part["ratio"] > 0
+    assert draft.config.draft_top_k is None
+
+
+def test_replayed_rounds_have_the_mean_of_the_recording_whatever_their_order():
+    recording = [7] * 30 + [0] * 60 + [2] * 10  # the first ones are the best
+    drawn = [bench.representative(recording, 66, 1, seed) for seed in range(3)]
+    assert [sum(numbers) / 20 for numbers in drawn] == pytest.approx([2.3] * 3)
+    assert drawn[0] != drawn[1] and sorted(drawn[0]) != drawn[0]
+
+
+def test_every_row_of_a_batch_accepts_what_was_recorded(random_models):
+    target, draft = random_models.target, random_models.dspark
+    options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    with bench.decoding(draft, FullBlock()), bench.replaying([3, 2]):
+        target.generate(torch.tensor([[4, 5], [6, 7]]), assistant_model=draft, **options)
+    assert draft.last_stats.accepted[:4] == [3, 2, 3, 2] and draft.decoding.policy is None
+
+
+def test_replay_measures_every_row_count_in_both_regimes(make_target, make_draft, monkeypatch):
+    target = make_target()
+    draft = make_draft(target)
+    monkeypatch.setattr(loop, "random_pair", lambda *_, **__: (target, draft))
+    monkeypatch.setattr(loop, "CANDIDATES", 8)
+    target.generation_config.eos_token_id = None
+    *_, result = loop.replay(rows=(2,), repetitions=1, context=8, new_tokens=12)
+    assert [(cell["rows"], cell["regime"]) for cell in result["cells"]] == [(2, "greedy"), (2, "truncated")]
+    for cell in result["cells"]:
+        assert cell.items() >= bench.speedups(cell["ms_per_token"]).items()
+
+
+def test_speed_compares_outputs_and_names_both_baselines(random_models):
+    models = random_models.target, random_models.dspark, [[4, 5]]
+    (cell,) = speed.measure(*models, {"full block": FullBlock()}, 0.0, 6)
+    assert cell["identical_outputs"] == 1
+    assert set(cell["ms_per_token"]) == {"plain", "plain_packed", "own", "own_packed"}
