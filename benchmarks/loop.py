@@ -51,7 +51,7 @@ from hf_dspark import FullBlock
 from hf_dspark.measuring.profile import _passes_by_slots as passes_by_slots
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
-from hf_dspark.targets.support import keeps_states
+from hf_dspark.targets.support import TargetSupport
 
 SAMPLINGS = {
     "greedy": {"do_sample": False},
@@ -88,7 +88,7 @@ class Passes:
         with kernels(self.target, self.draft, packed):
             with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
                 self._time("verify", lambda: by_slots(self.block), repetitions)
-            if keeps_states(self.target):
+            if TargetSupport.of(self.target).keeps_states:
                 with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
                     self._time("verify_alone", lambda: by_slots(self.block, accepted=0), repetitions)
             self._time("draft", self.draft_blocks, repetitions)

@@ -19,6 +19,7 @@ from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import ChainSampler, DraftBlock
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.targets.feature_capture import FeatureCapture
+from hf_dspark.targets.support import TargetSupport
 
 VOCAB = 3
 PROMPT = torch.tensor([[0, 1, 2, 1, 0]])
@@ -167,7 +168,7 @@ class TargetDistribution:
 
 def each_block(target, draft, processors):
     """Yield every possible path of a block after the prompt, with the block that the draft makes of it."""
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+    with FeatureCapture(TargetSupport.of(target).layers, draft.config.target_layer_ids) as capture, torch.no_grad():
         target(PROMPT[:, :-1])
         features = capture.take(draft.device, draft.dtype)
     for path in itertools.product(range(VOCAB), repeat=draft.config.block_size):

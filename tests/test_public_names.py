@@ -51,7 +51,7 @@ def test_importing_the_package_loads_no_more_than_registering_drafts_takes():
         ours
     )
     decoding = {name.split(".")[2] for name in ours if name.startswith("hf_dspark.decoding.")}
-    assert decoding == {"install", "pipelines"}
+    assert decoding == {"install"}
 
 
 def test_a_loaded_draft_assists_after_nothing_but_the_import(pair, tmp_path):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig, AutoModel
 
-from .decoding import pipelines
 from .decoding.install import install
 from .models import publisher
 from .models.configuration_dspark import DSparkConfig
@@ -16,6 +15,7 @@ from .models.configuration_eagle3 import Eagle3Config
 
 if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .cpu import fast_linears as fast_linears
+    from .decoding.assisted import DSparkCandidateGenerator as DSparkCandidateGenerator
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
     from .hub.convert import convert_checkpoint as convert_checkpoint
@@ -43,6 +43,7 @@ __version__ = "0.2.0"
 # The public names by their modules.
 _NAMES = {
     "cpu": "fast_linears",
+    "decoding.assisted": "DSparkCandidateGenerator",
     "decoding.hook": "decode_with",
     "decoding.many": "generate_many",
     "measuring.regenerate": "regenerate",
@@ -93,4 +94,3 @@ for _model, _config in (("DSparkDraftModel", DSparkConfig), ("Eagle3DraftModel",
     AutoModel.register(_config, _Late(_model, (), {"config_class": _config}))
 publisher.load = lambda: import_module(".hub.publishing", __name__)
 install()
-pipelines.install()

@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 from packaging.version import parse
+from transformers import DynamicCache, GenerationConfig
 
-from hf_dspark import DecodingOptions
+from hf_dspark import DecodingOptions, DSparkCandidateGenerator
 from hf_dspark.decoding import checks
 from tests.rows import GREEDY, assert_same_tokens, padded
 
@@ -58,3 +59,45 @@ def test_target_with_offloaded_embedding_gives_the_same_tokens_in_our_loop_alone
     draft.decoding = DecodingOptions(use_transformers_loop=True)
     with pytest.raises(ValueError, match="embedding is offloaded"):
         target.generate(prompt, assistant_model=draft, **GREEDY)
+
+
+def test_the_candidate_generator_drafts_for_transformers_assisted_loop(target, draft, prompts, monkeypatch):
+    for prompt in prompts[:3]:
+        ids = torch.tensor([prompt])
+        plain = target.generate(ids, **GREEDY)
+        with (
+            DSparkCandidateGenerator(target, draft, target.generation_config) as generator,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(type(target), "_get_candidate_generator", lambda *_, **__: generator)
+            assisted = target.generate(ids, assistant_model=target, **GREEDY)  # any assistant: the loop asks ours
+        assert torch.equal(assisted, plain)
+        assert draft.last_stats.tau > 1.5 and not any(module._forward_hooks for module in target.modules())
+
+
+def test_the_candidate_generator_drafts_for_a_loop_of_ones_own(target, draft, prompts):
+    ids = torch.tensor(prompts[:1])
+    plain = target.generate(ids, **(GREEDY | {"max_new_tokens": 20, "eos_token_id": None}))
+    cache, matches = DynamicCache(config=target.config), None
+    with DSparkCandidateGenerator(target, draft) as generator, torch.no_grad():
+        while ids.shape[1] < plain.shape[1]:
+            first = matches is None
+            candidates, _ = generator.get_candidates(ids, is_first_iteration=first, n_last_matches=matches or 0)
+            drafts = candidates[0, ids.shape[1] :]
+            logits = target(candidates[:, cache.get_seq_length() :], past_key_values=cache).logits
+            best = logits[0, -len(drafts) - 1 :].argmax(dim=-1)
+            matches = int((drafts == best[:-1]).long().cumprod(dim=0).sum())
+            cache.crop(matches - len(drafts))
+            ids = torch.cat([ids, best[None, : matches + 1]], dim=1)
+            generator.update_candidate_strategy(ids, logits[:, -len(drafts) - 1 :], matches)
+    assert torch.equal(ids[:, : plain.shape[1]], plain)
+    assert draft.last_stats.tau > 1.5
+
+
+def test_the_candidate_generator_refuses_what_it_cannot_serve(target, draft, make_target):
+    with pytest.raises(ValueError, match="num_beams"):
+        DSparkCandidateGenerator(target, draft, GenerationConfig(num_beams=2))
+    with pytest.raises(ValueError, match="not made for this target"):
+        DSparkCandidateGenerator(make_target(vocab_size=77), draft)
+    with pytest.raises(RuntimeError, match="enter it"):
+        DSparkCandidateGenerator(target, draft).get_candidates(torch.tensor([[1, 2]]), is_first_iteration=True)

@@ -19,6 +19,7 @@ from hf_dspark import (
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.feature_capture import FeatureCapture
+from hf_dspark.targets.support import TargetSupport
 from tests.distributions import HEADS, PROMPT, TABLE, EnumeratingSampler, make_pair
 from tests.rows import GREEDY, EverySecond, alone, assert_same_tokens
 
@@ -78,12 +79,12 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     draft.decoding = DecodingOptions(policy=Spy())
     output = target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     committed = prompt_ids[0].shape[1] + 1
-    drafted = 0
+    drafted, layers = 0, TargetSupport.of(target).layers
     for outcome in seen:
         if outcome.block is not None:
             drafted += 1
             prefix = output[:, :committed]
-            with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+            with FeatureCapture(layers, draft.config.target_layer_ids) as capture, torch.no_grad():
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
             num_tokens = outcome.block.token_ids.shape[1]

@@ -17,15 +17,15 @@ from transformers import StoppingCriteria, StoppingCriteriaList, configuration_u
 
 from hf_dspark import DecodingOptions, generate_many
 from hf_dspark.cpu import linears
-from hf_dspark.decoding import assisted, hook, loop
+from hf_dspark.decoding import assisted, hook, loop, wraps
 from hf_dspark.models import slot_cache
-from hf_dspark.targets import feature_capture, patched_forward, recurrent, row_attention, slot_attention
+from hf_dspark.targets import feature_capture, patched_forward, recurrent, row_attention, slot_attention, support
 from tests.hybrids import HAVE_PROTOCOL
 from tests.targets.test_recurrent import pair_of
 
 # Where models are switched, hooked and put back. torch.no_grad() has a gap as it is entered, which plain `generate()`
 # has, too: it is not watched.
-WATCHED = (contextlib, slot_attention, feature_capture, linears, loop, assisted, hook, slot_cache)
+WATCHED = (contextlib, slot_attention, feature_capture, linears, loop, assisted, hook, wraps, slot_cache, support)
 WATCHED += (torch.nn.modules.module, torch.utils.hooks, configuration_utils, recurrent, row_attention, patched_forward)
 FILES = {module.__file__ for module in WATCHED}
 
@@ -33,7 +33,6 @@ FILES = {module.__file__ for module in WATCHED}
 def residue(*models):
     """What a call may have left in models, and in this thread: nothing, if all is as it was."""
     found = [] if torch.is_grad_enabled() else ["gradients are off"]
-    found += [] if hook._active_generator.get() is None else ["a generator"]
     for model in models:
         for name, module in model.named_modules():
             hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
@@ -204,7 +203,7 @@ def test_a_target_that_several_interrupts_left_switched_is_healed_by_the_next_ca
 
     for options in ({}, {"assistant_model": draft}):
         with monkeypatch.context() as patch:
-            patch.setattr(slot_attention._Switch, "put_back", gives_up)
+            patch.setattr(support.Switch, "restore", gives_up)
             with pytest.raises(KeyboardInterrupt):
                 target.generate(rows, max_new_tokens=8, do_sample=False, assistant_model=draft)
         assert "model.layers.0.self_attn: attention" in residue(target)

@@ -81,7 +81,7 @@ def enumerate_rounds(
         cache, drafter = SlotCache(len(prompts)), Drafter(target, draft, call, SlotCache(len(prompts)))
         read = [read_prompt(call, row, cache) for row in range(len(prompts))]
         requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(read)]
-        loop = DecodingLoop(target, drafter, call, cache)
+        loop = DecodingLoop(drafter, call, cache)
         loop.admit(requests, [prompt.fed for prompt in read])  # the first tokens are the same on all paths
         starts = [request.length for request in requests]
         truths = truths or [

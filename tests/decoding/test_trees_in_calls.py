@@ -7,6 +7,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, Scheduler, generate_many
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.scheduling.costs import Load, ThroughputTable
+from hf_dspark.targets.support import TargetSupport
 from tests.rows import padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
@@ -118,7 +119,7 @@ def test_trees_of_a_target_with_recurrent_states_are_refused(make_target, monkey
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    monkeypatch.setattr("hf_dspark.decoding.hook.tree_obstacle", lambda _: "it reads rows token by token")
+    monkeypatch.setattr(TargetSupport, "tree_obstacle", "it reads rows token by token")
     with pytest.raises(ValueError, match=r"DecodingOptions\(trees=True\) asks for trees of drafts, but it reads"):
         draft.decoding = DecodingOptions(trees=True)
         target.generate(torch.tensor(PROMPTS[:1]), assistant_model=draft, **GREEDY)

@@ -31,6 +31,7 @@ from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
+from hf_dspark.targets.support import TargetSupport
 from tests.distributions import ROUNDING, total_variation
 from tests.targets.test_model_types import PLAIN, PROMPTS, TYPES, make_pair
 
@@ -123,7 +124,7 @@ def test_blocks_are_those_of_the_package(one_file, copied, make_target, make_dra
         copy, "confidence", lambda *args: confidences.append(type(copy).confidence(copy, *args)) or 1.0
     )
     ids = torch.randint(48, (1, 16))
-    with FeatureCapture(target, draft.config.target_layer_ids) as capture, torch.no_grad():
+    with FeatureCapture(TargetSupport.of(target).layers, draft.config.target_layer_ids) as capture, torch.no_grad():
         target(ids)
         features = capture.take(draft.device, draft.dtype)
     for seen in (slice(0, 9), slice(9, 15)):

@@ -1,10 +1,13 @@
 """Hooks see exactly what `output_hidden_states` reports, on every architecture, and leave no trace."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
 
-from hf_dspark.targets.feature_capture import FeatureCapture, decoder_layers
+from hf_dspark.targets.feature_capture import FeatureCapture
+from hf_dspark.targets.support import TargetSupport
 from tests.features import select_features
 
 SIZES = {
@@ -37,7 +40,7 @@ def num_hooks(model: torch.nn.Module) -> int:
 def test_capture_equals_the_reported_hidden_states(family, target_layer_ids):
     target = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
     input_ids = torch.randint(1, 48, (2, 7))
-    with FeatureCapture(target, target_layer_ids) as capture:
+    with FeatureCapture(TargetSupport.of(target).layers, target_layer_ids) as capture:
         output = target(input_ids, output_hidden_states=True)
         features = capture.take(CPU, torch.float32)
     assert features.shape == (2, 7, 32 * len(target_layer_ids))
@@ -48,7 +51,7 @@ def test_capture_equals_the_reported_hidden_states(family, target_layer_ids):
 def test_capture_changes_no_output_and_holds_the_latest_pass_only(target):
     first, second = torch.randint(1, 48, (1, 7)), torch.randint(1, 48, (1, 4))
     plain = target(first)
-    with FeatureCapture(target, [1]) as capture:
+    with FeatureCapture(TargetSupport.of(target).layers, [1]) as capture:
         captured = target(first)
         output = target(second, output_hidden_states=True)
         assert torch.equal(capture.take(CPU, torch.float32), output.hidden_states[2])
@@ -57,7 +60,7 @@ def test_capture_changes_no_output_and_holds_the_latest_pass_only(target):
 
 @torch.no_grad()
 def test_take_casts_and_refuses_to_return_the_same_pass_twice(target):
-    with FeatureCapture(target, [1, 2]) as capture:
+    with FeatureCapture(TargetSupport.of(target).layers, [1, 2]) as capture:
         with pytest.raises(RuntimeError, match=r"layers \[1, 2\]"):
             capture.take(CPU, torch.float32)
         target(torch.randint(1, 48, (1, 7)))
@@ -67,7 +70,7 @@ def test_take_casts_and_refuses_to_return_the_same_pass_twice(target):
 
 
 def test_hooks_live_exactly_as_long_as_the_capture_is_entered_whatever_ends_it(target):
-    before, capture = num_hooks(target), FeatureCapture(target, [-1, 0, 2])
+    before, capture = num_hooks(target), FeatureCapture(TargetSupport.of(target).layers, [-1, 0, 2])
     assert num_hooks(target) == before
     with pytest.raises(KeyError), capture:
         assert num_hooks(target) == before + 3
@@ -78,7 +81,7 @@ def test_hooks_live_exactly_as_long_as_the_capture_is_entered_whatever_ends_it(t
 def test_hooks_of_others_stay(target):
     calls = []
     target.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    with FeatureCapture(target, [0]):
+    with FeatureCapture(TargetSupport.of(target).layers, [0]):
         pass
     target(torch.tensor([[1, 2]]))
     assert calls == [1]
@@ -87,15 +90,16 @@ def test_hooks_of_others_stay(target):
 @torch.no_grad()
 def test_two_captures_do_not_disturb_each_other(target):
     input_ids = torch.randint(1, 48, (1, 7))
-    with FeatureCapture(target, [0]) as outer:
-        with FeatureCapture(target, [2]) as inner:
+    with FeatureCapture(TargetSupport.of(target).layers, [0]) as outer:
+        with FeatureCapture(TargetSupport.of(target).layers, [2]) as inner:
             output = target(input_ids, output_hidden_states=True)
             assert torch.equal(inner.take(CPU, torch.float32), output.hidden_states[3])
         assert torch.equal(outer.take(CPU, torch.float32), output.hidden_states[1])
 
 
 def test_decoder_layers_are_the_decoders_own_or_refused(target):
-    assert decoder_layers(target) is target.model.layers
-    target.config.num_hidden_layers = 9
+    assert TargetSupport.of(target).layers is target.model.layers
+    other = copy.deepcopy(target)
+    other.config.num_hidden_layers = 9
     with pytest.raises(ValueError, match="no list of 9 decoder layers found in Qwen3Model"):
-        decoder_layers(target)
+        FeatureCapture(TargetSupport.of(other).layers, [0])

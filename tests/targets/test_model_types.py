@@ -14,6 +14,7 @@ from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler
 from hf_dspark.decoding.tree_drafting import BestTrees, Chains
 from hf_dspark.models.slot_cache import SlotLayout
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees
+from hf_dspark.targets.support import TargetSupport
 from tests.rows import assert_same_tokens, padded
 
 COMMON = {
@@ -203,7 +204,7 @@ def test_frequencies_that_switch_at_a_length_switch_there(monkeypatch, switch):
         assert difference() < 1e-4
     draft.decoding = DecodingOptions()
     if 13 < switch < 31:  # otherwise no pass would reach over it by chance
-        monkeypatch.setattr("hf_dspark.decoding.drafter.rope_switches", lambda target: [])
+        monkeypatch.setattr(TargetSupport, "rope_switches", [])
         assert difference() > 1e-2
 
 

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, generate_many
 from hf_dspark.targets.recurrent import Mixer
 from hf_dspark.targets.slot_attention import PackedTarget
+from hf_dspark.targets.support import TargetSupport
 
 from ..hybrids import HAVE_PROTOCOL, build
 from ..rigged import rig
@@ -178,18 +179,18 @@ def test_neighbours_of_a_prompt_that_fails_when_it_is_admitted_begin_anew(pair):
 
 def test_a_pass_in_another_thread_does_not_decide_what_a_layers_own_settings_are():
     target = build("falcon_h1")
-    packed = PackedTarget(target)
-    mixer = next(layer for layer in packed._called_by_rows if isinstance(layer, Mixer)).module
+    packed = PackedTarget(TargetSupport.of(target))
+    mixer = TargetSupport.of(target).by_rows[0].module
     own = vars(mixer)["chunk_size"]
     with packed.lock:
         mixer.chunk_size = own + 1  # as during a pass
         others = []
-        thread = threading.Thread(target=lambda: others.append(PackedTarget(target)))
+        thread = threading.Thread(target=lambda: others.append(PackedTarget(TargetSupport.of(target))))
         thread.start()
         thread.join(timeout=0.2)
         mixer.chunk_size = own
     thread.join()
-    others[0]._leave()
+    others[0].restore()
     assert mixer.chunk_size == own
 
 

@@ -27,9 +27,10 @@ from hf_dspark.decoding.loop import DecodingLoop
 from hf_dspark.models.modeling_draft import input_device
 from hf_dspark.models.slot_cache import SlotCache, SlotLayout
 from hf_dspark.targets.borrowed_weights import BorrowedModules
-from hf_dspark.targets.feature_capture import FeatureCapture, decoder_layers
+from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.fingerprint import fingerprint
-from hf_dspark.targets.int8_outliers import has_outliers, outliers_of_each
+from hf_dspark.targets.int8_outliers import mixes_tokens, outliers_of_each
+from hf_dspark.targets.support import TargetSupport
 from tests.rows import assert_same_tokens, padded
 from tests.targets.test_model_types import (
     MIXED_LAYERS,
@@ -92,7 +93,7 @@ def test_eight_bit_layer_looks_for_outliers_in_each_group_alone(bitsandbytes, bi
     layer = layer.to("cpu").eval()
     states = torch.randn(1, 6, 32)
     states[0, 1, 4], states[0, 4, 9] = 9.0, -20.0
-    assert has_outliers(layer)
+    assert mixes_tokens(layer)
     with torch.no_grad():
         together = layer(states)
         alone = torch.cat([layer(states[:, token : token + 1]) for token in range(6)], dim=1)
@@ -236,7 +237,7 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         cache = SlotCache(2, num_layers=4)
         context = SlotCache(2, num_layers=draft.config.num_hidden_layers)
         call = SimpleNamespace(keeps_some_logits=True, streamer=None, logits_processor=LogitsProcessorList())
-        loop = DecodingLoop(target, SimpleNamespace(draft=draft), call, cache)
+        loop = DecodingLoop(SimpleNamespace(draft=draft, support=TargetSupport.of(target)), call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with torch.no_grad():
             prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), logits_at=[4, 7], verifying=False)
@@ -325,7 +326,7 @@ def test_features_come_from_the_adapted_layers(make_target):
     base, ids = make_target(), torch.tensor([PROMPTS[0]])
     plain = base(ids, output_hidden_states=True).hidden_states
     target = with_lora(base)
-    with FeatureCapture(target, [-1, 0, 2]) as capture:
+    with FeatureCapture(TargetSupport.of(target).layers, [-1, 0, 2]) as capture:
         adapted = target(input_ids=ids, output_hidden_states=True).hidden_states
         features = capture.take(torch.device("cpu"), torch.float32).split(32, dim=-1)
     for part, layer in zip(features, (0, 1, 3), strict=True):
@@ -532,9 +533,9 @@ def test_conversation_about_an_image_is_refused_on_a_cache_and_decoded_whole(see
 
 def test_features_come_from_the_language_model(seeing):
     target, draft = seeing
-    assert decoder_layers(target) is target.get_decoder().layers
+    assert TargetSupport.of(target).layers is target.get_decoder().layers
     turn = image_prompt(target)
-    with FeatureCapture(target, [0]) as capture, torch.no_grad():
+    with FeatureCapture(TargetSupport.of(target).layers, [0]) as capture, torch.no_grad():
         target(**turn)
         features = capture.take(torch.device("cpu"), torch.float32)
     assert features.shape == (1, turn["input_ids"].shape[1], 32)
@@ -546,7 +547,7 @@ def test_layers_of_a_tower_of_the_same_depth_are_not_taken_for_the_decoders(make
     decoder.vision = nn.ModuleDict({"layers": nn.ModuleList(nn.Identity() for _ in range(4))})
     decoder.layers = nn.ModuleList(nn.Identity() for _ in range(4))
     monkeypatch.setattr(target, "get_decoder", lambda: decoder)
-    assert decoder_layers(target) is decoder.layers
+    assert TargetSupport.of(target).layers is decoder.layers
 
 
 def test_draft_config_of_a_target_that_sees_describes_its_text():

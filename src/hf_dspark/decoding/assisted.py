@@ -1,36 +1,100 @@
-"""A draft in transformers' own assisted loop, for what our loop does not decode: images, ALiBi, attentions. One
-sequence at a time. transformers verifies and commits; what it does not tell is found by hooks on the target."""
+"""[`DSparkCandidateGenerator`]: a draft in transformers' assisted loop, or in a loop of one's own.
 
+`generate()` uses it for what our loop does not decode: images, ALiBi, attentions. One sequence at a time.
+"""
+
+import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
 from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import Scores
 from ..sampling.drafts import Verified
+from ..scheduling.options import DecodingOptions
 from ..scheduling.rounds import RoundSeconds
+from ..targets import int8_outliers
 from ..targets.feature_capture import FeatureCapture, remove_hook
-from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
+from ..targets.int8_outliers import outliers_of_each
+from .checks import processor_obstacles, refuse
 from .drafter import Drafter, Proposal
+from .hook import plan_call
 from .request import Call, Request, StopRule
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
-    """Drafts for transformers' assisted loop. Enter it as a context manager: hooks live exactly as long."""
+    """Drafts for a loop that verifies by itself, by transformers' candidate-generator protocol.
+
+    Such a loop calls `get_candidates`, verifies the candidates in one pass of the target, and says how many matched:
+    by `update_candidate_strategy`, and by `n_last_matches` in the next call. It decodes one sequence. Enter the
+    generator as a context manager: it reads the target's features by hooks, which live exactly as long.
+
+    Args:
+        target (`PreTrainedModel`): The causal LM that verifies.
+        draft ([`DraftModel`]): Its draft.
+        generation_config (`GenerationConfig`, *optional*): Says whether drafts are sampled, where a sequence ends and
+            how long it gets. Default: the target's.
+        logits_processor (`LogitsProcessorList`, *optional*): What the loop applies to the target's logits before it
+            verifies, temperature and top-p included. Drafts are drawn from logits that are processed alike.
+        options ([`DecodingOptions`], *optional*): How to draft. Default: `draft.decoding`.
+
+    Raises:
+        ValueError: If the target, the options or the processors cannot be decoded with this draft.
+
+    Example:
+
+    ```python
+    cache, ids, matches = DynamicCache(config=target.config), prompt_ids, None
+    with DSparkCandidateGenerator(target, draft) as generator, torch.no_grad():
+        while ids.shape[1] < 64:
+            first = matches is None
+            candidates, _ = generator.get_candidates(ids, is_first_iteration=first, n_last_matches=matches or 0)
+            drafts = candidates[0, ids.shape[1] :]
+            logits = target(candidates[:, cache.get_seq_length() :], past_key_values=cache).logits
+            best = logits[0, -len(drafts) - 1 :].argmax(dim=-1)
+            matches = int((drafts == best[:-1]).long().cumprod(dim=0).sum())
+            cache.crop(matches - len(drafts))
+            ids = torch.cat([ids, best[None, : matches + 1]], dim=1)
+            generator.update_candidate_strategy(ids, logits[:, -len(drafts) - 1 :], matches)
+    ```
+    """
 
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}
 
-    def __init__(self, target: PreTrainedModel, draft: DraftModel, call: Call) -> None:
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DraftModel,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        options: DecodingOptions | None = None,
+    ) -> None:
+        config = generation_config or target.generation_config
+        plan = plan_call(target, draft, options or draft.decoding, config, {})
+        processors, some_ids = logits_processor or LogitsProcessorList(), torch.zeros(1, 1, dtype=torch.long)
+        call = Call(some_ids, processors, StoppingCriteriaList(), config, {}, **plan)
+        refuse(processor_obstacles(call, draft.config.vocab_size))
+        self._prepare(target, draft, call)
+
+    @classmethod
+    def of_call(cls, target: PreTrainedModel, draft: DraftModel, call: Call) -> "DSparkCandidateGenerator":
+        """Return one for a `generate()` call that was checked."""
+        generator = cls.__new__(cls)
+        generator._prepare(target, draft, call)
+        return generator
+
+    def _prepare(self, target: PreTrainedModel, draft: DraftModel, call: Call) -> None:
         self.draft = draft
         self._drafter = Drafter(target, draft, call, grows_trees=False)
         self._call = call
         self._target = target
-        self._capture = FeatureCapture(target, draft.config.target_layer_ids)
+        self._capture = FeatureCapture(self._drafter.support.layers, draft.config.target_layer_ids)
         self._request: Request | None = None
         self._proposal: Proposal | None = None
         self._hooks = (self._start_pass, self._end_pass)
@@ -45,15 +109,15 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.close()
+        self.restore()
 
-    def close(self) -> None:
+    def restore(self) -> None:
         """Leave the target as it was; also after an interrupt has kept it from being entered or left."""
         for hook in self._hooks:
             remove_hook(self._target, hook)
-        self._capture.detach()
+        self._capture.restore()
         self._entered.close()
-        forget_groups()
+        int8_outliers.restore()
 
     def _start_pass(self, *_: Any) -> None:
         self._pass_started = time.perf_counter()
@@ -77,15 +141,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Returns them with l draft tokens after them, `[1, S+l]`, and the log draft distribution `[1, l, V]`: `None`
         when l = 0 or when drafts are arg-max. The first call comes before the prefill, when there are no features yet.
         """
+        if self._hooks[0] not in self._target._forward_pre_hooks.values():
+            raise RuntimeError("the candidate generator reads the target by hooks: enter it, with generator: ...")
         if is_first_iteration:
             return input_ids, None
         self._round_started = self._round_started or time.perf_counter()
         features = self._capture.take(self.draft.device, self.draft.dtype)[0]
         if self._request is None:
-            if has_outliers(self._target):  # from now on, the target sees blocks where plain decoding sees tokens
+            # From now on, the target sees blocks where plain decoding sees tokens.
+            if self._drafter.support.has_outliers:
                 self._entered.enter_context(outliers_of_each(()))
             rule = StopRule(StoppingCriteriaList())  # transformers' loop stops by its own rules
-            max_length = self._call.generation_config.max_length
+            max_length = self._call.generation_config.max_length or sys.maxsize
             self._request = Request(0, input_ids[0], max_length, self._call.logits_processor, rule)
             mask = (model_kwargs or {}).get("attention_mask")
             if mask is not None:  # left padding of the prompt is no context
@@ -128,3 +195,30 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return num_matches
         following = input_ids[0, self._request.length + num_matches]
         return num_matches + int(following == self._proposal.drafts.token_ids[0, num_matches])
+
+
+def decode_assisted(
+    assisted_decoding: Callable, generator: DSparkCandidateGenerator, input_ids: torch.LongTensor, **prepared: Any
+) -> Any:
+    """Run transformers' own assisted loop, a method of models, with a generator of ours."""
+    try:
+        with generator:
+            return assisted_decoding(_Assisted(generator), input_ids, **prepared)
+    finally:
+        generator.restore()  # for an interrupt while it is entered or left
+
+
+class _Assisted:
+    """A target to that loop, which gets its candidates from here."""
+
+    def __init__(self, generator: DSparkCandidateGenerator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator._target, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._generator._target(**inputs)
+
+    def _get_candidate_generator(self, **_: Any) -> DSparkCandidateGenerator:
+        return self._generator

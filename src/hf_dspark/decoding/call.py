@@ -32,7 +32,7 @@ def decode_call(
     cache.limit = longest + call.policy.most_nodes
     conversation = Conversation.begin_turn(cache, draft, requests)
     drafter = Drafter(target, draft, call, conversation.draft_cache)
-    loop = DecodingLoop(target, drafter, call, cache, Recording.of(call))
+    loop = DecodingLoop(drafter, call, cache, Recording.of(call))
     try:
         loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
         while loop.requests:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from ..models.modeling_draft import DraftModel, lm_head_of
+from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..sampling.distributions import Scores
 from ..sampling.drafts import DraftBlock, Drafts, DraftTrees, Sampler, Verified
@@ -18,8 +18,7 @@ from ..scheduling.costs import Load
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
 from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
 from ..scheduling.tree_plans import TreePlan, no_acceptance
-from ..targets.slot_attention import rope_switches
-from ..targets.support import tree_obstacle
+from ..targets.support import TargetSupport
 from .logits_processing import DraftProcessor
 from .request import Call, Request
 from .tree_drafting import BestTrees, Chains, DrawnTrees
@@ -48,8 +47,10 @@ class Drafter:
         cache: SlotCache | None = None,
         grows_trees: bool = True,
     ) -> None:
-        self.draft = draft.bind(target)
-        self._borrowed = target.get_input_embeddings(), lm_head_of(target), target.dtype
+        self.draft = draft
+        self.support = support = call.support or TargetSupport.of(target)
+        self._borrowed = support.embedding, support.lm_head, target.dtype
+        draft.bind_parts(*self._borrowed)
         self.cache = SlotCache() if cache is None else cache
         self.policy = call.policy.fresh()
         self.statistics = draft.last_stats = Rounds(policy=self.policy.to_dict())
@@ -59,13 +60,13 @@ class Drafter:
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
         eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
         self._ends = frozenset(() if eos_token_ids is None else eos_token_ids.flatten().tolist())
-        self._num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self._rope_switches = rope_switches(target)
+        self._num_positions, self._rope_switches = support.num_positions, support.rope_switches
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)
         self._confidence_fits = None if fits is None else torch.tensor(fits, device=draft.device)
         # Who limits the tokens of a block means a chain.
-        self._grows_trees = grows_trees and draft.grows_trees and call.max_drafts is None and not tree_obstacle(target)
+        may_grow = grows_trees and draft.grows_trees and support.tree_obstacle is None
+        self._grows_trees = may_grow and call.max_drafts is None
         self._siblings = None
         if self._grows_trees:
             expected = draft.config.siblings_for if draft.drafts_blocks else no_acceptance

@@ -1,5 +1,5 @@
-"""Four methods of `GenerationMixin` are wrapped when the package is imported, so that `generate()` knows of drafts.
-What the wraps do is in `hook`, which the first call of `generate()` imports: importing the package stays quick."""
+"""Three methods of `GenerationMixin` are wrapped when the package is imported, so that `generate()` knows of drafts.
+What the wraps do is in `wraps`, which the first call of `generate()` imports: importing the package stays quick."""
 
 import functools
 import inspect
@@ -12,15 +12,14 @@ from transformers.generation import GenerationMixin
 PREPARED = ("logits_processor", "stopping_criteria", "generation_config")
 # What each wrapped method must accept; a test checks it on every supported version.
 WRAPPED_PARAMETERS = {
-    "_prepare_generation_config": ("generation_config",),
+    "generate": ("generation_config", "assistant_model", "custom_generate"),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_get_candidate_generator": ("generation_config", "assistant_model"),
     "_assisted_decoding": ("input_ids", *PREPARED, "assistant_model"),
 }
 
 
 def install() -> None:
-    """Wrap the four methods of `GenerationMixin`. Does nothing the second time."""
+    """Wrap the methods of `GenerationMixin`. Does nothing the second time."""
     for name, parameters in WRAPPED_PARAMETERS.items():
         method = getattr(GenerationMixin, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -31,15 +30,15 @@ def install() -> None:
     for name in WRAPPED_PARAMETERS:
         method = getattr(GenerationMixin, name)
         if not hasattr(method, "_hf_dspark_wrapped"):
-            setattr(GenerationMixin, name, _wrapped(name, method))
+            setattr(GenerationMixin, name, _wrapped(name.lstrip("_"), method))
 
 
 def _wrapped(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        from .hook import WRAPS
+        from . import wraps
 
-        return WRAPS[name](original, *args, **kwargs)
+        return getattr(wraps, name)(original, *args, **kwargs)
 
     method._hf_dspark_wrapped = True
     return method

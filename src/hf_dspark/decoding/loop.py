@@ -8,17 +8,16 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from ..cpu import fast_linears
-from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..sampling.distributions import Scores
 from ..sampling.drafts import Drafts, Verified
 from ..sampling.verification import next_tokens, verify
 from ..scheduling.rounds import RoundSeconds
+from ..targets import int8_outliers
 from ..targets.feature_capture import FeatureCapture
-from ..targets.int8_outliers import forget_groups, has_outliers, outliers_of_each
+from ..targets.int8_outliers import outliers_of_each
 from ..targets.slot_attention import PackedTarget
 from .drafter import Drafter
 from .logits_processing import BlockProcessor, Prefix, require_token
@@ -39,7 +38,7 @@ def _locked(step: Callable[..., None]) -> Callable[..., None]:
                     step(loop, *args)
             finally:  # for an interrupt while these are left
                 loop._fast_linears.close()
-                forget_groups()
+                int8_outliers.restore()
                 torch.set_grad_enabled(gradients)
 
     return method
@@ -52,9 +51,7 @@ class DecodingLoop:
     the recording wants them: `ended_rows`, by request id.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, drafter: Drafter, call: Call, cache: SlotCache, record: Recording | None = None
-    ) -> None:
+    def __init__(self, drafter: Drafter, call: Call, cache: SlotCache, record: Recording | None = None) -> None:
         self.requests: list[Request] = []
         self.ended_rows: dict[int, int] = {}
         self.drafter = drafter
@@ -63,14 +60,15 @@ class DecodingLoop:
         self._keeps_some_logits = call.keeps_some_logits
         self._streamer = call.streamer
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
-        self._capture = FeatureCapture(target, drafter.draft.config.target_layer_ids)
-        self._packed_target = PackedTarget(target, self._capture)
+        support = drafter.support
+        self._capture = FeatureCapture(support.layers, drafter.draft.config.target_layer_ids)
+        self._packed_target = PackedTarget(support, self._capture)
         # accelerate would bring an index to another device than the head's; a number stays what it is.
-        self._is_spread = len(set(getattr(target, "hf_device_map", {}).values())) > 1
+        self._is_spread = support.is_spread
         self._device = drafter.draft.device
-        self._input_device = input_device(target.get_input_embeddings())
-        self._has_outliers = has_outliers(target)
-        self._fast_linears = fast_linears(target, drafter.draft)
+        self._input_device = support.input_device
+        self._has_outliers = support.has_outliers
+        self._fast_linears = fast_linears(*support.linears, drafter.draft)
 
     @_locked
     def run_round(self) -> None:

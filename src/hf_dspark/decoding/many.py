@@ -15,9 +15,10 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from ..data.prompts import read_prompt as as_prompt
 from ..data.prompts import several, token_ids
 from ..models.auto import require_pair
-from ..models.modeling_draft import DraftModel, input_device
+from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
+from ..targets.support import TargetSupport
 from .call import make_request
 from .conversation import num_layers, read_prompt
 from .drafter import Drafter
@@ -130,7 +131,7 @@ class _Queue:
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
-        ids = torch.as_tensor(token_ids, dtype=torch.long, device=input_device(self.target.get_input_embeddings()))
+        ids = torch.as_tensor(token_ids, dtype=torch.long, device=TargetSupport.of(self.target).input_device)
         own = {
             "stopping_criteria": own_criteria(self._criteria),
             "logits_processor": LogitsProcessorList(copies_of(self._processors)),
@@ -201,7 +202,7 @@ def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> I
             if loop is None:
                 target, call = queue.target, new[0].call
                 caches = [SlotCache(batch_size, num_layers=num_layers(model)) for model in (target, draft)]
-                loop = DecodingLoop(target, Drafter(target, draft, call, caches[1]), call, caches[0])
+                loop = DecodingLoop(Drafter(target, draft, call, caches[1]), call, caches[0])
             running += new
             shortage = None
             try:

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
+from ..targets.support import TargetSupport
 from .logits_processing import Prefix, is_built_in
 
 # Looked up without a call.
@@ -33,16 +34,17 @@ class Call:
     policy: Policy
     max_drafts: int | None = None  # draft tokens per round at most, besides γ
     options: DecodingOptions = field(default_factory=DecodingOptions)  # their policy has been resolved to `policy`
+    support: TargetSupport | None = None  # of its target, once it was checked
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, prepared: dict[str, Any], *others: Any) -> "Call":
+    def of(cls, input_ids: torch.Tensor, prepared: dict[str, Any], **others: Any) -> "Call":
         """Sort what `generate()` passes to a decoding method."""
         names = ("logits_processor", "stopping_criteria", "generation_config")
         model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
         cache = model_kwargs.pop("cache_params", model_kwargs.pop("past_key_values", None))  # Mamba has its own name
         if getattr(cache, "_is_user_defined", False) or isinstance(cache, SlotCache):
             model_kwargs["past_key_values"] = cache  # any other one is new
-        return cls(input_ids, *(prepared[name] for name in names), model_kwargs, *others)
+        return cls(input_ids, *(prepared[name] for name in names), model_kwargs, **others)
 
     @property
     def streamer(self) -> BaseStreamer | None:

@@ -17,7 +17,7 @@ from ..decoding.call import effective_config
 from ..files import Journal, digest, plain_json
 from ..models.auto import require_pair
 from ..models.configuration_draft import CALIBRATED
-from ..models.modeling_draft import DraftModel, input_device
+from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import TokenDistribution
 from ..sampling.drafts import DraftBlock
 from ..sampling.verification import prefix_weights
@@ -36,7 +36,7 @@ from ..scheduling.rounds import RoundOutcome
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from ..targets.fingerprint import fingerprint
-from ..targets.support import tree_obstacle
+from ..targets.support import TargetSupport
 from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
@@ -132,7 +132,7 @@ def calibrate(
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, list(scaling.temperatures))
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
     try:  # trees grow by the new fits
-        if draft.grows_trees and tree_obstacle(target) is None:
+        if draft.grows_trees and TargetSupport.of(target).tree_obstacle is None:
             chain = rounds.survivals()
             _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs, chain)
     except BaseException:  # interruptions, too: a config holds a whole calibration or none of it
@@ -284,7 +284,7 @@ def _answer(
     options: Mapping[str, Any],
 ) -> None:
     """Answer a conversation turn by turn."""
-    ids = torch.tensor([token_ids(prompt, processing_class)], device=input_device(target.get_input_embeddings()))
+    ids = torch.tensor([token_ids(prompt, processing_class)], device=TargetSupport.of(target).input_device)
     output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
     if prompt.later_turns:
         answer = processing_class.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

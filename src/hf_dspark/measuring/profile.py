@@ -35,7 +35,7 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_costs import Machine, Sample, ThroughputProfile, cache_folder, fault_of, known_profiles
 from ..scheduling.tree_plans import MOST_NODES
 from ..targets.slot_attention import PackedTarget
-from ..targets.support import keeps_states, slot_cache_obstacle, tree_obstacle
+from ..targets.support import TargetSupport
 from .timed_decoding import synchronize
 
 TREE_NODES = (7, 15, 31)
@@ -92,13 +92,14 @@ def profile_throughput(
     lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
     settings = list(itertools.product(context_lengths, batch_sizes))
     # transformers' own loop, which decodes the others, keeps PyTorch's products.
-    fast = fast_linears(target, draft) if slot_cache_obstacle(target) is None else nullcontext()
+    support = TargetSupport.of(target)
+    fast = fast_linears(target, draft) if support.slot_obstacle is None else nullcontext()
     with fast:
         for context_length, requests in tqdm(settings, desc="profiling", disable=None):
             setting = (requests, context_length)
             with _verify_passes(target, lengths[requests], *setting) as passes:
                 passes = [*passes, _draft_pass(draft, *setting)]
-                if requests == 1 and draft.grows_trees and tree_obstacle(target) is None:
+                if requests == 1 and draft.grows_trees and support.tree_obstacle is None:
                     passes += _rounds(target, draft, context_length)
                 for name, part in _believable(passes, *setting, repetitions, draft.device).items():
                     samples[name] += part
@@ -177,7 +178,7 @@ def _verify_passes(
 ) -> Iterator[list[_Pass]]:
     """Prefill, and yield a pass over 1 + length tokens per request for each draft length."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    start_pass = _passes_by_slots if slot_cache_obstacle(target) is None else _passes_by_columns
+    start_pass = _passes_by_slots if TargetSupport.of(target).slot_obstacle is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
     blocks = [torch.arange(requests * (1 + length), device=target.device) % vocab_size for length in lengths]
     with start_pass(target, prompt, requests) as run:
@@ -190,8 +191,8 @@ def _passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: in
 
     Recurrent layers read accepted tokens again in the next pass. So half of each block is `accepted`, unless given.
     """
-    packed, cache = PackedTarget(target), SlotCache(requests)
-    start, part = 0, 0.5 if keeps_states(target) else 0.0
+    support, cache = TargetSupport.of(target), SlotCache(requests)
+    packed, start, part = PackedTarget(support), 0, 0.5 if support.keeps_states else 0.0
 
     def run(tokens: torch.Tensor, accepted: int | None = None, is_prefill: bool = False, **options: Any) -> None:
         nonlocal start
@@ -265,7 +266,7 @@ def _round(
     endless = context_length + 2 * (1 + MOST_NODES)
     request = Request(0, prompt[0].cpu(), endless, nothing, StopRule(StoppingCriteriaList()))
     drafter = Drafter(target, draft, call)
-    loop = DecodingLoop(target, drafter, call, SlotCache())
+    loop = DecodingLoop(drafter, call, SlotCache())
     loop.admit([request], [prompt[0]])
     token_ids, features = request.token_ids, torch.cat(request.features)[-3:]
 

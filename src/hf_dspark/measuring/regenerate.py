@@ -20,8 +20,9 @@ from ..decoding.batch import end_token_ids, left_padded, new_tokens, refuse_made
 from ..decoding.call import effective_config
 from ..decoding.many import generate_many
 from ..files import Journal, digest, plain_json
-from ..models.modeling_draft import DraftModel, input_device
+from ..models.modeling_draft import DraftModel
 from ..targets.fingerprint import fingerprint
+from ..targets.support import TargetSupport
 from .endpoint import Endpoint, Refused, ask
 
 DEFAULT_NEW_TOKENS = 2048
@@ -267,7 +268,7 @@ class _Session:
     def _generate(self, batch: Sequence[_Job], key: tuple[int, ...]) -> list[list[int]]:
         """Return what plain `generate()` writes after each prompt, up to its end."""
         padding = next((token for token in (self.processing_class.pad_token_id, *self.ends) if token is not None), 0)
-        device = input_device(self.target.get_input_embeddings())
+        device = TargetSupport.of(self.target).input_device
         input_ids, attention_mask = left_padded([job.prompt_ids for job in batch], padding, device)
         limits = {"max_length": None, "max_new_tokens": max(job.room for job in batch)}
         torch.manual_seed(int(digest(key), 16) % 2**63)

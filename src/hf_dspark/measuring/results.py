@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from ..decoding.call import effective_config
 from ..files import digest, replace_text
 from ..formats.checkpoint import read_json
-from ..models.modeling_draft import DraftModel, input_device
+from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..scheduling.costs import ThroughputTable
 from ..scheduling.policies import Policy
 from ..targets.fingerprint import weight_hash
+from ..targets.support import TargetSupport
 
 # What a result file of each kind must hold, besides who was measured and where.
 REQUIRED = {
@@ -44,7 +45,7 @@ def describe_target(target: PreTrainedModel) -> dict[str, Any]:
         "name": _name(target),
         "revision": getattr(target.config, "_commit_hash", None),
         "dtype": str(target.dtype),
-        "device": str(input_device(target.get_input_embeddings())),
+        "device": str(TargetSupport.of(target).input_device),
     }
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from ..decoding.call import effective_config
 from ..decoding.logits_processing import BlockProcessor, Prefix
-from ..models.modeling_draft import input_device
-from ..targets.int8_outliers import has_outliers, outliers_of_each
+from ..targets.int8_outliers import outliers_of_each
+from ..targets.support import TargetSupport
 
 # Units in the last place of the largest logit by which passes of different shapes were seen to differ near the best
 # token, in 36 random layers: 8 where sums are kept in float32 and results are rounded, 102 where nothing is wider.
@@ -57,15 +57,15 @@ def count_best(
     config = effective_config(target, options)
     if config.stop_strings:
         return None
-    device, start = input_device(target.get_input_embeddings()), len(prompt_ids)
-    ids = torch.tensor([[*prompt_ids, *answer_ids]], device=device)
+    support, start = TargetSupport.of(target), len(prompt_ids)
+    ids = torch.tensor([[*prompt_ids, *answer_ids]], device=support.input_device)
     prompt = ids[:, :start]
     prepared = target.generate(
         prompt, attention_mask=torch.ones_like(prompt), custom_generate=_what_is_prepared, **options
     )
     kept = {"logits_to_keep": len(answer_ids) + 1} if "logits_to_keep" in prepared else {}
     counts = (start, *[1] * len(answer_ids))  # LLM.int8 reads a prompt as a whole, and decodes token by token
-    with outliers_of_each(counts) if has_outliers(target) else nullcontext():
+    with outliers_of_each(counts) if support.has_outliers else nullcontext():
         logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits
     logits = logits[0, -len(answer_ids) - 1 : -1]
     least, most = logits.aminmax(dim=-1)

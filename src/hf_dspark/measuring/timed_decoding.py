@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ..decoding.batch import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..decoding.call import effective_config
-from ..models.modeling_draft import DraftModel, input_device
+from ..models.modeling_draft import DraftModel
 from ..scheduling.rounds import Rounds
+from ..targets.support import TargetSupport
 
 MIB = 2**20
 
@@ -43,7 +44,7 @@ def timed_call(
     """Decode prompts together, with a draft or without, and measure it; the global generators stay as they were."""
     config = effective_config(target, generate_kwargs)
     padding = pad_token_id(config)
-    device = input_device(target.get_input_embeddings())
+    device = TargetSupport.of(target).input_device
     input_ids, attention_mask = left_padded(prompts, padding, device)
     options = dict(generate_kwargs) | {"pad_token_id": padding}
     clock = _FirstTokenClock(device)

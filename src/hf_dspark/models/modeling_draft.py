@@ -368,12 +368,13 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
             "trained on: load the matching pair, or train one with "
             f"{type(config).__name__}.from_target(target.config)."
         )
-    if not isinstance(target, PreTrainedConfig) and lm_head_of(target) is None:
-        raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")
 
 
-def lm_head_of(target: PreTrainedModel) -> nn.Module | None:
+def lm_head_of(target: PreTrainedModel) -> nn.Module:
     """Return the LM head of a target; some multimodal targets have it inside a whole causal LM."""
     inner = [module for module in target.children() if isinstance(module, PreTrainedModel)]
     heads = (module.get_output_embeddings() for module in (target, *inner))
-    return next((head for head in heads if head is not None), None)
+    head = next((head for head in heads if head is not None), None)
+    if head is None:
+        raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")
+    return head

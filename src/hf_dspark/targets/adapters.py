@@ -1,6 +1,7 @@
 """What PEFT adapters add to a target's identity, and which of them rule out a draft. Does not import PEFT."""
 
 import functools
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -16,7 +17,7 @@ def adapter_facts(module: nn.Module) -> str | None:
     return repr([sorted(fact.items()) if isinstance(fact, dict) else fact for fact in facts])
 
 
-def adapter_obstacle(target: nn.Module, num_rows: int) -> str | None:
+def adapter_obstacle(target: nn.Module) -> str | None:
     """Return why the adapters of a target keep it from being decoded with a draft; `None` if they do not."""
     owner = getattr(getattr(target, "prepare_inputs_for_generation", None), "__self__", target)
     if owner is not target and getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
@@ -32,17 +33,17 @@ def adapter_obstacle(target: nn.Module, num_rows: int) -> str | None:
             f"the adapters {activated} switch themselves on inside the sequence (activated LoRA), at a place counted "
             "from the end of plain decoding's passes. Drop assistant_model"
         )
-    if num_rows > 1 and configs and any(_hooks_by_row(module) for module in target.modules()):
-        return (
-            f"adapter_names gives {num_rows} rows adapters of their own, and all rows run through the layers as one "
-            "packed sequence. Call generate() once per adapter, or drop assistant_model"
-        )
     return None
 
 
-def forget_adapters_by_row(target: nn.Module) -> None:
+def gives_rows_adapters(target: nn.Module, modules: Iterable[nn.Module]) -> bool:
+    """Tell whether `adapter_names` gives the rows of the running call adapters of their own."""
+    return bool(getattr(target, "peft_config", None)) and any(map(_hooks_by_row, modules))
+
+
+def restore_adapters(modules: Iterable[nn.Module]) -> None:
     """Remove the hooks of `adapter_names`: PEFT does it only after calls that end well."""
-    for module in target.modules():
+    for module in modules:
         for hook_id in _hooks_by_row(module):
             del module._forward_pre_hooks[hook_id]
             module._forward_pre_hooks_with_kwargs.pop(hook_id, None)

@@ -7,11 +7,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..cpu import fast_linears
-from ..models.modeling_draft import input_device
 from ..models.slot_cache import SlotCache, SlotLayout
-from .int8_outliers import has_outliers, outliers_of_each
-from .slot_attention import PackedTarget, cache_argument
-from .support import check_state, slot_cache_obstacle
+from .int8_outliers import outliers_of_each
+from .slot_attention import PackedTarget
+from .support import TargetSupport
 
 # Largest difference of logits, as a part of the largest logit.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -44,19 +43,20 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     print(check_target(target))  # such as 3e-07
     ```
     """
-    check_state(target)
-    reason = slot_cache_obstacle(target)
-    if reason is not None:
+    support = TargetSupport.of(target)
+    if support.state_obstacle is not None:
+        raise ValueError(support.state_obstacle)
+    if support.slot_obstacle is not None:
+        reason = support.slot_obstacle
         raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")
-    text = target.config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None) or 0
+    window = getattr(support.text, "sliding_window", None) or 0
     longest = 16 + (window if window <= LONGEST_WINDOW else 0)
     generator = torch.Generator().manual_seed(seed)
     lengths = (longest, 10, longest // 2)
-    device = input_device(target.get_input_embeddings())
-    rows = [torch.randint(0, text.vocab_size, (n,), generator=generator).to(device) for n in lengths]
-    with outliers_of_each(()) if has_outliers(target) else nullcontext():
-        worst, largest = _worst_difference(target, rows)
+    size, device = support.text.vocab_size, support.input_device
+    rows = [torch.randint(0, size, (n,), generator=generator).to(device) for n in lengths]
+    with outliers_of_each(()) if support.has_outliers else nullcontext():
+        worst, largest = _worst_difference(support, rows)
     difference = worst / largest
     tolerance = TOLERANCES.get(target.dtype, HALF_PRECISION_TOLERANCE)
     if getattr(target, "is_loaded_in_4bit", False):
@@ -70,13 +70,13 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     return difference
 
 
-def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tuple[float, float]:
+def _worst_difference(support: TargetSupport, rows: list[torch.Tensor]) -> tuple[float, float]:
     """Return the largest difference between logits of packed rows and of each row alone, and the largest logit."""
     prompts = [length - 7 for length in map(len, rows)]
-    alone = [_decoded(target, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
-    packed, cache, worst = PackedTarget(target), SlotCache(len(rows)), 0.0
+    alone = [_decoded(support, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    packed, cache, worst = PackedTarget(support), SlotCache(len(rows)), 0.0
     rolled_back = [prompts[0] + 1, *prompts[1:]]
-    with fast_linears(target):
+    with fast_linears(*support.linears):
         for starts, counts in (([0, 0, 0], prompts), (prompts, [4, 1, 2]), (rolled_back, [6, 7, 5])):
             layout = SlotLayout(tuple(starts), tuple(counts), is_prefill=starts == [0, 0, 0])
             spans = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
@@ -88,11 +88,11 @@ def _worst_difference(target: PreTrainedModel, rows: list[torch.Tensor]) -> tupl
     return worst, float(max(whole.abs().max() for whole in alone))
 
 
-def _decoded(target: PreTrainedModel, row: torch.Tensor, prompt_length: int) -> torch.Tensor:
+def _decoded(support: TargetSupport, row: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Return the logits of a row as plain decoding has them, `[n, V]`: its prompt at once, then token by token."""
-    cache, logits = DynamicCache(config=target.config.get_text_config(decoder=True)), []
+    cache, logits = DynamicCache(config=support.text), []
     positions = torch.arange(len(row), device=row.device)
     for start, end in ((0, prompt_length), *((place, place + 1) for place in range(prompt_length, len(row)))):
-        place = {cache_argument(target): cache, "position_ids": positions[None, start:end]}
-        logits.append(target(row[None, start:end], use_cache=True, **place).logits[0])
+        place = {support.cache_argument: cache, "position_ids": positions[None, start:end]}
+        logits.append(support.target(row[None, start:end], use_cache=True, **place).logits[0])
     return torch.cat(logits)

@@ -3,37 +3,21 @@
 Hooks give the raw outputs of these layers alone, and leave a user's own `output_hidden_states` as it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-
-
-def decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a causal LM, whatever the family calls them; a `ValueError` if none are found."""
-    decoder = target.get_decoder()
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    lists = {path: module for path, module in decoder.named_modules() if isinstance(module, nn.ModuleList)}
-    found = [path for path, module in lists.items() if len(module) == depth]
-    if found:
-        return lists[min(found, key=lambda path: path.count("."))]  # a vision tower of that depth is further inside
-    raise ValueError(
-        f"no list of {depth} decoder layers found in {type(decoder).__name__}: DSpark taps decoder layers by forward "
-        "hooks and does not know where this architecture keeps them"
-    )
 
 
 class FeatureCapture:
-    """While entered or attached, keeps the tapped hidden states of the target's latest forward pass.
+    """While entered or attached, keeps the tapped hidden states of the latest pass through a target's `layers`.
 
     Tapped are `target_layer_ids`: -1 for the embedding output (the input of layer 0), i for the output of layer i.
     """
 
-    def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]) -> None:
-        layers = decoder_layers(target)
+    def __init__(self, layers: Sequence[nn.Module], target_layer_ids: Sequence[int]) -> None:
         self._target_layer_ids = list(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
         self._taps: list[tuple[nn.Module, Callable]] = [
@@ -50,7 +34,7 @@ class FeatureCapture:
             else:
                 layer.register_forward_hook(hook)
 
-    def detach(self) -> None:
+    def restore(self) -> None:
         """Take all hooks off, however many there are; what was captured stays."""
         for layer, hook in self._taps:
             remove_hook(layer, hook)
@@ -59,12 +43,12 @@ class FeatureCapture:
         try:
             self.attach()
         except BaseException:  # an interrupt: then __exit__ is not called
-            self.detach()
+            self.restore()
             raise
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.detach()
+        self.restore()
         self._captured.clear()
 
     def _keep_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -16,10 +16,9 @@ from torch import nn
 _counts: ContextVar[tuple[int, ...] | None] = ContextVar("hf_dspark_int8_counts", default=None)
 
 
-def has_outliers(target: nn.Module) -> bool:
-    """Tell whether a model has layers that mix the tokens of a pass: LLM.int8 with a threshold."""
-    layers = (module for module in target.modules() if type(module).__name__ == "Linear8bitLt")
-    return any(getattr(layer.state, "threshold", 0.0) > 0.0 for layer in layers)
+def mixes_tokens(layer: nn.Module) -> bool:
+    """Tell whether a layer mixes the tokens of a pass: LLM.int8 with a threshold."""
+    return getattr(getattr(layer, "state", None), "threshold", 0.0) > 0.0
 
 
 @contextmanager
@@ -41,7 +40,7 @@ def outliers_of_each(counts: Sequence[int]) -> Iterator[None]:
         _counts.reset(token)
 
 
-def forget_groups() -> None:
+def restore() -> None:
     """Let 8-bit layers look at whole passes again, if an interrupt has kept `outliers_of_each` from it."""
     _counts.set(None)
 

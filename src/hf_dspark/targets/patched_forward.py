@@ -12,7 +12,7 @@ class Replacement:
     """Stands in for a module's `forward`: `run` is called with that one, and then its arguments."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        put_back(module)  # what an interrupted pass may have left
+        restore(module)  # what an interrupted pass may have left
         self.own, self.run = module.forward, run
         self.earlier = vars(module).get("forward")  # accelerate's, for example
         vars(module)["forward"] = self
@@ -21,7 +21,7 @@ class Replacement:
         return self.run(self.own, *args, **kwargs)
 
 
-def put_back(module: nn.Module) -> None:
+def restore(module: nn.Module) -> None:
     """Give a module its own `forward` back, whichever pass replaced it."""
     forward = vars(module).get("forward")
     if not isinstance(forward, Replacement):

@@ -5,21 +5,17 @@ inputs of the block that is verified. In the next pass it reads those that were 
 reads the new block from a copy. The model sees nothing of this: its pass holds the new tokens alone.
 """
 
-import functools
-import inspect
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
 
 from ..models.slot_cache import RowState, SlotCache, SlotLayout
-from .patched_forward import Replacement, copied, joined, part_of, put_back, row_of, successive
+from .patched_forward import Replacement, copied, joined, part_of, restore, row_of, successive
 
 # Settings of Mamba 2 layers in blocks. The rule for single tokens, which plain decoding follows, knows no limit.
 BLOCK_SETTINGS = {"chunk_size": None, "time_step_limit": (0.0, float("inf"))}
@@ -121,26 +117,34 @@ class Mixer:
     Args:
         name (`str`): Of the layer within its target.
         module (`nn.Module`): The layer. It reads and writes its states through the cache that it is given.
+        keeps_window (`bool`): Whether it is a convolution alone, whose state is what it saw last.
+        takes_chunk_size (`bool`): Whether its `forward` takes the size of the chunks in which it reads tokens.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, keeps_window: bool = False, takes_chunk_size: bool = False
+    ) -> None:
         self._name = name
         self.module = module
         self._products = _Products(module)
-        self._keeps_window = "update_recurrent_state" not in names_used_by(type(module))
-        self._settings = {name: vars(module)[name] for name in BLOCK_SETTINGS if name in vars(module)}
-        self._takes_chunk_size = "chunk_size" not in self._settings and _takes_chunk_size(type(module))
+        self._keeps_window = keeps_window
+        self._takes_chunk_size = takes_chunk_size
+        self._settings: dict[str, Any] = {}  # the layer's own, during a pass
 
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
+        self._settings = {name: vars(self.module)[name] for name in BLOCK_SETTINGS if name in vars(self.module)}
         self._cache, self._layout = cache, layout
         Replacement(self.module, self._forward)
         if not self._keeps_window and not layout.is_prefill:
             self._products.attach()
 
-    def detach(self) -> None:
+    def restore(self) -> None:
         vars(self.module).update(self._settings)
         for module in (self.module, *self._products.linears.values()):
-            put_back(module)
+            restore(module)
+        self._settings = {}
+        self._cache = self._layout = self._own = None
+        self._products.begin({})
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Read what was accepted since the last pass, then the new tokens; returns the layer's output for these.
@@ -244,25 +248,24 @@ class Mixer:
         return _forgetful[kind]
 
 
-# Layers that keep states in attributes: these attributes, by the name of their class.
-ATTRIBUTES = {"RecurrentGemmaRecurrentBlock": ("conv1d_state", "rg_lru.recurrent_states")}
-
-
 class AttributeMixer(Mixer):
     """Runs a recurrent layer that keeps its states in attributes. They are its own again after each pass."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, attributes: Sequence[str]) -> None:
         super().__init__(name, module)
-        self._keeps_window = False
-        self._owners = [
-            (module.get_submodule(path), attribute)
-            for path, _, attribute in (each.rpartition(".") for each in ATTRIBUTES[type(module).__name__])
-        ]
-        self._left_by_others = self._attributes()
+        paths = [each.rpartition(".") for each in attributes]
+        self._owners = [(module.get_submodule(path), attribute) for path, _, attribute in paths]
+        self._left_by_others: list[Any] | None = None  # during a pass
 
-    def detach(self) -> None:
-        super().detach()
-        self._set_attributes(self._left_by_others)
+    def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
+        self._left_by_others = self._attributes()
+        super().attach(cache, layout)
+
+    def restore(self) -> None:
+        if self._left_by_others is not None:
+            self._set_attributes(self._left_by_others)
+        self._left_by_others = None
+        super().restore()
 
     def _call(self, inputs: Any, states: Sequence[dict[Name, torch.Tensor]], count: int) -> tuple[Any, list[States]]:
         names = [("attribute", number) for number in range(len(self._owners))]
@@ -281,43 +284,6 @@ class AttributeMixer(Mixer):
     def _set_attributes(self, values: Sequence[Any]) -> None:
         for (owner, attribute), value in zip(self._owners, values, strict=True):
             setattr(owner, attribute, value)
-
-
-def find_mixers(target: PreTrainedModel) -> list[Mixer]:
-    """Return the recurrent layers of a target: the outermost ones, which may have others inside."""
-    found: list[Mixer] = []
-    inside: list[str] = []
-    for name, module in target.named_modules():
-        if name.startswith(tuple(inside)):
-            continue
-        if type(module).__name__ in ATTRIBUTES:
-            found.append(AttributeMixer(name, module))
-        elif names_used_by(type(module)) & {"update_conv_state", "update_recurrent_state"}:
-            found.append(Mixer(name, module))
-            inside.append(f"{name}.")
-    return found
-
-
-@functools.cache
-def names_used_by(layer: type[nn.Module]) -> frozenset[str]:
-    """Return the attributes and globals that the methods of a layer's own class name."""
-    return frozenset(name for method in _functions(layer) for name in method.__code__.co_names)
-
-
-def _takes_chunk_size(layer: type[nn.Module]) -> bool:
-    """Tell whether a layer passes on arguments to a function that reads tokens in chunks of a default size."""
-    module = vars(sys.modules[layer.__module__])
-    functions = [module[name] for name in names_used_by(layer) if inspect.isroutine(module.get(name))]
-    parameters = [inspect.signature(function).parameters.get("chunk_size") for function in functions]
-    passes_on = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(layer.forward).parameters.values())
-    return passes_on and any(each is not None and each.default is not each.empty for each in parameters)
-
-
-def _functions(layer: type) -> Iterator[Any]:
-    for value in vars(layer).values():
-        function = inspect.unwrap(value) if callable(value) else None
-        if inspect.isfunction(function):
-            yield function
 
 
 def _grouped(rows: dict[int, RowState], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:

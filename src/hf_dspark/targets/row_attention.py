@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from ..models.slot_cache import RowState, SlotCache, SlotLayout
-from .patched_forward import Replacement, part_of, put_back, successive
+from .patched_forward import Replacement, part_of, restore, successive
 
 
 class RowAttention:
@@ -26,14 +26,15 @@ class RowAttention:
 
     def __init__(self, name: str, module: nn.Module, config: PreTrainedConfig) -> None:
         self._name, self.module, self._config = name, module, config
-        self._implementation = module.config._attn_implementation
 
     def attach(self, cache: SlotCache, layout: SlotLayout) -> None:
+        self._implementation = self.module.config._attn_implementation
         self._cache, self._layout = cache, layout
         Replacement(self.module, self._forward)
 
-    def detach(self) -> None:
-        put_back(self.module)
+    def restore(self) -> None:
+        restore(self.module)
+        self._cache = self._layout = None
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         layout, during, outputs = self._layout, self.module.config._attn_implementation, []

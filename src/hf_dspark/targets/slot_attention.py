@@ -4,9 +4,6 @@ Its layers get packed tokens, its attention rows. Its own mask functions (causal
 slots and positions instead of columns.
 """
 
-import inspect
-import threading
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -14,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
 from .feature_capture import FeatureCapture
-from .patched_forward import put_back
-from .support import called_by_rows
+from .support import TargetSupport
 
 NAME = "hf_dspark_slots"
 
@@ -101,45 +97,18 @@ AttentionInterface.register(NAME, slot_attention)
 AttentionMaskInterface.register(NAME, slot_mask)
 
 
-@dataclass(frozen=True)
-class _Switch:
-    """What is switched in one target while a packed pass runs, and the lock of the thread that runs it."""
-
-    lock: Any = field(default_factory=threading.RLock)
-    # How each config attends by itself. It is filled before anything is switched, and emptied when all is put back.
-    originals: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
-
-    def put_back(self) -> None:
-        for config, implementation in self.originals:
-            config._attn_implementation = implementation
-        self.originals.clear()
-
-
-_making_switches = threading.Lock()
-_switches: "weakref.WeakKeyDictionary[PreTrainedModel, _Switch]" = weakref.WeakKeyDictionary()
-
-
 class PackedTarget:
-    """A target that runs packed passes. Each pass switches it to slots and puts it back: between two passes, and after
+    """A target that runs packed passes. Each pass switches it to slots and restores it: between two passes, and after
     an exception or interrupt in one, it is as it was. Other threads that decode with it wait.
 
     Args:
-        target (`PreTrainedModel`): The causal LM.
+        support ([`TargetSupport`]): Of the causal LM.
         capture ([`FeatureCapture`], *optional*): Is attached to the target during each pass.
     """
 
-    def __init__(self, target: PreTrainedModel, capture: FeatureCapture | None = None) -> None:
-        self._target = target
-        self._capture = capture
-        with _making_switches:
-            self._switch = _switches.setdefault(target, _Switch())
-        self.lock = self._switch.lock
-        # The configs that decide how a target attends. Layers may be replaced between calls: they are looked up anew.
-        found = {id(module.config): module.config for module in target.modules() if hasattr(module, "config")}
-        self._configs = list(found.values())
-        with self.lock:  # during a pass in another thread, settings of layers are not their own
-            self._called_by_rows = called_by_rows(target)
-        self._cache_argument = cache_argument(target)
+    def __init__(self, support: TargetSupport, capture: FeatureCapture | None = None) -> None:
+        self._target, self._support, self._capture = support.target, support, capture
+        self.lock = support.switch.lock
 
     def __call__(self, cache: SlotCache, layout: SlotLayout, **inputs: Any) -> Any:
         """Run one pass over packed tokens, `input_ids [1, T]` or `inputs_embeds [1, T, d]`; returns its output."""
@@ -148,48 +117,32 @@ class PackedTarget:
                 try:
                     self._enter(cache, layout)
                     with cache.writing(layout):
-                        inputs[self._cache_argument] = cache
+                        inputs[self._support.cache_argument] = cache
                         return self._target(**inputs, use_cache=True, return_dict=True)
                 finally:
-                    self._leave()
+                    self.restore()
             finally:
-                self._leave()  # again, for an interrupt while it leaves
+                self.restore()  # again, for an interrupt while it leaves
 
     def _enter(self, cache: SlotCache, layout: SlotLayout) -> None:
-        self._leave()  # what a pass left that could not put it back
-        self._switch.originals[:] = [(config, config._attn_implementation) for config in self._configs]
-        for config in self._configs:
+        self.restore()  # what a pass left that could not restore it
+        support, originals = self._support, self._support.switch.originals
+        originals[:] = [(config, config._attn_implementation) for config in support.attention_configs]
+        for layer in support.by_rows:  # they note the implementation that is the target's own
+            layer.attach(cache, layout)
+        for config in support.attention_configs:
             config._attn_implementation = NAME
         if self._capture is not None:
             self._capture.attach()
-        for layer in self._called_by_rows:
-            layer.attach(cache, layout)
         _running.set(_Pass(layout))
 
-    def _leave(self) -> None:
+    def restore(self) -> None:
         _running.set(None)
         if self._capture is not None:
-            self._capture.detach()
-        for layer in self._called_by_rows:
-            layer.detach()
-        self._switch.put_back()
-
-
-def cache_argument(target: PreTrainedModel) -> str:
-    """Return the name under which a target takes its cache; Mamba has one of its own."""
-    return "cache_params" if "cache_params" in inspect.signature(target.forward).parameters else "past_key_values"
-
-
-def heal(target: PreTrainedModel) -> None:
-    """Put back what several interrupts at once may have left switched in a target, unless it is at work."""
-    switch = _switches.get(target)
-    if switch is not None and switch.originals and switch.lock.acquire(blocking=False):
-        try:
-            for module in target.modules():
-                put_back(module)
-            switch.put_back()
-        finally:
-            switch.lock.release()
+            self._capture.restore()
+        for layer in self._support.by_rows:
+            layer.restore()
+        self._support.switch.restore()
 
 
 def _running_pass() -> _Pass:
@@ -200,15 +153,3 @@ def _running_pass() -> _Pass:
             "thread a model of its own"
         )
     return running
-
-
-def rope_parameters(target: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the rotary parameters of a target: one set, or one per layer type."""
-    found = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [found, *(value for value in found.values() if isinstance(value, dict))]
-
-
-def rope_switches(target: PreTrainedModel) -> list[int]:
-    """Return the lengths beyond which a pass rotates all its tokens by other frequencies (longrope)."""
-    sets = [part for part in rope_parameters(target) if part.get("rope_type") == "longrope"]
-    return [part["original_max_position_embeddings"] for part in sets]

@@ -1,82 +1,326 @@
-"""Which layers of a target can read a slot cache, found by the names that their methods use, and which cannot."""
+"""[`TargetSupport`]: what the user's model is. It is read once per model, and anew when the model changes."""
 
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 import transformers
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .feature_capture import decoder_layers
-from .recurrent import Mixer, find_mixers, names_used_by
+from ..models.modeling_draft import check_fits, input_device, lm_head_of
+from .adapters import adapter_obstacle, gives_rows_adapters
+from .int8_outliers import mixes_tokens
+from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
-# What layers, or the whole decoder, do to caches that are neither keys and values, nor states, nor an indexer's keys.
-OTHER_CACHES = {"store_compression_weights", "update_compressor_states", "indexer_position_ids"}
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
+INDEXED_LAYERS = {"indexed_attention"}
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Models that read their whole text again where the frequencies of longrope switch.
+READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
 
 
-def keeps_states(target: PreTrainedModel) -> bool:
-    """Tell whether a target has recurrent layers or convolutions: a mask alone cannot take them back."""
-    return is_stateful(target) or "conv" in _layer_types(target)
+@dataclass(frozen=True)
+class _Mixers:
+    """What a config does not say of layers that keep a state."""
+
+    paths: tuple[str, ...]  # of the mixer within its decoder layer; a layer has one of them
+    takes_chunk_size: bool = False  # whether its forward takes the size of the chunks in which it reads tokens
+    attributes: tuple[str, ...] = ()  # that hold its states, where no cache does
+    indexed: str | None = None  # path of attention with an indexer of its own, which keeps more than keys and values
 
 
-def _layer_types(target: PreTrainedModel) -> set[str]:
-    return set(getattr(target.config.get_text_config(decoder=True), "layer_types", None) or [])
+# By `model_type` of the text model. A model with states that is not here is refused by name.
+MIXERS: dict[str, _Mixers] = {
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba"), _Mixers(("mamba",))),
+    **dict.fromkeys(("zamba", "zamba2"), _Mixers(("mamba", "mamba_decoder.mamba"))),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "nemotron_h"), _Mixers(("mixer",))),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _Mixers(("conv",))),
+    **dict.fromkeys(
+        ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        _Mixers(("linear_attn",), takes_chunk_size=True),
+    ),
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _Mixers(("self_attn",), takes_chunk_size=True)),
+    "glm5_next_text": _Mixers(("self_attn",), takes_chunk_size=True, indexed="self_attn"),
+    "recurrent_gemma": _Mixers(("temporal_block",), attributes=("conv1d_state", "rg_lru.recurrent_states")),
+    "zaya": _Mixers(("self_attn.qkv_proj",)),
+}
 
 
-def is_stateful(target: PreTrainedModel) -> bool:
-    """Tell whether transformers refuses assisted generation for a target."""
-    return getattr(target, "_is_stateful", False)
+@dataclass(frozen=True)
+class Switch:
+    """What is switched in one target while a packed pass runs, and the lock of the thread that runs it."""
+
+    lock: Any = field(default_factory=threading.RLock)
+    # How each config attends by itself. It is filled before anything is switched, and emptied when all is restored.
+    originals: list[tuple[PreTrainedConfig, str]] = field(default_factory=list)
+
+    def restore(self) -> None:
+        for config, implementation in self.originals:
+            config._attn_implementation = implementation
+        self.originals.clear()
 
 
-def slot_cache_obstacle(target: PreTrainedModel) -> str | None:
-    """Return why a target cannot attend to a slot cache; `None` if it can."""
-    if keeps_states(target):
-        return state_obstacle(target)
-    name = type(target).__name__
-    if not getattr(target, "_supports_attention_backend", False):
-        return f"{name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
-    others = sorted(_layer_types(target) - ATTENTION_LAYERS)
-    return f"{name} has layers that are not attention ({', '.join(others)})" if others else None
+_reading = threading.Lock()
+_known: "weakref.WeakKeyDictionary[PreTrainedModel, TargetSupport]" = weakref.WeakKeyDictionary()
 
 
-def state_obstacle(target: PreTrainedModel) -> str | None:
-    """Return why the layers of a recurrent or hybrid target cannot be decoded with drafts; `None` if they can."""
-    name = type(target).__name__
-    if not hasattr(Cache, "get_conv_state"):
-        version = transformers.__version__
-        return f"{name} keeps a recurrent state, which takes transformers 5.23 or later (this is {version})"
-    whole, by_rows = names_used_by(type(target.get_decoder())), called_by_rows(target)
-    for number, layer in enumerate(decoder_layers(target)):
-        used = set().union(*(names_used_by(type(module)) for module in layer.modules()))
-        if others := sorted((used | whole) & OTHER_CACHES):
-            return f"{name} keeps in its cache what cannot be kept row by row ({', '.join(others)})"
-        if "update" in used and "ALL_ATTENTION_FUNCTIONS" not in used:
-            return f"{name} has attention of its own, which cannot read a slot cache (layer {number})"
-    if not by_rows:
-        return f"{name} keeps its recurrent state outside of transformers' caches"
-    if any(parameter.device.type == "meta" for layer in by_rows for parameter in layer.module.parameters()):
-        return f"{name} has recurrent layers whose weights are offloaded, and would be loaded twice in each round"
-    return None
+@dataclass(frozen=True, eq=False)
+class TargetSupport:
+    """What a target is, and what it cannot do, with the reasons. Obstacles are `None` where there are none.
+
+    It holds the target weakly and its submodules strongly. Get it by [`TargetSupport.of`], which is one walk over the
+    modules; whoever has it passes it on.
+    """
+
+    text: PreTrainedConfig  # of the text model
+    kinds: tuple[str, ...]  # of its layers; empty where the config does not list them
+    modules: tuple[nn.Module, ...]  # all but the target itself
+    configs: tuple[PreTrainedConfig | None, ...]  # the target's, then one for each module
+    switch: Switch
+    _target: "weakref.ref[PreTrainedModel]"
+
+    @classmethod
+    def of(cls, target: PreTrainedModel) -> "TargetSupport":
+        """Return what is known of a target, and read it if a module or a config was replaced since.
+
+        Devices, settings of a config and of layers are looked up where they are asked for: they may change in place.
+        """
+        modules = tuple(target.modules())
+        configs = tuple(vars(module).get("config") for module in modules)
+        text = target.config.get_text_config(decoder=True)
+        kinds = tuple(getattr(text, "layer_types", None) or ())
+        with _reading:
+            known = _known.get(target)
+            if (
+                known is None
+                or known.text is not text
+                or known.kinds != kinds
+                or not _are_same(known.modules, modules[1:])
+                or not _are_same(known.configs, configs)
+            ):
+                switch = Switch() if known is None else known.switch
+                known = _known[target] = cls(text, kinds, modules[1:], configs, switch, weakref.ref(target))
+        return known
+
+    @property
+    def target(self) -> PreTrainedModel:
+        target = self._target()
+        assert target is not None
+        return target
+
+    @property
+    def name(self) -> str:
+        """Of the target in messages."""
+        return type(self.target).__name__
+
+    # ---- where things are
+
+    @functools.cached_property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, whatever the family calls them: what a draft taps. A `ValueError` if none are found."""
+        decoder, depth = self.target.get_decoder(), self.text.num_hidden_layers
+        lists = {path: module for path, module in decoder.named_modules() if isinstance(module, nn.ModuleList)}
+        found = [path for path, module in lists.items() if len(module) == depth]
+        if found:
+            # A vision tower of that depth is further inside.
+            return lists[min(found, key=lambda path: path.count("."))]
+        raise ValueError(
+            f"no list of {depth} decoder layers found in {type(decoder).__name__}: DSpark taps decoder layers by "
+            "forward hooks and does not know where this architecture keeps them"
+        )
+
+    @functools.cached_property
+    def embedding(self) -> nn.Module:
+        return self.target.get_input_embeddings()
+
+    @functools.cached_property
+    def lm_head(self) -> nn.Module:
+        """A `ValueError` says that there is none."""
+        return lm_head_of(self.target)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids go; an offloaded target's own device is meta."""
+        return input_device(self.embedding)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether `device_map` has put it on several devices."""
+        return len(set(getattr(self.target, "hf_device_map", {}).values())) > 1
+
+    @functools.cached_property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        return tuple(module for module in self.modules if isinstance(module, nn.Linear))
+
+    @functools.cached_property
+    def attention_configs(self) -> tuple[PreTrainedConfig, ...]:
+        """The configs that decide how modules attend."""
+        return tuple({id(config): config for config in self.configs if config is not None}.values())
+
+    @functools.cached_property
+    def cache_argument(self) -> str:
+        """Under which name the target takes its cache; Mamba has one of its own."""
+        names = inspect.signature(self.target.forward).parameters
+        return "cache_params" if "cache_params" in names else "past_key_values"
+
+    # ---- what it is
+
+    @functools.cached_property
+    def by_rows(self) -> tuple[Mixer | RowAttention, ...]:
+        """The layers that packed passes call for some rows at a time."""
+        facts, found = MIXERS.get(self.text.model_type), {}
+        for number, (kind, layer) in enumerate(zip(self.kinds, self.layers, strict=False) if facts else ()):
+            paths = facts.paths if kind in RECURRENT_LAYERS else (facts.indexed,) if kind in INDEXED_LAYERS else ()
+            for path in paths:
+                module = _submodule(layer, path)
+                if module is None or module in found:
+                    continue
+                name = f"{number}.{path}"
+                if kind in INDEXED_LAYERS:
+                    found[module] = RowAttention(name, module, self.text)
+                elif facts.attributes:
+                    found[module] = AttributeMixer(name, module, facts.attributes)
+                else:
+                    found[module] = Mixer(name, module, kind == "conv", facts.takes_chunk_size)
+        return tuple(found.values())
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether transformers refuses assisted generation for it."""
+        return getattr(self.target, "_is_stateful", False)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether it has recurrent layers or convolutions: a mask alone cannot take them back."""
+        return self.is_stateful or "conv" in self.kinds
+
+    @property
+    def has_outliers(self) -> bool:
+        """Whether 8-bit layers mix the tokens of a pass."""
+        return any(map(mixes_tokens, self._int8_layers))
+
+    @functools.cached_property
+    def _int8_layers(self) -> tuple[nn.Module, ...]:
+        return tuple(module for module in self.modules if hasattr(module, "state"))
+
+    @property
+    def rope_parameters(self) -> list[dict[str, Any]]:
+        """One set, or one per layer type."""
+        found = getattr(self.text, "rope_parameters", None) or {}
+        return [found, *(value for value in found.values() if isinstance(value, dict))]
+
+    @property
+    def rope_switches(self) -> list[int]:
+        """The lengths beyond which a pass rotates all its tokens by other frequencies (longrope)."""
+        sets = [part for part in self.rope_parameters if part.get("rope_type") == "longrope"]
+        return [part["original_max_position_embeddings"] for part in sets]
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether plain decoding reads the whole text again behind such a length."""
+        return self.text.model_type in READS_AGAIN
+
+    @property
+    def num_positions(self) -> int | None:
+        return getattr(self.text, "max_position_embeddings", None)
+
+    # ---- what it cannot do
+
+    @property
+    def slot_obstacle(self) -> str | None:
+        """Why it cannot attend to a slot cache, as hf_dspark's own loop has one."""
+        if self.keeps_states:
+            return self._state_obstacle
+        if not getattr(self.target, "_supports_attention_backend", False):
+            return f"{self.name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
+        others = sorted({*self.kinds} - ATTENTION_LAYERS)
+        return f"{self.name} has layers that are not attention ({', '.join(others)})" if others else None
+
+    @property
+    def _state_obstacle(self) -> str | None:
+        if not hasattr(Cache, "get_conv_state"):
+            version = transformers.__version__
+            return f"{self.name} keeps a recurrent state, which takes transformers 5.23 or later (this is {version})"
+        facts = MIXERS.get(self.text.model_type)
+        known = ATTENTION_LAYERS | RECURRENT_LAYERS | (INDEXED_LAYERS if facts and facts.indexed else set())
+        if facts is None or not self.by_rows or not known.issuperset(self.kinds):
+            others = ", ".join(sorted({*self.kinds} - ATTENTION_LAYERS)) or "none in layer_types"
+            return (
+                f"{self.name} keeps a state that hf_dspark does not know how to keep row by row "
+                f"(model_type {self.text.model_type!r}, layers: {others})"
+            )
+        if any(parameter.device.type == "meta" for layer in self.by_rows for parameter in layer.module.parameters()):
+            return f"{self.name} has recurrent layers whose weights are offloaded, and would be loaded twice a round"
+        return None
+
+    @property
+    def tree_obstacle(self) -> str | None:
+        """Why it cannot verify trees of drafts."""
+        if self.keeps_states or not ATTENTION_LAYERS.issuperset(self.kinds):
+            return f"{self.name} has layers that read a row token by token, and cannot follow several branches"
+        return None
+
+    @property
+    def batch_obstacle(self) -> str | None:
+        """Why rows cannot be packed, though one can."""
+        if any(part.get("rope_type") in LENGTH_DEPENDENT_ROPE for part in self.rope_parameters):
+            return f"the rotary frequencies of {self.name} depend on the longest row"
+        if gives_rows_adapters(self.target, self.modules):
+            return "adapter_names gives rows adapters of their own, and layers see all rows as one packed sequence"
+        return None
+
+    @property
+    def state_obstacle(self) -> str | None:
+        """Why no loop can take it back to before a rejected token; transformers' own cannot restore states, either."""
+        obstacle = self.slot_obstacle if self.is_stateful else None
+        if obstacle is None:
+            return None
+        return f"{obstacle}, so it cannot go back to before a rejected token: decode it without a draft"
+
+    def draft_obstacles(self, config: PreTrainedConfig) -> list[str]:
+        """Return all reasons why it cannot be decoded with a draft of this config."""
+        found = [self.state_obstacle, adapter_obstacle(self.target)]
+        try:
+            check_fits(config, self.target)
+            _ = self.lm_head
+        except ValueError as error:
+            found.append(str(error))
+        modules = (self.target, *self.modules)
+        if self.target.training and any(getattr(module, "gradient_checkpointing", False) for module in modules):
+            found.append(
+                "a target in train() with gradient checkpointing keeps no keys and values, so nothing can be "
+                "verified: call target.eval(), or target.gradient_checkpointing_disable()"
+            )
+        return [reason for reason in found if reason is not None]
 
 
-def called_by_rows(target: PreTrainedModel) -> list[Mixer | RowAttention]:
-    """Return the layers of a target that packed passes call for some rows at a time."""
-    config, modules = target.config.get_text_config(decoder=True), dict(target.named_modules())
-    indexed = [name for name, module in modules.items() if "update_indexer" in names_used_by(type(module))]
-    attention = [name for name, module in modules.items() if "ALL_ATTENTION_FUNCTIONS" in names_used_by(type(module))]
-    with_indexer = [name for name in attention if any(each.startswith(f"{name}.") for each in indexed)]
-    return [*find_mixers(target), *(RowAttention(name, modules[name], config) for name in with_indexer)]
+def _are_same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))
 
 
-def tree_obstacle(target: PreTrainedModel) -> str | None:
-    """Return why a target cannot verify trees of drafts; `None` if it can."""
-    if called_by_rows(target):
-        return f"{type(target).__name__} has layers that read a row token by token, and cannot follow several branches"
-    return None
+def _submodule(layer: nn.Module, path: str | None) -> nn.Module | None:
+    try:
+        return None if path is None else layer.get_submodule(path)
+    except AttributeError:
+        return None
 
 
-def check_state(target: PreTrainedModel) -> None:
-    """Raise a `ValueError` for stateful targets that cannot be decoded with a draft at all."""
-    # transformers' own loop, which takes targets with other obstacles, cannot bring a state back, either.
-    obstacle = slot_cache_obstacle(target) if is_stateful(target) else None
-    if obstacle is not None:
-        raise ValueError(f"{obstacle}, so it cannot go back to before a rejected token: decode it without a draft")
+def restore(target: PreTrainedModel) -> None:
+    """Restore what several interrupts at once may have left switched in a target, unless it is at work."""
+    known = _known.get(target)
+    if known is not None and known.switch.originals and known.switch.lock.acquire(blocking=False):
+        try:
+            for layer in known.by_rows:
+                layer.restore()
+            known.switch.restore()
+        finally:
+            known.switch.lock.release()

@@ -27,10 +27,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import differences
 from ..formats.checkpoint import read_json
-from ..models.modeling_draft import DraftModel, input_device
+from ..models.modeling_draft import DraftModel
 from ..targets.borrowed_weights import BorrowedModules
 from ..targets.feature_capture import FeatureCapture
 from ..targets.fingerprint import fingerprint
+from ..targets.support import TargetSupport
 from .arguments import DSparkTrainingArguments
 
 FORMAT_VERSION = 2
@@ -64,14 +65,14 @@ def target_states(
         # Flash attention is told of documents only in a batch of one; the others would pay for it with a wider mask.
         if "flash" in str(target.config._attn_implementation):
             rows = {name: value.reshape(1, -1) for name, value in rows.items()}
-    home = input_device(target.get_input_embeddings())  # an offloaded target's own device is meta
-    capture = FeatureCapture(target, target_layer_ids)
+    support = TargetSupport.of(target)
+    home, capture = support.input_device, FeatureCapture(support.layers, target_layer_ids)
     try:
         with capture:
             output = target.get_decoder()(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
             features = capture.take(device, dtype)
     finally:
-        capture.detach()  # for an interrupt while the capture is left
+        capture.restore()  # for an interrupt while the capture is left
     last_hidden = output.last_hidden_state.to(device=device, dtype=dtype)
     return TargetStates(*(states.reshape(*input_ids.shape, -1) for states in (features, last_hidden)))
 
@@ -106,7 +107,7 @@ def require_same_logits(target: PreTrainedModel, draft: DraftModel) -> None:
     Families differ in what they do around the LM head. With a factor that the draft's config does not know, the draft
     would learn, and draft from, a wrong distribution.
     """
-    home, vocab_size = input_device(target.get_input_embeddings()), draft.config.vocab_size
+    home, vocab_size = TargetSupport.of(target).input_device, draft.config.vocab_size
     input_ids = torch.arange(1, 9, device=home)[None] % vocab_size
     logits = target(input_ids=input_ids, use_cache=False).logits.float().cpu()
     states = target_states(

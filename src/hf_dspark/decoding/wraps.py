@@ -1,0 +1,89 @@
+"""How `target.generate(assistant_model=draft)` reaches the draft: what `install` wraps around transformers' methods.
+
+`generate` puts the draft into a [`_Drafted`], which transformers carries to `validate_generation_mode` and
+`assisted_decoding` as its `assistant_model`. Calls without a draft pass straight through.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import GenerationMode
+
+from ..models.auto import is_draft, require_draft
+from ..models.modeling_draft import DraftModel
+from ..targets.support import restore
+from .assisted import DSparkCandidateGenerator, decode_assisted
+from .call import decode_call
+from .checks import loop_obstacle
+from .hook import CUTOFF_ARGUMENTS, check_call, plan_call
+from .request import Call
+
+
+@dataclass
+class _Drafted:
+    """A draft on its way through transformers' `generate()`, with what the wraps before have found out."""
+
+    draft: DraftModel
+    cutoff: dict[str, Any]  # what the user set of CUTOFF_ARGUMENTS
+    plan: dict[str, Any] | None = None  # what a `Call` needs besides
+
+
+def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwargs: Any):
+    """Take the draft among the arguments, and the cut-off arguments before they are filled with defaults."""
+    restore(target)
+    given = _signature(original).bind(target, *args, **kwargs)
+    draft = given.arguments.get("assistant_model")
+    if draft is None or given.arguments.get("custom_generate") is not None:
+        return original(target, *args, **kwargs)
+    if isinstance(draft, (str, os.PathLike)):  # transformers would look for its config
+        require_draft(draft)
+    if not is_draft(draft):
+        return original(target, *args, **kwargs)
+    if kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
+    configs = [given.arguments.get("generation_config"), target.generation_config]
+    sources = [kwargs, *(vars(config) for config in configs if config is not None)]  # the call's come first
+    cutoff = {
+        name: next((source[name] for source in sources if source.get(name) is not None), None)
+        for name in CUTOFF_ARGUMENTS
+    }
+    given.arguments["assistant_model"] = _Drafted(draft, cutoff)
+    return original(*given.args, **given.kwargs)
+
+
+@functools.lru_cache
+def _signature(function: Callable) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def validate_generation_mode(
+    original: Callable, target: PreTrainedModel, /, generation_mode, generation_config, generation_mode_kwargs
+):
+    """Refuse what cannot work before anything is computed, and choose the policy of the call."""
+    drafted = generation_mode_kwargs.get("assistant_model")
+    if isinstance(drafted, _Drafted):
+        drafted.plan = plan_call(target, drafted.draft, drafted.draft.decoding, generation_config, drafted.cutoff)
+        # It is no assistant as transformers knows them: states and several rows are welcome.
+        generation_mode = GenerationMode.SAMPLE
+        generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
+    return original(target, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids: torch.LongTensor, **prepared: Any):
+    """Decode by our loop where the target allows it, else by transformers' own with our drafts."""
+    drafted = prepared.get("assistant_model")
+    if not isinstance(drafted, _Drafted):
+        return original(target, input_ids, **prepared)
+    draft = drafted.draft
+    call = Call.of(input_ids, prepared, **drafted.plan)
+    obstacle = loop_obstacle(call, len(input_ids))
+    check_call(call, draft, obstacle)
+    if obstacle is None:
+        return decode_call(target, draft, call)
+    return decode_assisted(original, DSparkCandidateGenerator.of_call(target, draft, call), input_ids, **prepared)

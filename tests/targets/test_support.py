@@ -1,0 +1,129 @@
+"""`TargetSupport`: read once per model and call, forgotten when the model changes, with all reasons at once."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, decode_with
+from hf_dspark.targets.support import TargetSupport
+from tests.hybrids import HAVE_PROTOCOL, build
+from tests.rows import GREEDY
+from tests.targets.test_model_types import make_pair
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """Count walks over all modules of a model: how often its last one was reached."""
+    counts, honest = {}, nn.Module.named_modules
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield from honest(self, memo, prefix, remove_duplicate)
+        if memo is None:
+            counts[self] = counts.get(self, 0) + 1
+
+    monkeypatch.setattr(nn.Module, "named_modules", named_modules)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+@pytest.mark.parametrize("door", ["assistant_model", "custom_generate"])
+def test_a_call_walks_over_the_targets_modules_once(make_target, make_draft, walks, kind, door):
+    target = make_target()
+    draft = make_draft(target)
+    if kind == "recurrent":
+        if not HAVE_PROTOCOL:
+            pytest.skip("needs a later transformers")
+        target = build("qwen3_5_text")
+        draft = DSparkDraftModel(DSparkConfig.from_target(target, block_size=4, num_hidden_layers=1, markov_rank=8))
+    ids = torch.arange(3, 15).view(2, 6)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    target.generate(ids, **options)
+    plain = walks.get(target, 0)
+    for again in range(2):
+        walks.clear()
+        target.generate(ids, **options, **{door: draft if door == "assistant_model" else decode_with(draft)})
+        assert walks.get(target, 0) - plain <= 1
+        assert again == 0 or walks.get(target.get_decoder(), 0) == 0  # layers are looked for once per model
+
+
+def test_it_is_read_once_and_anew_when_the_target_changes(target):
+    target = copy.deepcopy(target)
+    support = TargetSupport.of(target)
+    assert TargetSupport.of(target) is support and TargetSupport.of(copy.deepcopy(target)) is not support
+
+    def changed():
+        nonlocal support
+        before, support = support, TargetSupport.of(target)
+        return support is not before
+
+    target.model.layers[1].mlp.up_proj = nn.Linear(*reversed(target.model.layers[1].mlp.up_proj.weight.shape))
+    assert changed() and not changed()
+    target.model.layers[0] = copy.deepcopy(target.model.layers[0])
+    assert changed() and support.layers[0] is target.model.layers[0]
+    target.model.layers[0].self_attn.config = copy.deepcopy(target.config)
+    own = target.model.layers[0].self_attn.config
+    assert changed() and any(config is own for config in support.attention_configs)
+    target.set_output_embeddings(copy.deepcopy(target.lm_head))
+    assert changed() and support.lm_head is target.lm_head
+    target.config = copy.deepcopy(target.config)
+    assert changed()
+    target.config.layer_types = ["conv", *target.config.layer_types[1:]]
+    assert changed() and support.keeps_states
+
+
+def test_devices_and_rotary_facts_are_those_of_the_moment(target):
+    target = copy.deepcopy(target)
+    support = TargetSupport.of(target)
+    assert support.input_device == torch.device("cpu") and not support.is_spread and support.rope_switches == []
+    target.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 20}
+    target.hf_device_map = {"model": 0, "lm_head": 1}
+    target.to("meta")
+    assert TargetSupport.of(target) is support
+    assert support.input_device.type == "meta" and support.is_spread and support.rope_switches == [20]
+
+
+def test_it_does_not_keep_a_target_alive(make_target):
+    target = make_target()
+    support, gone = TargetSupport.of(target), weakref.ref(target)
+    assert support.layers and support.lm_head is target.lm_head
+    del target
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+def test_an_unknown_hybrid_is_refused_by_name(monkeypatch):
+    target = build("qwen3_next")
+    assert TargetSupport.of(target).slot_obstacle is None
+    monkeypatch.setattr(type(target.config), "model_type", "tomorrows_hybrid")
+    message = r"Qwen3NextForCausalLM keeps a state .*\(model_type 'tomorrows_hybrid', layers: linear_attention\)"
+    with pytest.raises(ValueError, match=message):
+        target.generate(
+            torch.tensor([[5, 6, 7]]),
+            assistant_model=DSparkDraftModel(DSparkConfig.from_target(target.config, block_size=4, markov_rank=8)),
+        )
+
+
+def test_all_reasons_are_named_at_once(make_target, make_draft):
+    target = make_target()
+    draft, ids = make_draft(target), torch.arange(12).expand(2, -1)
+    with pytest.raises(ValueError, match=r"(?s)2 reasons.*num_beams.*use_cache"):
+        target.generate(ids, assistant_model=draft, **(GREEDY | {"num_beams": 2, "use_cache": False}))
+    draft.decoding, positions = DecodingOptions(use_transformers_loop=True), torch.arange(12)[None] + 50
+    with pytest.raises(ValueError, match="use_transformers_loop is set; position_ids are not"):
+        target.generate(ids, position_ids=positions.expand(2, -1), assistant_model=draft, **GREEDY)
+
+
+def test_obstacles_of_ordinary_targets():
+    for model_type, facts, message in (
+        ("llama", {}, None),
+        ("bloom", {"n_layer": 4, "n_head": 4}, "attention of its own"),
+    ):
+        target = make_pair(model_type, facts)[0]
+        support = TargetSupport.of(target)
+        assert (support.slot_obstacle is None) if message is None else (message in support.slot_obstacle)
+        assert support.tree_obstacle is None and support.state_obstacle is None
