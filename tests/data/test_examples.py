@@ -327,11 +327,11 @@ def test_streams_are_read_and_checked_as_they_are_needed():
 def test_kept_rows_are_those_with_an_anchor():
     masks = [[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]]
     rows = [{"input_ids": [5, 6, 7, 8], "loss_mask": mask} for mask in masks]
-    with pytest.warns(UserWarning, match="2 of 4 examples.*1 without a supervised token, 1 with a single one"):
+    with pytest.warns(UserWarning, match="2 of 4 examples.*1 without a supervised token.*, 1 with a single one"):
         kept = prepare_examples(rows, make_tokenizer(), 2, 200)
     assert [row["loss_mask"] for row in kept] == [masks[1], masks[3]]
     rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]
-    with pytest.warns(UserWarning, match="1 whose regeneration failed"):
+    with pytest.warns(UserWarning, match="1 without a supervised token .a regeneration that failed has none"):
         assert len(prepare_examples(rows, make_tokenizer(), 2, 200)) == 1
 
 

@@ -221,12 +221,6 @@ def write_index(folder: Path, files: list[str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_sound_index_is_followed(folder, saved):
-    write_index(folder, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
-    loaded, expected = map(DSparkDraftModel.from_pretrained, (folder, saved))
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
-
-
 @pytest.mark.parametrize(
     "file",
     [
@@ -433,46 +427,36 @@ def twice(header: dict, data: bytes) -> tuple[bytes, bytes]:
     return json.dumps(header)[:-1].encode() + f', "norm.weight": {norm}}}'.encode(), data + data[:128]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda header, data: (header, data[:-1]),
-        lambda header, data: (header, data + b"x"),
-        lambda header, data: (header, b""),
-        lambda header, data: (b"", b""),
-        lambda header, data: (b"[]", data),
-        lambda header, data: (b"{" * 100_000, data),
-        lambda header, data: (b"\xff" * 100, data),
-        lambda header, data: ({"fc.weight": 7}, data),
-        twice,
-    ],
-    ids=["a byte short", "a byte more", "no data", "empty header", "header is a list", "header is nested deeply",
-         "header is no text", "tensor is a number", "tensor twice"],
-)  # fmt: skip
-def test_damaged_header_is_refused(folder, damage):
+def facts(**changes):
+    """Return a damage that says something else about a tensor."""
+    return lambda header, data: (header | {"norm.weight": header["norm.weight"] | changes}, data)
+
+
+DAMAGES = {
+    "a byte short": lambda header, data: (header, data[:-1]),
+    "a byte more": lambda header, data: (header, data + b"x"),
+    "no data": lambda header, data: (header, b""),
+    "empty header": lambda header, data: (b"", b""),
+    "header is a list": lambda header, data: (b"[]", data),
+    "header is nested deeply": lambda header, data: (b"{" * 100_000, data),
+    "header is no text": lambda header, data: (b"\xff" * 100, data),
+    "tensor is a number": lambda header, data: ({"fc.weight": 7}, data),
+    "tensor twice": twice,
+    **{f"shape {shape}": facts(shape=shape) for shape in ([33], [-32], [2**40, 2**40], [2**70], "32")},
+    **{f"type {dtype}": facts(dtype=dtype) for dtype in ("F16", "PICKLE", None)},  # of another size, unknown, missing
+    **{f"ends {ends}": facts(data_offsets=ends) for ends in ([0, 128], [128, 0], [0, 2**63], [-1, 127], [1.5, 2])},
+    # A claimed length of the header allocates nothing.
+    **{
+        f"length {length}": lambda header, data, length=length: (header, data, length)
+        for length in (0, 1, 2**20, 2**25 + 1, 99_999_999, 2**32, 2**63, 2**64 - 1)
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_damaged_weights_are_refused(folder, damage):
     write_parts(folder, *damage(*parts(folder)))
     refused(folder, "model.safetensors is no intact safetensors file", "download or write it again")
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        *({"shape": shape} for shape in ([33], [-32], [2**40, 2**40], [2**70], "32")),
-        *({"dtype": dtype} for dtype in ("F16", "PICKLE", None)),  # of another size, unknown, missing
-        *({"data_offsets": ends} for ends in ([0, 128], [128, 0], [0, 2**63], [-1, 127], [1.5, 2])),
-    ],
-    ids=str,
-)
-def test_impossible_facts_of_a_tensor_are_refused(folder, facts):
-    header, data = parts(folder)
-    write_parts(folder, header | {"norm.weight": header["norm.weight"] | facts}, data)
-    refused(folder, "model.safetensors is no intact safetensors file", "download or write it again")
-
-
-@pytest.mark.parametrize("length", [0, 1, 2**20, 2**25 + 1, 99_999_999, 2**32, 2**63, 2**64 - 1])
-def test_claimed_length_of_a_header_allocates_nothing(folder, length):
-    write_parts(folder, *parts(folder), length=length)
-    refused(folder, "model.safetensors is no intact safetensors file")
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", b"PK\x03\x04" * 100, b"\x80\x04" + b"." * 100])
@@ -537,50 +521,23 @@ def test_unsound_files_of_a_run_are_refused(folder, content):
 # ---- fuzzing
 
 
-def test_every_truncation_is_refused(folder):
-    content = (folder / "model.safetensors").read_bytes()
-    draw = random.Random(0)
-    lengths = {0, 7, 8, 9, len(content) - 1} | {draw.randrange(len(content)) for _ in range(60)}
-    with bounded(20):
-        for length in sorted(lengths):
-            (folder / "model.safetensors").write_bytes(content[:length])
-            with pytest.raises(ValueError, match=r"model.safetensors is no intact safetensors file"):
-                DSparkDraftModel.from_pretrained(folder)
-
-
-def flips_of_a_bit(folder: Path, seed: int, count: int, in_header: bool):
-    """Yield what loading gives after each flip: a draft's weights, or the error."""
-    content, draw = (folder / "model.safetensors").read_bytes(), random.Random(seed)
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    for _ in range(count):
-        flipped = bytearray(content)
-        flipped[draw.randrange(end) if in_header else draw.randrange(end, len(content))] ^= 1 << draw.randrange(8)
-        (folder / "model.safetensors").write_bytes(flipped)
-        try:
-            yield DSparkDraftModel.from_pretrained(folder).state_dict()
-        except ValueError as error:
-            assert folder.name in str(error) and len(str(error)) < 1500
-            yield error
-
-
 def test_flipped_bit_in_a_header_is_refused_or_changes_nothing(folder, saved):
-    expected, refusals = DSparkDraftModel.from_pretrained(saved).state_dict(), 0
+    expected, refusals, draw = DSparkDraftModel.from_pretrained(saved).state_dict(), 0, random.Random(1)
+    content = (folder / "model.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
     with bounded(30):
-        for found in flips_of_a_bit(folder, 1, 250, in_header=True):
-            refusals += isinstance(found, ValueError)
-            if isinstance(found, dict):
+        for _ in range(250):
+            flipped = bytearray(content)
+            flipped[draw.randrange(end)] ^= 1 << draw.randrange(8)
+            (folder / "model.safetensors").write_bytes(flipped)
+            try:
+                found = DSparkDraftModel.from_pretrained(folder).state_dict()
+            except ValueError as error:
+                refusals += 1
+                assert folder.name in str(error) and len(str(error)) < 1500
+            else:
                 assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert refusals > 200
-
-
-def test_flipped_bit_in_the_data_is_refused_or_leaves_finite_weights(folder):
-    """There is no checksum: a wrong weight makes a worse draft, never a wrong token."""
-    with bounded(20):
-        for found in flips_of_a_bit(folder, 2, 60, in_header=False):
-            if isinstance(found, ValueError):
-                assert "not finite" in str(found)
-            else:
-                assert all(torch.isfinite(tensor).all() for tensor in found.values())
 
 
 @pytest.fixture(params=["hf_dspark", "deepspec", "speculators", "sglang", "eagle3"])

@@ -22,7 +22,6 @@ UNDERSTOOD = (
 )
 IGNORED_LABEL = -100
 STREAM_CHECK = 1000
-FAILED = -1  # instead of the longest run: a prompt whose regeneration failed
 
 Tokens = tuple[list[int], list[int]]  # ids, and ones where they are supervised
 
@@ -202,8 +201,7 @@ class _Reader:
                 f"{self.vocab_size}): use the target's own tokenizer"
             )
         runs = [len(list(run)) for value, run in itertools.groupby(tokens["loss_mask"]) if value]
-        failed = not tokens["input_ids"] and example.get("error") is not None
-        return tokens | {"longest_run": FAILED if failed else max(runs, default=0)}
+        return tokens | {"longest_run": max(runs, default=0)}
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -236,10 +234,10 @@ def _check_stream(stream: Iterable[Any], reader: _Reader, block_size: int) -> li
 def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, which: str = "") -> None:
     """Refuse data that cannot train a block; warn of examples that are left out."""
     cut, longer = ("", "") if max_length is None else (f" within max_length={max_length}", " or raise max_length")
-    longest = max(runs, default=None)
-    if longest is None:
+    if not runs:
         raise ValueError("the data set is empty: pass at least one example")
-    if longest <= 0:
+    longest = max(runs)
+    if longest == 0:
         raise ValueError(
             f"none of {which}{len(runs)} examples has a supervised token{cut}: there must be assistant messages, "
             f"completions, or ones in the loss mask{longer}"
@@ -252,12 +250,11 @@ def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, wh
             + (f", or a draft with block_size={longest - 1}" if longest > 1 else "")
         )
     count = Counter(min(run, 2) for run in runs)
-    reasons = {FAILED: "whose regeneration failed", 0: f"without a supervised token{cut}", 1: "with a single one"}
-    parts = [f"{count[run]} {reason}" for run, reason in reasons.items() if count[run]]
-    if parts:
+    if count[0] or count[1]:
         warnings.warn(
-            f"{len(runs) - count[2]} of {which}{len(runs)} examples are left out, because an anchor needs two "
-            f"supervised tokens in succession: {', '.join(parts)}",
+            f"{count[0] + count[1]} of {which}{len(runs)} examples are left out, because an anchor needs two "
+            f"supervised tokens in succession: {count[0]} without a supervised token{cut} (a regeneration that failed "
+            f"has none), {count[1]} with a single one",
             stacklevel=3,
         )
 

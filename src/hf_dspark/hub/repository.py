@@ -163,11 +163,10 @@ def _loaded(draft: DraftModel | str | Path) -> DraftModel:
 def _copy_results(files: list[Path], folder: Path) -> None:
     contents: dict[str, bytes] = {}  # all are read before one is written: they may lie in this folder
     for file in files:
-        name, number = f"{file.stem}.json", 1
-        while name in contents:
-            number += 1
-            name = f"{file.stem}_{number}.json"
-        contents[name] = file.read_bytes()
+        names = (
+            f"{file.stem}{ending}.json" for ending in ("", *(f"_{number}" for number in range(2, len(files) + 2)))
+        )
+        contents[next(name for name in names if name not in contents)] = file.read_bytes()
     for name, content in contents.items():
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
