@@ -85,11 +85,10 @@ def differences(known: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 def plain_json(value: Any) -> Any:
     """Return what JSON can hold of a value; of a configuration, what it sets, and of another object, its type."""
 
-    return json.loads(json.dumps(value, default=_described))
+    def described(other: Any) -> Any:
+        return other.to_diff_dict() if hasattr(other, "to_diff_dict") else type(other).__qualname__
 
-
-def _described(value: Any) -> Any:
-    return value.to_diff_dict() if hasattr(value, "to_diff_dict") else type(value).__qualname__
+    return json.loads(json.dumps(value, default=described))
 
 
 def digest(value: Any) -> str:

@@ -84,12 +84,9 @@ ENGINE_REFUSALS: dict[str, Rules] = {
 # ---- DeepSpec
 
 
-def _is_deepspec(config: Source) -> bool:
-    return any(name.endswith("DSparkModel") for name in architectures(config))
-
-
-def _is_gemma4(config: Source) -> bool:
-    return str(config.get("model_type")).startswith("gemma4")
+def _is_deepspec(config: Source, gemma4: bool) -> bool:
+    of_gemma4 = str(config.get("model_type")).startswith("gemma4")
+    return of_gemma4 == gemma4 and any(name.endswith("DSparkModel") for name in architectures(config))
 
 
 def _deepspec_rope(config: Source) -> dict[str, Any] | None:
@@ -131,7 +128,7 @@ _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": Fal
 
 DEEPSPEC_QWEN3 = Format(
     name="deepspec",
-    recognise=lambda c: _is_deepspec(c) and not _is_gemma4(c),
+    recognise=lambda c: _is_deepspec(c, gemma4=False),
     fields=(
         *geometry(),
         *_DEEPSPEC_BLOCK,
@@ -170,7 +167,7 @@ def _gemma4_base(facts: TargetFacts | None) -> dict[str, Any]:
 
 DEEPSPEC_GEMMA4 = Format(
     name="deepspec",
-    recognise=lambda c: _is_deepspec(c) and _is_gemma4(c),
+    recognise=lambda c: _is_deepspec(c, gemma4=True),
     fields=(
         *geometry(without=("head_dim", "num_key_value_heads", "hidden_act")),
         *_DEEPSPEC_BLOCK,

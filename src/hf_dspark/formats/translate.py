@@ -58,8 +58,7 @@ def read_draft_config(
     if entry is None:
         return dict(checkpoint.config)
     ours = config_from_format(checkpoint.config, entry, facts, sample_from_anchor)
-    temperatures = checkpoint.temperatures
-    return ours if temperatures is None else ours | {"sts_temperatures": temperatures}
+    return ours if checkpoint.temperatures is None else ours | {"sts_temperatures": checkpoint.temperatures}
 
 
 def config_from_format(
