@@ -72,7 +72,7 @@ def test_the_scheduling_notebook_calibrates_profiles_and_schedules(
     finally:
         known_profiles.cache_clear()
         matplotlib.pyplot.close("all")
-    assert left["report"].scaling.temperatures == left["draft"].config.sts_temperatures["sampled"]
+    assert left["report"].temperatures == left["draft"].config.sts_temperatures["sampled"]
     assert left["draft"].config.sts_temperatures.keys() == {"default", "greedy", "sampled"}
     assert (tmp_path / "out" / "config.json").exists() and list((tmp_path / "cache").glob("*.json"))
     assert (tmp_path / "out" / "reliability.png").stat().st_size > 10_000

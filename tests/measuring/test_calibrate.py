@@ -191,7 +191,7 @@ def test_calibrate_keeps_its_fits_in_the_config_and_generate_uses_them(target, d
     report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
     temperatures = draft.config.sts_temperatures["default"]
     assert report.domain == "greedy"
-    assert temperatures == list(report.scaling.temperatures) and len(temperatures) == draft.config.block_size
+    assert temperatures == report.temperatures and len(temperatures) == draft.config.block_size
     assert report.mean_ece[1] <= report.mean_ece[0] + 1e-9
 
     draft.save_pretrained(tmp_path)

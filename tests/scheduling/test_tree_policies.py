@@ -9,9 +9,9 @@ import torch
 
 from hf_dspark import Scheduler
 from hf_dspark.sampling.drafts import DraftTree
+from hf_dspark.scheduling.calibration import SiblingTest, fit_siblings, recorded_tests
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.rounds import RoundOutcome
-from hf_dspark.scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from hf_dspark.scheduling.tree_plans import (
     BudgetPlan,
     SiblingAcceptance,

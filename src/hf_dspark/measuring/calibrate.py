@@ -25,16 +25,17 @@ from ..scheduling.calibration import (
     CalibrationRounds,
     LogitFits,
     PositionCalibration,
-    TemperatureScaling,
+    SiblingTest,
     conditional_auc,
     fit_confidence,
+    fit_siblings,
     fit_temperatures,
     measure_calibration,
+    recorded_tests,
 )
 from ..scheduling.policies import FullBlock, Policy
 from ..scheduling.rounds import RoundOutcome
 from ..scheduling.scheduler import Scheduler
-from ..scheduling.tree_fit import SiblingTest, fit_siblings, recorded_tests
 from ..targets.fingerprint import fingerprint
 from ..targets.support import TargetSupport
 from .timed_decoding import decoding_as
@@ -51,7 +52,8 @@ class CalibrationReport:
     """What calibration found, on the rounds it was fitted on."""
 
     domain: str  # the name under which the temperatures are kept
-    scaling: TemperatureScaling  # for serving engines
+    num_rounds: int
+    temperatures: list[float]  # by position, for serving engines
     fits: LogitFits  # slope and offset by position, which `generate()` uses
     before: list[PositionCalibration]  # raw
     after: list[PositionCalibration]  # calibrated
@@ -125,11 +127,11 @@ def calibrate(
         )
     if domain is None:
         domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
-    scaling = fit_temperatures(rounds, realised)
+    temperatures = fit_temperatures(rounds, realised)
     fits = fit_confidence(rounds, realised)
     config = draft.config
     earlier = {name: getattr(config, name) for name in CALIBRATED}
-    config.sts_temperatures = _with_domain(config.sts_temperatures, domain, list(scaling.temperatures))
+    config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
     try:  # trees grow by the new fits
         if draft.grows_trees and TargetSupport.of(target).tree_obstacle is None:
@@ -139,7 +141,8 @@ def calibrate(
         config.update(earlier)
         raise
     before, after = measure_calibration(rounds), measure_calibration(rounds, fits)
-    return CalibrationReport(domain, scaling, fits, before, after, conditional_auc(rounds))
+    auc = conditional_auc(rounds)
+    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, before, after, auc)
 
 
 def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> dict[str, list]:

@@ -17,7 +17,7 @@ from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
 from ..formats.fields import ROPE_TYPES, full_attention_rope
 from ..formats.translate import draft_model_type, read_draft_config
-from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures, fits_of_temperatures
+from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -213,7 +213,7 @@ class DraftConfig(PreTrainedConfig):
                 return fits[name]
             if name in known:
                 check_temperatures(known[name], self.block_size)
-                return fits_of_temperatures(known[name])
+                return [(1.0 / temperature, 0.0) for temperature in known[name]]
         if domain is None:
             return None
         raise ValueError(

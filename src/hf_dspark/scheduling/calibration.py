@@ -1,14 +1,19 @@
-"""Calibration of the confidence head, by temperatures and by slopes with offsets, and the measures of how calibrated
-it is."""
+"""Calibration on recorded rounds: of the confidence head, by temperatures and by slopes with offsets, the measures of
+how calibrated it is, and the expected acceptance of the nodes of trees."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ..sampling.drafts import DraftTree
+from .tree_plans import LEAST_PROBABILITY, MOST_SIBLINGS, SiblingAcceptance
+
 NUM_BINS = 15
+LEAST_MEAN = 1e-3  # acceptance of a node
 # SGLang fits on the same grid: the two tools must agree on the same rounds.
 TEMPERATURE_GRID = tuple(torch.logspace(-1, 1, 41, dtype=torch.double).tolist())
 RIDGE = 1e-2  # keeps fits of few labels near slope 1 and offset 0
@@ -29,11 +34,6 @@ def calibrated_confidence(logits: torch.Tensor, fits: LogitFits | torch.Tensor |
     return logits.sigmoid()
 
 
-def fits_of_temperatures(temperatures: Sequence[float]) -> LogitFits:
-    """Return the slopes 1 / T_k, without offsets."""
-    return [(1.0 / temperature, 0.0) for temperature in temperatures]
-
-
 @dataclass(frozen=True)
 class CalibrationRounds:
     """Rounds to calibrate on: what the head said and what verification found."""
@@ -51,20 +51,12 @@ class CalibrationRounds:
                 f"there is no round to calibrate on: logits are [rounds, γ], got {list(self.logits.shape)}. Decode "
                 "more prompts, or longer answers."
             )
-        rounds = len(self.logits)
-        if self.acceptance.shape != self.logits.shape or not len(self.num_accepted) == len(self.proposed) == rounds:
-            raise ValueError(
-                f"logits {list(self.logits.shape)}, acceptance {list(self.acceptance.shape)}, num_accepted "
-                f"{list(self.num_accepted.shape)} and proposed {list(self.proposed.shape)} must describe the same "
-                "rounds"
-            )
         if not bool(torch.isfinite(self.logits).all()):
             raise ValueError("confidence logits must be finite numbers")
         if not bool(((self.acceptance >= 0) & (self.acceptance <= 1)).all()):
             raise ValueError("acceptance must lie in [0, 1]")
-        accepted, proposed = torch.as_tensor(self.num_accepted), torch.as_tensor(self.proposed)
-        if not bool(((accepted >= 0) & (accepted <= proposed) & (proposed <= self.block_size)).all()):
-            raise ValueError(f"rounds need 0 <= num_accepted <= proposed <= γ = {self.block_size}")
+        assert self.acceptance.shape == self.logits.shape
+        assert bool(((self.num_accepted <= self.proposed) & (self.proposed <= self.block_size)).all())
 
     @property
     def block_size(self) -> int:
@@ -107,24 +99,14 @@ class CalibrationRounds:
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
-@dataclass(frozen=True)
-class TemperatureScaling:
-    """Fitted temperatures, one per draft position."""
-
-    temperatures: Sequence[float]  # T_1..T_γ, positive
-    num_samples: int  # rounds they were fitted on
-    ece_before: Sequence[float]  # of the survival at each position, on those rounds
-    ece_after: Sequence[float]
-
-
-def check_temperatures(temperatures: Any, block_size: int | None = None) -> None:
+def check_temperatures(temperatures: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are γ positive numbers."""
     numbers = isinstance(temperatures, Sequence) and all(
         isinstance(value, (int, float)) and math.isfinite(value) and value > 0 for value in temperatures
     )
-    if not numbers or len(temperatures) == 0:
+    if not numbers:
         raise ValueError(f"temperatures must be a list of positive numbers, got {temperatures}")
-    if block_size is not None and len(temperatures) != block_size:
+    if len(temperatures) != block_size:
         raise ValueError(
             f"got {len(temperatures)} temperatures for blocks of {block_size} tokens: they were fitted for another "
             "draft. Calibrate this one."
@@ -178,15 +160,14 @@ def fit_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float
     return round(slope, 4), round(offset, 4)
 
 
-def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> TemperatureScaling:
-    """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it.
+def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> list[float]:
+    """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it, `[γ]`.
 
     Of temperatures that are equally good, the one nearest 1 wins. `realised` labels with the realised acceptance
     instead of the integrated one. DSpark Section 3.2.1.
     """
     labels = rounds.realised_labels() if realised else rounds.integrated_labels()
-    before = torch.ones(len(labels), dtype=torch.double)
-    raw_survival, temperatures, errors_before, errors_after = before, [], [], []
+    before, temperatures = torch.ones(len(labels), dtype=torch.double), []
     ordered = sorted(TEMPERATURE_GRID, key=lambda temperature: abs(math.log(temperature)))
     for position in range(1, rounds.block_size + 1):
         seen = rounds.observed(position)
@@ -200,13 +181,9 @@ def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> Tempe
             expected_calibration_error((before * (logits / temperature).sigmoid())[seen], label[seen])
             for temperature in ordered
         ]
-        best = min(range(len(ordered)), key=errors.__getitem__)
-        raw_survival = raw_survival * logits.sigmoid()
-        before = before * (logits / ordered[best]).sigmoid()
-        temperatures.append(ordered[best])
-        errors_before.append(expected_calibration_error(raw_survival[seen], label[seen]))
-        errors_after.append(errors[best])
-    return TemperatureScaling(temperatures, len(labels), errors_before, errors_after)
+        temperatures.append(ordered[errors.index(min(errors))])
+        before = before * (logits / temperatures[-1]).sigmoid()
+    return temperatures
 
 
 @dataclass(frozen=True)
@@ -285,3 +262,52 @@ def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:
 def _bins(predicted: torch.Tensor) -> torch.Tensor:
     """Return the equal-width bin of each prediction in [0, 1]; 1 belongs to the last one."""
     return (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
+
+
+# ---- nodes of trees
+
+
+class SiblingTest(NamedTuple):
+    """A node that was tested, its parent being accepted."""
+
+    depth: int  # of its parent
+    rank: int
+    known: float  # what its acceptance is predicted from
+    was_accepted: bool
+    order: int  # among all nodes of its tree, by predicted survival; 1 is the best
+
+
+def recorded_tests(tree: DraftTree, path: Sequence[int]) -> list[SiblingTest]:
+    """Return the tests of one round: of drawn siblings up to the accepted one, of best tokens all."""
+    tests, is_drawn = [], bool(tree.distributions)
+    order = np.argsort(np.argsort([-survival for survival in tree.survivals], kind="stable")) + 1
+    for depth, place in enumerate([0, *path]):
+        following = path[depth] if depth < len(path) else None
+        for rank, child in enumerate(tree.children(place)):
+            facts = tree.known[child - 1], child == following, int(order[child - 1])
+            tests.append(SiblingTest(depth, rank, *facts))
+            if is_drawn and child == following:
+                break
+    return tests
+
+
+def fit_siblings(
+    tests: Sequence[SiblingTest], is_drawn: bool, block_size: int, chain: Sequence[float] = ()
+) -> SiblingAcceptance:
+    """Fit logits by maximum likelihood, and count means. Best tokens share one fit, drawn ones have one per rank.
+    `chain` are the survivals of chains, which other rounds count."""
+    groups = [[test for test in tests if test.rank == rank] for rank in range(MOST_SIBLINGS)] if is_drawn else [tests]
+    fits = []
+    for group in filter(None, groups):
+        known, was_accepted = torch.tensor([(test.known, test.was_accepted) for test in group], dtype=torch.double).T
+        fits.append(fit_logits(known.logit(LEAST_PROBABILITY), was_accepted))
+    reached = np.zeros(block_size)
+    accepted = np.zeros((block_size, MOST_SIBLINGS))
+    for test in tests:
+        reached[test.depth] += test.rank == 0
+        accepted[test.depth, test.rank] += test.was_accepted
+    means = (accepted / reached.clip(1)[:, None]).clip(LEAST_MEAN)
+    means = np.minimum.accumulate(means, axis=1).round(4)
+    counts = np.bincount(np.array([test.order for test in tests if test.was_accepted], dtype=int), minlength=2)[1:]
+    best = (np.sort(counts)[::-1] / max(1.0, reached[0])).round(4)
+    return SiblingAcceptance(is_drawn, fits, means.tolist(), best.tolist(), [round(each, 4) for each in chain])
