@@ -1,72 +1,88 @@
 """`hf-dspark generate` and `regenerate`: answers for people, and answers to train on."""
 
-import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict, replace
-from typing import Any
 
-import torch
-from transformers import PreTrainedModel, TextStreamer
+from transformers import TextStreamer
 
-from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, token_ids
-from hf_dspark.decoding.many import Completion, generate_many
-from hf_dspark.measuring.endpoint import Endpoint
-from hf_dspark.measuring.regenerate import RegenerationReport, regenerate
-from hf_dspark.measuring.results import describe_policy, describe_sampling
-from hf_dspark.measuring.rounding import count_best, tolerance_of
-from hf_dspark.measuring.timed_decoding import timed_call
+from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, token_ids, with_thinking
+from hf_dspark.measuring.decode_prompts import decode_prompts
+from hf_dspark.measuring.regenerate import regenerate
+from hf_dspark.measuring.results import describe_sampling
+from hf_dspark.measuring.rounding import tolerance_of
+from hf_dspark.measuring.timed_decoding import warm_up
+from hf_dspark.scheduling.rounds import Rounds
 
 from . import Console, said
-from .models import Models, choose_policy, generate_kwargs, is_sampled, load_models, note_faults, values_of
+from .models import choose_policy, generate_kwargs, is_sampled, load_models, note_faults, values_of
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
     read = _given_prompts(options)
     faults = note_faults(console, read)
     models = load_models(options)
-    asked = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
-    prompts = [token_ids(prompt, models.tokenizer, options.enable_thinking) for prompt in asked]
-    kwargs = generate_kwargs(options, models.target)
+    target, draft, tokenizer = models.target, models.draft, models.tokenizer
+    prompts = [with_thinking(as_chat(prompt, tokenizer), options.enable_thinking) for prompt in read.prompts]
+    kwargs = generate_kwargs(options, target)
     policy = choose_policy(options.policy, models)
-    models.draft.decoding = replace(models.draft.decoding, policy=policy)
-    answers = {}
-    for done in _completions(prompts, models, options, console, kwargs):
-        ids = done.token_ids.tolist()
-        text = models.tokenizer.decode(ids, skip_special_tokens=True)
-        answers[done.index] = {"index": done.index, "text": text, "token_ids": ids}
-        if done.error is not None:
-            answers[done.index]["error"] = said(done.error)
-            text = f"(failed: {said(done.error)})"
-        if len(prompts) > 1:
-            console.show(f"=== prompt {done.index + 1} of {len(prompts)}\n{text}")
-    rounds = models.draft.last_stats
-    num_tokens = sum(len(answer["token_ids"]) for answer in answers.values())
+    draft.decoding = replace(draft.decoding, policy=policy)
+    is_single, is_queue = len(prompts) == 1, len(prompts) > 1 and not options.compare
+    if options.compare:  # one by one, as plain decoding is
+        warm_up(target, token_ids(prompts[0], tokenizer), [None, draft], **kwargs)
+    if is_single and not console.json and not options.compare:  # shown while it grows
+        kwargs["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    answers = []
+    with redirect_stdout(console.output) if "streamer" in kwargs else nullcontext():
+        for answer in decode_prompts(
+            target, {"": prompts}, tokenizer, draft, seed=options.seed, continuous=is_queue,
+            batch_size=options.batch_size if is_queue else 1, compare_plain=options.compare, raise_errors=is_single,
+            progress="decoding" if console.progress and not is_single else None, **kwargs,
+        ):  # fmt: skip
+            answers.append(answer)
+            text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            shown = text if answer.error is None else f"(failed: {said(answer.error)})"
+            if not is_single:
+                console.show(f"=== prompt {answer.index + 1} of {len(prompts)}\n{shown}")
+            elif "streamer" not in kwargs:
+                console.show(shown)
+    answers.sort(key=lambda answer: answer.index)
+    rounds = draft.last_stats if is_queue else Rounds.joined(answer.rounds for answer in answers)
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    seconds = rounds.prefill_seconds + rounds.total_seconds
     document = {
-        "answers": [answers[index] for index in sorted(answers)],
-        **_times(num_tokens, rounds.prefill_seconds + rounds.total_seconds),
+        "answers": [
+            {"index": answer.index, "token_ids": answer.token_ids}
+            | {"text": tokenizer.decode(answer.token_ids, skip_special_tokens=True)}
+            | ({} if answer.error is None else {"error": said(answer.error)})
+            for answer in answers
+        ],
+        **_times(num_tokens, seconds),
         "rounds": rounds.rounds,
         "tau": rounds.tau if rounds.rounds else None,
-        "sampling": describe_sampling(kwargs, models.target, options.seed),
-        "policy": describe_policy(policy),
+        "sampling": describe_sampling(kwargs, target, options.seed),
+        "policy": policy.to_dict(),
         "skipped_lines": faults,
     }
     console.note("{tokens} tokens in {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**document))
     if rounds.rounds:
         console.note(f"{rounds.rounds} rounds of {rounds.tau:.2f} tokens")
     if options.compare:
-        found = _compare(prompts, document["answers"], models.target, options.seed, kwargs)
-        document["plain"] = found
+        plain = [answer.plain for answer in answers if answer.plain is not None]
+        found = _times(sum(each.num_tokens for each in plain), sum(each.seconds for each in plain))
         console.note("without the draft: {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**found))
+        same, best = [each.identical for each in plain], [each.num_best for each in plain]
+        found["identical_answers"] = None if None in same else sum(same)
+        found["best_tokens"] = None if None in best else sum(best)
         if found["identical_answers"] is not None:
             console.note(f"the same tokens in {found['identical_answers']} of {len(prompts)} answers")
         if found["best_tokens"] is not None:
-            rounding = tolerance_of(models.target.dtype)
+            rounding = tolerance_of(target.dtype)
             console.note(f"best up to rounding: {found['best_tokens']} of {num_tokens} tokens ({rounding})")
+        document["plain"] = found
     console.document(document)
-    return not any("error" in answer for answer in answers.values())
+    return all(answer.error is None for answer in answers)
 
 
 def _given_prompts(options: Namespace) -> PromptFile:
@@ -78,70 +94,21 @@ def _given_prompts(options: Namespace) -> PromptFile:
     return PromptFile("the command line", [Prompt(word) for word in words], [])
 
 
-def _completions(
-    prompts: list[list[int]], models: Models, options: Namespace, console: Console, kwargs: dict[str, Any]
-) -> Iterator[Completion]:
-    """Yield answers as they finish; a single one is shown while it grows."""
-    target, draft, batch_size = models.target, models.draft, options.batch_size
-    if options.compare:  # one by one, as plain decoding will be; and one-time costs are not timed
-        batch_size, few = 1, {"max_new_tokens": min(8, options.max_new_tokens)}
-        timed_call(target, prompts[:1], **(kwargs | few))
-        timed_call(target, prompts[:1], draft=draft, **(kwargs | few))
-    if len(prompts) == 1:
-        shown = None if console.json else TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        with redirect_stdout(console.output):
-            call = timed_call(target, prompts, options.seed, draft, streamer=shown, **kwargs)
-        yield Completion(0, prompts[0], torch.tensor(call.token_ids[0]))
-    else:
-        torch.manual_seed(options.seed)
-        yield from generate_many(target, draft, prompts, models.tokenizer, batch_size, console.progress, **kwargs)
-
-
-def _compare(
-    prompts: list[list[int]], answers: list[dict[str, Any]], target: PreTrainedModel, seed: int, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Decode the answered prompts without the draft, too."""
-    pairs = [(prompts[answer["index"]], answer["token_ids"]) for answer in answers if "error" not in answer]
-    calls = [timed_call(target, [prompt], seed, **kwargs) for prompt, _ in pairs]
-    plain = [call.token_ids[0] for call in calls]
-    found = _times(sum(map(len, plain)), sum(call.seconds for call in calls))
-    found |= {"identical_answers": None, "best_tokens": None}
-    if is_sampled(kwargs, target):
-        return found
-    found["identical_answers"] = sum(ids == other for (_, ids), other in zip(pairs, plain, strict=True))
-    best = [count_best(target, *pair, other, **kwargs) for pair, other in zip(pairs, plain, strict=True)]
-    return found | {"best_tokens": None if None in best else sum(best)}
-
-
-def _times(num_tokens: int, seconds: float) -> dict[str, Any]:
+def _times(num_tokens: int, seconds: float) -> dict[str, float]:
     return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / max(seconds, 1e-9)}
 
 
 def run_regenerate(options: Namespace, console: Console) -> bool:
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
     faults = note_faults(console, read)
-    report = _regenerate(read.prompts, options)
+    models = load_models(options)
+    prompts = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
+    kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
+    kwargs |= generate_kwargs(options, models.target)
+    report = regenerate(models.target, prompts, models.tokenizer, draft=models.draft, **kwargs)
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"
     )
     console.document(asdict(report) | {"output_file": str(report.output_file), "skipped_lines": faults})
     return report.num_failed == 0
-
-
-def _regenerate(prompts: list[Prompt], options: Namespace) -> RegenerationReport:
-    kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
-    if options.endpoint is None:
-        if options.api_key_env is not None:
-            raise ValueError("--api_key_env is for a server: give its --endpoint, too")
-        models = load_models(options)
-        prompts = [as_chat(prompt, models.tokenizer) for prompt in prompts]
-        kwargs |= generate_kwargs(options, models.target)
-        return regenerate(models.target, prompts, models.tokenizer, draft=models.draft, **kwargs)
-    api_key = None if options.api_key_env is None else os.environ.get(options.api_key_env)
-    if options.api_key_env is not None and not api_key:
-        raise ValueError(f"--api_key_env: the environment variable {options.api_key_env} is not set")
-    if options.no_chat_template:
-        raise ValueError("--no_chat_template: a server puts its own chat template around a text. Drop one of them")
-    kwargs |= values_of(options, "draft", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
-    return regenerate(options.target, prompts, None, endpoint=Endpoint(options.endpoint, api_key), **kwargs)

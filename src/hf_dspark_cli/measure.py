@@ -2,12 +2,12 @@
 
 from argparse import Namespace
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_dspark.cpu import fast_linears
-from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files
+from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files, with_thinking
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.tables import OURS
 from hf_dspark.formats.translate import format_name
@@ -64,13 +64,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     faults = note_faults(console, read)
     models = load_models(options)
     kwargs = generate_kwargs(options, models.target)
-    prompts = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
-    if options.enable_thinking is not None:
-        thinking = {"enable_thinking": options.enable_thinking}
-        prompts = [
-            replace(prompt, chat_template_kwargs=thinking | dict(prompt.chat_template_kwargs or {}))
-            for prompt in prompts
-        ]
+    prompts = [with_thinking(as_chat(prompt, models.tokenizer), options.enable_thinking) for prompt in read.prompts]
     output, seed = options.rounds_file, options.seed
     report = calibrate(
         models.target, models.draft, prompts, models.tokenizer, options.domain, output_file=output, seed=seed, **kwargs

@@ -135,10 +135,8 @@ def regenerate(parser: ArgumentParser) -> None:
     add("--output_file", required=True, metavar="FILE", help="JSON Lines of answers")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
     add("--num_samples", type=count, default=1, metavar="N", help="answers per prompt (%(default)s)")
-    add("--batch_size", type=count, default=8, metavar="N", help="prompts answered at a time, also by a server (8)")
-    add("--endpoint", metavar="URL", help="OpenAI-compatible server, such as http://localhost:8000/v1, that answers")
-    add("--api_key_env", metavar="VARIABLE", help="environment variable that holds the server's key")
-    _add_models(parser, "; slower without one", named="; with --endpoint, the server's name of it")
+    add("--batch_size", type=count, default=8, metavar="N", help="prompts answered at a time (%(default)s)")
+    _add_models(parser, "; slower without one")
     parser.set_defaults(kept=f"finished answers are kept: {GOES_ON}")
 
 
@@ -281,9 +279,9 @@ COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
 # ---- options that several commands have
 
 
-def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool = True, named: str = "") -> None:
+def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool = True) -> None:
     """Add the options of a target and its draft, and of how they decode."""
-    _add_target(parser, named)
+    _add_target(parser)
     add = parser.add_argument_group("draft").add_argument
     what = f"Hub id or folder of the draft{without_draft}"
     add("--draft", type=model, required=not without_draft, metavar="MODEL", help=what)
@@ -303,11 +301,10 @@ def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool =
     add("--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)")
 
 
-def _add_target(parser: ArgumentParser, named: str = "") -> None:
+def _add_target(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("target")
     add = group.add_argument
-    what = f"Hub id or folder of the target{named}"
-    add("--target", type=str if named else model, required=True, metavar="MODEL", help=what)
+    add("--target", type=model, required=True, metavar="MODEL", help="Hub id or folder of the target")
     add("--target_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
     add("--dtype", choices=DTYPES, default="auto", help="of all weights; only float32 keeps every greedy token")
     add("--device_map", metavar="WHERE", help="auto, cpu, cuda:0, ...; the accelerator, if there is one, unless given")

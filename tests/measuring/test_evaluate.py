@@ -15,7 +15,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, evaluate
-from hf_dspark.measuring import run as evaluation_run
+from hf_dspark.measuring import decode_prompts as driver
+from hf_dspark.measuring import evaluate as evaluation
 from hf_dspark.measuring.results import read_results
 from hf_dspark.measuring.timed_decoding import timed_call
 
@@ -48,14 +49,14 @@ def without_times(result: dict) -> dict:
 def test_records_are_the_rounds_of_generate(pair, text_tokenizer, tmp_path):
     target, draft = pair
     found = evaluate(target, draft, {"talk": TEXTS}, text_tokenizer, tmp_path / "e.json", **GREEDY)
-    places = [(record.task, record.prompt, record.turn) for record in found.records]
+    places = [(record.group, record.index, record.turn) for record in found.answers]
     assert places == [("talk", index, 0) for index in range(4)]
-    for record, text in zip(found.records, TEXTS, strict=True):
+    for record, text in zip(found.answers, TEXTS, strict=True):
         ids = torch.tensor([text_tokenizer(text)["input_ids"]])
         output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=20)
         stats = draft.last_stats
         assert (record.rounds.proposed, record.rounds.accepted) == (stats.proposed, stats.accepted)
-        assert (record.num_prompt_tokens, record.num_tokens) == (ids.shape[1], output.shape[1] - ids.shape[1])
+        assert (len(record.prompt_ids), len(record.token_ids)) == (ids.shape[1], output.shape[1] - ids.shape[1])
         for said, confidence in zip(record.rounds.confidence, stats.confidence, strict=True):
             if confidence is None:  # no room for a draft
                 assert said is None
@@ -67,12 +68,12 @@ def test_records_are_the_rounds_of_generate(pair, text_tokenizer, tmp_path):
         for proposed, spent in zip(record.rounds.proposed, record.rounds.seconds, strict=True):
             assert (spent.draft > 0) == (proposed > 0) and spent.verify > 0 and spent.rest > 0
     metrics = found.metrics["talk"]
-    assert 2 < metrics.tau < 6 and metrics.tokens == sum(record.num_tokens for record in found.records)
-    assert metrics.rounds == sum(len(record.rounds.proposed) for record in found.records)
+    assert 2 < metrics.tau < 6 and metrics.tokens == sum(len(record.token_ids) for record in found.answers)
+    assert metrics.rounds == sum(len(record.rounds.proposed) for record in found.answers)
     (result,) = read_results([tmp_path / "e.json"])
     assert result["kind"] == "evaluation" and result["tasks"]["talk"]["tau"] == metrics.tau
-    assert result["policy"] == "FullBlock()" and result["sampling"]["do_sample"] is False
-    assert result["records"] == [record.to_dict() for record in found.records]
+    assert result["policy"] == {"name": "FullBlock"} and result["sampling"]["do_sample"] is False
+    assert "records" not in result
     assert [path.name for path in tmp_path.iterdir()] == ["e.json"]  # nothing unfinished is left
 
 
@@ -80,20 +81,20 @@ def test_turns_decoded_together_have_the_rounds_that_they_have_alone(pair, text_
     alone, together = (
         evaluate(*pair, {"talk": TALKS + TEXTS}, text_tokenizer, batch_size=size, **GREEDY) for size in (1, 3)
     )
-    keys = [[(part.prompt, part.turn, part.num_tokens) for part in found.records] for found in (alone, together)]
+    keys = [[(part.index, part.turn, len(part.token_ids)) for part in found.answers] for found in (alone, together)]
     assert keys[0] == keys[1] and len(keys[0]) == 10
-    for one, other in zip(alone.records, together.records, strict=True):
+    for one, other in zip(alone.answers, together.answers, strict=True):
         assert (one.rounds.proposed, one.rounds.accepted) == (other.rounds.proposed, other.rounds.accepted)
         assert {spent.num_requests for spent in one.rounds.seconds} <= {1}
-    first = [record for record in together.records if record.turn == 0 and record.prompt < 3]
+    first = [record for record in together.answers if record.turn == 0 and record.index < 3]
     # One round serves all three until the first of them has ended.
     rounds = sorted(len(record.rounds.proposed) for record in first)
     assert all(spent.num_requests == 3 for record in first for spent in record.rounds.seconds[: rounds[0]])
     seconds = [record.rounds.seconds[: rounds[0]] for record in first]
     assert seconds[0] == seconds[1] == seconds[2]
     assert together.metrics["all"].rounds == alone.metrics["all"].rounds
-    assert len({record.seconds / record.num_tokens for record in first}) == 1
-    assert {record.rows_together for record in first} == {3} and {part.rows_together for part in alone.records} == {1}
+    assert len({record.seconds / len(record.token_ids) for record in first}) == 1
+    assert {record.rows_together for record in first} == {3} and {part.rows_together for part in alone.answers} == {1}
 
 
 @pytest.mark.parametrize("templated", [True, False])
@@ -101,15 +102,15 @@ def test_each_turn_follows_the_targets_own_answer(pair, chat_tokenizer, template
     target, draft = pair
     seen = []
     spy = lambda *args, **kwargs: seen.append(args[1]) or timed_call(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(evaluation_run, "timed_call", spy)
+    monkeypatch.setattr(driver, "timed_call", spy)
     if not templated:
         chat_tokenizer.chat_template = None
     found = evaluate(target, draft, {"talk": TALKS[:1]}, chat_tokenizer, **GREEDY)
-    lengths = [(turn, len(prompt[0])) for turn, prompt in enumerate(seen[1:])]  # the first was the warm-up
-    assert [(record.turn, record.num_prompt_tokens) for record in found.records] == lengths
-    asked = [chat_tokenizer.decode(prompt[0]) for prompt in seen[1:]]
+    lengths = [(turn, len(prompt[0])) for turn, prompt in enumerate(seen)]
+    assert [(record.turn, len(record.prompt_ids)) for record in found.answers] == lengths
+    asked = [chat_tokenizer.decode(prompt[0]) for prompt in seen]
     assert asked[0] == ("user what is <eos> assistant" if templated else "what is")
-    ids = torch.tensor(seen[1])
+    ids = torch.tensor(seen[0])
     output = target.generate(ids, do_sample=False, max_new_tokens=20)
     answer = chat_tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     conversation = [{"role": "user", "content": "what is"}, {"role": "assistant", "content": answer},
@@ -118,7 +119,7 @@ def test_each_turn_follows_the_targets_own_answer(pair, chat_tokenizer, template
         following = chat_tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
     else:
         following = chat_tokenizer(f"what is{answer}\n\nnot much")["input_ids"]
-    assert seen[2][0] == following
+    assert seen[1][0] == following
 
 
 def test_a_policy_decides_and_is_noted_and_the_drafts_own_is_kept(pair, text_tokenizer):
@@ -127,7 +128,7 @@ def test_a_policy_decides_and_is_noted_and_the_drafts_own_is_kept(pair, text_tok
     found = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, policy=ConfidenceThreshold(0.9), **GREEDY)
     assert draft.decoding is before
     draft.decoding = DecodingOptions()
-    assert found.facts["policy"] == repr(ConfidenceThreshold(0.9))
+    assert found.facts["policy"] == ConfidenceThreshold(0.9).to_dict()
     full = evaluate(target, draft, {"t": TEXTS}, text_tokenizer, **GREEDY)
     assert found.metrics["t"].proposed_per_round < full.metrics["t"].proposed_per_round
 
@@ -135,13 +136,13 @@ def test_a_policy_decides_and_is_noted_and_the_drafts_own_is_kept(pair, text_tok
 def test_a_target_alone_has_speed_and_no_rounds(pair, text_tokenizer, tmp_path):
     facts = {"generation_config": GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=None)}
     found = evaluate(pair[0], None, {"t": TEXTS}, text_tokenizer, tmp_path / "plain.json", batch_size=2, **facts)
-    assert {record.num_tokens for record in found.records} == {found.facts["max_new_tokens"]} == {3}
+    assert {len(record.token_ids) for record in found.answers} == {found.facts["max_new_tokens"]} == {3}
     metrics = found.metrics["t"]
     assert metrics.rounds == 0 and metrics.tau is None and metrics.acceptance == [] and metrics.ece_mean is None
-    assert all(0 < part.prefill_seconds < 2 * part.seconds for part in found.records)  # two share their call's time
+    assert all(0 < part.prefill_seconds < 2 * part.seconds for part in found.answers)  # two share their call's time
     assert metrics.tokens_per_second > 0 and metrics.time_to_first_token > 0
     (result,) = read_results([tmp_path / "plain.json"])
-    assert result["draft"] == {} and result["policy"] is None and result["records"][0]["rounds"]["proposed"] == []
+    assert result["draft"] == {} and result["policy"] is None and found.answers[0].rounds.proposed == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -150,8 +151,8 @@ def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batc
     speedup = found.metrics["t"].speedup
     assert speedup.identical == 6 == found.metrics["t"].turns  # float32
     assert speedup.lower_quartile <= speedup.median <= speedup.upper_quartile and speedup.ratio_of_medians > 0
-    assert all(record.plain.num_tokens == record.num_tokens for record in found.records)
-    assert speedup.best_tokens == found.metrics["t"].tokens == sum(record.plain.num_best for record in found.records)
+    assert all(record.plain.num_tokens == len(record.token_ids) for record in found.answers)
+    assert speedup.best_tokens == found.metrics["t"].tokens == sum(record.plain.num_best for record in found.answers)
     assert "| 6 of 6 turns | 120 of 120 tokens |" in found.table()
     assert "128 units in the last place of float32" in found.table() and found.facts["rounding"] in found.table()
     sampled = evaluate(*pair, {"t": TEXTS[:2]}, text_tokenizer, compare_plain=True, **SAMPLED)
@@ -172,8 +173,8 @@ def test_packed_copies_serve_plain_decoding_too(pair, text_tokenizer, monkeypatc
         inside.append(len(entered) == 1)
         return timed_call(*arguments, **options)
 
-    monkeypatch.setattr(evaluation_run, "fast_linears", recorded)
-    monkeypatch.setattr(evaluation_run, "timed_call", call_inside)
+    monkeypatch.setattr(evaluation, "fast_linears", recorded)
+    monkeypatch.setattr(driver, "timed_call", call_inside)
     found = evaluate(*pair, {"t": TEXTS[:1]}, text_tokenizer, compare_plain=True, packed=True, **GREEDY)
     assert entered == [(pair, True), "left"] and len(inside) >= 2 and all(inside)
     assert found.facts["packed"] is True
@@ -184,7 +185,7 @@ def test_a_different_answer_is_counted_as_such(pair, text_tokenizer, monkeypatch
         call = timed_call(target, prompts, seed, draft, **options)
         return replace(call, token_ids=[[*ids, 7] for ids in call.token_ids]) if draft is None else call
 
-    monkeypatch.setattr(evaluation_run, "timed_call", wrong_when_plain)
+    monkeypatch.setattr(driver, "timed_call", wrong_when_plain)
     found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY)
     assert found.metrics["t"].speedup.identical == 0
 
@@ -194,7 +195,7 @@ def test_wrong_tokens_of_drafted_answers_are_not_taken_for_rounding(pair, text_t
         call = timed_call(target, prompts, seed, draft, **options)
         return call if draft is None else replace(call, token_ids=[[*ids[:-1], 7] for ids in call.token_ids])
 
-    monkeypatch.setattr(evaluation_run, "timed_call", one_wrong_when_drafted)
+    monkeypatch.setattr(driver, "timed_call", one_wrong_when_drafted)
     found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY).metrics["t"]
     assert found.speedup.identical == 0 and found.speedup.best_tokens == found.tokens - len(TEXTS)
 
@@ -206,7 +207,7 @@ def test_evaluating_leaves_the_users_random_state_alone(pair, text_tokenizer):
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
     again, other = (evaluate(*pair, {"t": TEXTS}, text_tokenizer, seed=seed, **SAMPLED) for seed in (0, 1))
-    accepted = [[record.rounds.accepted for record in found.records] for found in (first, again, other)]
+    accepted = [[record.rounds.accepted for record in found.answers] for found in (first, again, other)]
     assert accepted[0] == accepted[1] != accepted[2]
 
 
@@ -225,11 +226,11 @@ def test_malformed_lines_and_prompts_that_do_not_fit_are_named_and_the_rest_runs
     assert "a prompt of 300 tokens leaves no room for an answer in the target's context of 256" in errors[2]
     assert errors[3].startswith("turn 2: a prompt of 30")
     assert "the tokenizer refuses" in errors[4] and errors[5].startswith("is not JSON: maximum recursion")
-    assert [(part.task, part.prompt, part.turn) for part in found.records] == [
+    assert [(part.group, part.index, part.turn) for part in found.answers] == [
         ("file", 0, 0), ("file", 2, 0), ("file", 3, 0), ("file", 4, 0), ("list", 0, 0),
     ]  # fmt: skip
-    assert found.records[3].num_tokens == 6  # of 20: what the context has room for
-    assert all(record.num_tokens == 20 or record.prompt == 4 for record in found.records[:3])
+    assert len(found.answers[3].token_ids) == 6  # of 20: what the context has room for
+    assert all(len(record.token_ids) == 20 or record.index == 4 for record in found.answers[:3])
     (result,) = read_results([tmp_path / "e.json"])
     assert [part["line"] for part in result["failed"]] == [2, 3, 4, 7, 9, 10, 2, 3]
     assert set(result["failed"][0]) == {"task", "line", "error"}
@@ -247,12 +248,12 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place
             raise RuntimeError("no 'is' please")
         return real(target, prompts, *args, **options)
 
-    monkeypatch.setattr(evaluation_run, "timed_call", failing)
+    monkeypatch.setattr(driver, "timed_call", failing)
     told = pytest.warns(UserWarning, match="each is decoded alone") if batch_size > 1 else contextlib.nullcontext()
     with told:
         found = evaluate(*pair, {"t": rows}, text_tokenizer, batch_size=batch_size, **GREEDY)
     assert [(part.line, part.error) for part in found.failed] == [(1 + place, "no 'is' please")]
-    assert [record.prompt for record in found.records] == [each for each in range(4) if each != place]
+    assert [record.index for record in found.answers] == [each for each in range(4) if each != place]
     with pytest.raises(ValueError, match="no prompt could be answered; the first: t line 1: .*no room"):
         evaluate(*pair, {"t": ["up " * 400]}, text_tokenizer, **GREEDY)
 
@@ -288,6 +289,9 @@ def test_wrong_calls_are_refused_before_anything_is_decoded(pair, make_target, t
     assert not list(tmp_path.iterdir())
 
 
+CALLS = (2, 1, 1, 1, 1, 2, 2)  # turns of each call of a whole run
+
+
 @pytest.fixture
 def whole(pair, text_tokenizer, tmp_path):
     """A run that was not interrupted; returns its result and the arguments."""
@@ -306,16 +310,16 @@ def test_an_interrupted_run_goes_on_and_its_result_is_that_of_a_whole_one(whole,
         calls.append(args[1])
         return timed_call(*args, **kwargs)
 
-    monkeypatch.setattr(evaluation_run, "timed_call", interrupted)
+    monkeypatch.setattr(driver, "timed_call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(*arguments, output, batch_size=2, **SAMPLED)
     assert not output.exists()
     unfinished = output.with_name("cut.json.partial.jsonl")
-    assert len(unfinished.read_text().splitlines()) == 3  # calls after the warm-up
-    finished, stop_at = calls[1:], -1
+    assert len(unfinished.read_text().splitlines()) == sum(CALLS[:4])
+    finished, stop_at = list(calls), -1
     calls.clear()
     evaluate(*arguments, output, batch_size=2, **SAMPLED)
-    assert not unfinished.exists() and len(calls) == 1 + 7 - 3
+    assert not unfinished.exists() and len(calls) == 7 - 4
     assert not [prompts for prompts in finished if prompts in calls]  # none is decoded again
     assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
 
@@ -369,9 +373,9 @@ def test_a_killed_process_loses_nothing_that_was_finished(whole, fixtures, tmp_p
     finished = unfinished.read_bytes().count(b"\n")
     calls = []
     spy = lambda *args, **kwargs: calls.append(1) or timed_call(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(evaluation_run, "timed_call", spy)
+    monkeypatch.setattr(driver, "timed_call", spy)
     evaluate(*arguments, output, batch_size=2, **SAMPLED)
-    assert finished >= 1 and len(calls) == (1 + 7 - finished if finished < 7 else 0)
+    assert finished >= 1 and len(calls) == sum(sum(CALLS[: place + 1]) > finished for place in range(7))
     assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
 
 

@@ -6,24 +6,25 @@ import pytest
 import torch
 
 from hf_dspark import Rounds
-from hf_dspark.measuring.metrics import Metrics, PlainTurn, TurnRecord, metrics_by_task, metrics_table
+from hf_dspark.measuring.decode_prompts import Answer, PlainAnswer
+from hf_dspark.measuring.metrics import Metrics, metrics_by_task, metrics_table
 from hf_dspark.scheduling.calibration import expected_calibration_error, roc_auc
 from hf_dspark.scheduling.rounds import RoundSeconds
 
 
-def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **facts) -> TurnRecord:
+def turn(proposed, accepted, confidence=None, num_requests=1, plain=None, **facts) -> Answer:
     count = len(proposed)
     said = [None if each is None else torch.tensor(each) for each in confidence or [None] * count]
     committed, seconds = [n + 1 for n in accepted], [RoundSeconds(num_requests, 0.1, 0.2, 0.4)] * count
     rounds = Rounds([0] * count, proposed, proposed, accepted, committed, said, seconds)
-    known = {"task": "math", "prompt": 0, "turn": 0, "num_prompt_tokens": 5, "prefill_seconds": 1.0, "seconds": 4.0,
-             "rows_together": num_requests,
-             "num_tokens": 1 + count + sum(accepted), "peak_memory_mib": 100.0}  # fmt: skip
-    return TurnRecord(**(known | facts), rounds=rounds, plain=plain)
+    known = {"group": "math", "index": 0, "turn": 0, "prefill_seconds": 1.0, "seconds": 4.0,
+             "rows_together": num_requests, "token_ids": [5] * (1 + count + sum(accepted)),
+             "peak_memory_mib": 100.0}  # fmt: skip
+    return Answer(**(known | facts), rounds=rounds, plain=plain)
 
 
 def test_tau_and_acceptance_are_averaged_over_the_rounds_of_all_turns():
-    records = [turn([3, 3, 1], [3, 0, 1]), turn([2], [1], prompt=1, prefill_seconds=3.0, peak_memory_mib=250.0)]
+    records = [turn([3, 3, 1], [3, 0, 1]), turn([2], [1], index=1, prefill_seconds=3.0, peak_memory_mib=250.0)]
     found = Metrics.of(records, block_size=4)
     assert (found.prompts, found.turns, found.rounds, found.tokens) == (2, 2, 4, 11)
     assert found.tau == 1 + 5 / 4  # not the mean of the turns' own, which are 7/3 and 2
@@ -44,11 +45,11 @@ def test_a_round_of_several_turns_counts_once_in_the_times():
 
     # One round of three turns that took 8 s, and one of a single turn that took 4 s.
     times = Metrics.of([with_times(8.0, 3)] * 3 + [with_times(4.0, 1)], 1).seconds_per_round
-    assert (times.draft, times.verify, times.rest, times.total) == pytest.approx((1.5, 3.0, 1.5, 6.0))
+    assert times == pytest.approx({"draft": 1.5, "verify": 3.0, "rest": 1.5, "total": 6.0})
 
 
 def test_round_that_ends_with_an_accepted_end_of_sequence_gains_no_bonus_token():
-    record = turn([3, 2], [3, 2], num_tokens=7)
+    record = turn([3, 2], [3, 2], token_ids=[5] * 7)
     record.rounds.committed = [4, 2]  # the second token of the second block ends
     found = Metrics.of([record], block_size=3)
     assert found.tau == 3.0 and found.acceptance == [1.0, 1.0, 1.0] and found.acceptance_rate == 1.0
@@ -81,8 +82,8 @@ def test_rounds_that_drafted_nothing_say_nothing_of_calibration():
 
 def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     def pair(place, plain_seconds, identical):
-        plain = PlainTurn(10, 0.5, plain_seconds, identical, 10 if identical else 9)
-        return turn([], [], prompt=place, num_tokens=10, seconds=10.0, plain=plain)
+        plain = PlainAnswer(10, 0.5, plain_seconds, identical, 10 if identical else 9)
+        return turn([], [], index=place, token_ids=[5] * 10, seconds=10.0, plain=plain)
 
     records = [pair(place, 10.0 * factor, factor != 4) for place, factor in enumerate((1, 2, 3, 4, 10))]
     found = Metrics.of(records, 4).speedup
@@ -90,12 +91,12 @@ def test_speed_up_is_the_ratio_of_medians_with_the_quartiles_of_the_turns():
     assert (found.lower_quartile, found.upper_quartile) == (2.0, 4.0)
     assert found.plain_tokens_per_second == 50 / 200 and found.plain_time_to_first_token == 0.5
     assert found.identical == 4 and found.best_tokens == 49
-    sampled = [turn([], [], num_tokens=1, plain=PlainTurn(1, 0.5, 2.0, None))]
+    sampled = [turn([], [], token_ids=[5], plain=PlainAnswer(1, 0.5, 2.0, None))]
     assert Metrics.of(sampled, 4).speedup.identical is Metrics.of(sampled, 4).speedup.best_tokens is None
 
 
 def test_tasks_are_summed_up_alone_and_together():
-    records = [turn([1], [1]), turn([1], [0], task="code")]
+    records = [turn([1], [1]), turn([1], [0], group="code")]
     found = metrics_by_task(records, ["math", "code", "empty"], 1)
     assert [found[name].tau for name in ("math", "code", "empty", "all")] == [2.0, 1.0, None, 1.5]
     assert found["empty"].tokens_per_second is None and found["empty"].seconds_per_round is None
@@ -105,6 +106,5 @@ def test_tasks_are_summed_up_alone_and_together():
 
 
 def test_a_record_survives_json():
-    record = turn([2, 1], [1, 1], [[0.25, 0.5], None], plain=PlainTurn(3, 0.1, 0.2, True))
-    assert TurnRecord.from_dict(json.loads(json.dumps(record.to_dict()))).to_dict() == record.to_dict()
-    assert "plain" not in turn([], []).to_dict()
+    record = turn([2, 1], [1, 1], [[0.25, 0.5], None], plain=PlainAnswer(3, 0.1, 0.2, True))
+    assert Answer.from_dict(json.loads(json.dumps(record.to_dict()))).to_dict() == record.to_dict()

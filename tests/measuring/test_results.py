@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_dspark import FullBlock, Policy, Scheduler, ThroughputTable
+from hf_dspark import ConfidenceThreshold, FullBlock, Policy, Scheduler, ThroughputTable
 from hf_dspark.files import Journal
 from hf_dspark.measuring.results import (
     describe_draft,
-    describe_policy,
     describe_sampling,
     describe_target,
     read_results,
@@ -19,7 +18,7 @@ from hf_dspark.measuring.results import (
 )
 from hf_dspark.measuring.timed_decoding import effective_config
 
-FOUND = {"sampling": {"do_sample": False}, "policy": "FullBlock()", "domains": {"math": {"tau": 3.0}}}
+FOUND = {"sampling": {"do_sample": False}, "policy": {"name": "FullBlock"}, "domains": {"math": {"tau": 3.0}}}
 
 
 def test_what_was_written_is_read(make_target, make_draft, tmp_path):
@@ -42,16 +41,6 @@ def test_settings_of_an_interrupted_evaluation_are_no_result(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3 and read_results(tmp_path) == [written]
 
 
-def test_records_have_a_line_each_and_are_read_as_they_were(tmp_path):
-    records = [{"tau": 1.5, "text": "a\nb"}, {"tau": None}]
-    written = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND, records=records)
-    assert read_results([tmp_path]) == [written] and written["records"] == records
-    lines = (tmp_path / "a.json").read_text().splitlines()
-    assert [json.loads(line.rstrip(",")) for line in lines if line.startswith('{"tau')] == records
-    empty = write_result(tmp_path / "a.json", "acceptance", {}, {}, **FOUND, records=[])
-    assert read_results([tmp_path]) == [empty]
-
-
 class HalfBlock(Policy):
     def __init__(self, share):
         self.share, self.seen = share, object()
@@ -63,13 +52,13 @@ def test_policies_are_told_apart_by_their_values():
         FullBlock(), Scheduler(one, lag=2), Scheduler(one, lag=5), Scheduler(one), Scheduler(other),
         Scheduler(one, skip=False), Scheduler(one, tpot_seconds=0.02), HalfBlock(0.5), HalfBlock(0.25),
     ]  # fmt: skip
-    assert len({describe_policy(policy) for policy in policies}) == len(policies)
-    assert describe_policy(Scheduler(ThroughputTable((1, 8), (95, 94)), lag=2)) == describe_policy(policies[1])
-    assert describe_policy(HalfBlock(0.5)) == describe_policy(policies[-2]) == "HalfBlock(share=0.5)"
-    assert short_policy(None) == "whole block"
-    assert short_policy("ConfidenceThreshold(threshold=0.5, cumulative=True)") == "survival threshold 0.5"
-    shown = [short_policy(describe_policy(policy)) for policy in policies]
-    assert shown[0] == "whole block"
+    assert len({json.dumps(policy.to_dict()) for policy in policies}) == len(policies)
+    assert Scheduler(ThroughputTable((1, 8), (95, 94)), lag=2).to_dict() == policies[1].to_dict()
+    assert HalfBlock(0.5).to_dict() == policies[-2].to_dict() == {"name": "HalfBlock", "share": 0.5}
+    assert short_policy(None) == short_policy("FullBlock()") == "whole block"
+    assert short_policy(ConfidenceThreshold(0.5, cumulative=True).to_dict()) == "survival threshold 0.5"
+    shown = [short_policy(policy.to_dict()) for policy in policies]
+    assert shown[0] == "whole block" and shown[2] == "Scheduler, lag 5" and shown[6] == "Scheduler, 20 ms"
 
 
 CONFIG = GenerationConfig(max_new_tokens=8)
@@ -95,7 +84,7 @@ def test_sampling_is_described_as_generate_draws(make_target, options):
 
 def test_results_without_their_facts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="needs domains"):
-        write_result(tmp_path / "a.json", "acceptance", {}, {}, sampling={}, policy="")
+        write_result(tmp_path / "a.json", "acceptance", {}, {}, sampling={}, policy={})
     with pytest.raises(ValueError, match="one of .*'acceptance'.* got 'wishes'"):
         write_result(tmp_path / "a.json", "wishes", {}, {})
     assert not list(tmp_path.iterdir())

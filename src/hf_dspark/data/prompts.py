@@ -178,9 +178,16 @@ def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase) -> Prompt
     return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
 
 
-def token_ids(
-    prompt: Prompt, processing_class: PreTrainedTokenizerBase | None, enable_thinking: bool | None = None
-) -> list[int]:
+def with_thinking(prompt: Prompt, enable_thinking: bool | None) -> Prompt:
+    """Tell the chat template whether to think, unless the prompt does."""
+    if enable_thinking is None:
+        return prompt
+    return replace(
+        prompt, chat_template_kwargs={"enable_thinking": enable_thinking, **(prompt.chat_template_kwargs or {})}
+    )
+
+
+def token_ids(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) -> list[int]:
     """Return the tokens of a prompt. Messages go through the chat template; a text is continued as it is."""
     if prompt.is_token_ids:
         return prompt.content
@@ -188,9 +195,7 @@ def token_ids(
         raise ValueError("the prompts are texts or messages: pass the target's tokenizer, or token ids")
     if len(prompt.content) == 1 and not processing_class.chat_template:
         prompt = as_chat(prompt, processing_class)  # a question
-    thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    chat = Chat(processing_class, prompt.tools, thinking | dict(prompt.chat_template_kwargs or {}))
-    ids = chat.prompt_ids(prompt.content)
+    ids = Chat(processing_class, prompt.tools, prompt.chat_template_kwargs or {}).prompt_ids(prompt.content)
     if not ids:
         raise ValueError(f"a prompt has no tokens: {shortened(prompt.content)}")
     return ids

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
-from ..data.prompts import Prompt, as_chat, next_turn, read_prompts, several, token_ids
+from ..data.prompts import as_chat, read_prompts, several, token_ids
 from ..decoding.call import effective_config
 from ..files import Journal, digest, plain_json
 from ..models.auto import require_pair
@@ -38,6 +37,7 @@ from ..scheduling.rounds import RoundOutcome
 from ..scheduling.scheduler import Scheduler
 from ..targets.fingerprint import fingerprint
 from ..targets.support import TargetSupport
+from .decode_prompts import decode_prompts
 from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
@@ -196,11 +196,9 @@ def collect_rounds(
             f"answers of max_new_tokens={limit} have no room for a whole block of {draft.config.block_size} draft "
             f"tokens: give {needed} or more"
         )
-    # Set on the call, so that a threshold in the target's generation config does not count.
-    whole = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
     record = partial(_record, draft.config.block_size)
     parts = _decode_and_record(
-        target, draft, prompts, processing_class, output_file, seed, FullBlock(), record, generate_kwargs, whole
+        target, draft, prompts, processing_class, output_file, seed, FullBlock(), record, generate_kwargs
     )
     return CalibrationRounds.concatenate(
         [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
@@ -221,7 +219,7 @@ def collect_siblings(
     if output_file is not None:
         name = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
     parts = _decode_and_record(
-        target, draft, prompts, processing_class, name, seed, policy, _record_siblings, generate_kwargs, {}
+        target, draft, prompts, processing_class, name, seed, policy, _record_siblings, generate_kwargs
     )
     return [SiblingTest(*part) for part in parts]
 
@@ -236,7 +234,6 @@ def _decode_and_record(
     policy: Policy,
     record: Callable[[list, RoundOutcome], None],
     generate_kwargs: Mapping[str, Any],
-    call_options: Mapping[str, Any],
 ) -> list[Any]:
     """Return what `record` has written of all rounds, prompt after prompt."""
     read = [as_chat(row, processing_class) if row.later_turns else row for row in read_prompts(prompts)]
@@ -245,7 +242,7 @@ def _decode_and_record(
     if cut_off:
         raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
     options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
-    journal, done = None, {}
+    journal = None
     if output_file is not None:
         config = draft.config.to_dict()
         settings = {
@@ -261,37 +258,23 @@ def _decode_and_record(
         if policy.most_nodes > 0:  # trees grow by the confidence
             settings["fits"] = config["confidence_fits"]
         journal = Journal(output_file, settings)
-        done = {entry["index"]: entry["rounds"] for entry in journal.entries}
-    options |= call_options
-    for index, prompt in enumerate(tqdm(read, desc="collecting rounds", disable=None)):
-        if index in done:
-            continue
-        rounds = done[index] = []
-        observer = partial(record, rounds)
-        with (
-            decoding_as(draft, policy=policy, prompt_lookup=False, domain=None, observer=observer),
-            torch.random.fork_rng(),
-        ):
-            torch.manual_seed(seed + index)
-            _answer(target, draft, prompt, processing_class, options)
-        if journal is not None:
-            journal.append({"index": index, "rounds": rounds})
-    return [part for index in sorted(done) for part in done[index]]
-
-
-def _answer(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompt: Prompt,
-    processing_class: PreTrainedTokenizerBase | None,
-    options: Mapping[str, Any],
-) -> None:
-    """Answer a conversation turn by turn."""
-    ids = torch.tensor([token_ids(prompt, processing_class)], device=TargetSupport.of(target).input_device)
-    output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
-    if prompt.later_turns:
-        answer = processing_class.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-        _answer(target, draft, next_turn(prompt, answer), processing_class, options)
+    entries = [] if journal is None else journal.entries
+    parts = {(entry["index"], entry["turn"]): entry["rounds"] for entry in entries}
+    done = {("", entry["index"], entry["turn"]): entry["token_ids"] for entry in entries}
+    if policy.most_nodes == 0:  # on the call, so that a threshold in the target's generation config does not count
+        options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
+    rounds: list[Any] = []
+    with decoding_as(draft, policy=policy, prompt_lookup=False, domain=None, observer=partial(record, rounds)):
+        for answer in decode_prompts(
+            target, {"": read}, processing_class, draft, done=done, seed=seed, raise_errors=True,
+            progress="collecting rounds", **options,
+        ):  # fmt: skip
+            found = {"rounds": list(rounds), "token_ids": answer.token_ids}
+            rounds.clear()
+            parts[answer.index, answer.turn] = found["rounds"]
+            if journal is not None:
+                journal.append({"index": answer.index, "turn": answer.turn} | found)
+    return [part for key in sorted(parts) for part in parts[key]]
 
 
 def _record_siblings(tests: list[tuple[int, int, float, bool]], outcome: RoundOutcome) -> None:

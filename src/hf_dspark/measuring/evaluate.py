@@ -1,25 +1,26 @@
 """How fast a target decodes, and how much of its drafts it accepts: tasks in, one result file out."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, read_task
-from ..decoding.batch import refuse_made_here
+from ..cpu import fast_linears
+from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, read_task, token_ids, with_thinking
 from ..files import Journal, digest, plain_json, shortened
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..scheduling.policies import FullBlock, Policy
 from ..targets.fingerprint import fingerprint
-from .metrics import Metrics, TurnRecord, metrics_by_task, metrics_table
-from .results import describe_draft, describe_policy, describe_sampling, describe_target, write_result
+from .decode_prompts import Answer, decode_prompts, refuse_made_here
+from .metrics import Metrics, metrics_by_task, metrics_table
+from .results import describe_draft, describe_sampling, describe_target, write_result
 from .rounding import tolerance_of
-from .run import EvaluationRun, FailedPrompt, Setup
-from .timed_decoding import decoding_as
+from .timed_decoding import decoding_as, warm_up
 
 ALL = "all"  # the name of the tasks together
 DEFAULT_NEW_TOKENS = 128
@@ -28,11 +29,20 @@ Task = str | Path | PromptFile | Iterable[Any]
 
 
 @dataclass(frozen=True)
+class FailedPrompt:
+    """A prompt that could not be evaluated, or not to its last turn; `line` is its place in the task, from 1."""
+
+    task: str
+    line: int
+    error: str
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """What evaluating showed."""
 
     metrics: dict[str, Metrics]  # of each task, and of `all` together
-    records: list[TurnRecord]  # every answered turn with its rounds, by task, prompt and turn
+    answers: list[Answer]  # every answered turn with its rounds, by task (`group`), prompt and turn
     failed: list[FailedPrompt]  # what was left out
     facts: dict[str, Any]  # who was measured, and how: the rest of the result file
 
@@ -41,7 +51,6 @@ class Evaluation:
         return self.facts | {
             "tasks": {name: part.to_dict() for name, part in self.metrics.items()},
             "failed": [asdict(part) for part in self.failed],
-            "records": [record.to_dict() for record in self.records],
         }
 
     def table(self) -> str:
@@ -65,7 +74,7 @@ def evaluate(
     packed: bool = False,
     **generate_kwargs: Any,
 ) -> Evaluation:
-    """Decode the prompts of some tasks, record every round, and sum up.
+    """Decode the prompts of some tasks, and sum up their rounds.
 
     Each prompt may have several turns: the target's own answer goes into the conversation before the next one. With a
     chat template, a text is a user's message. Without one, a conversation is one text: each answer continues it, and
@@ -130,26 +139,70 @@ def evaluate(
     given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
     length = None if given is None else given.max_new_tokens
     options = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
-    setup = Setup(target, draft, processing_class, batch_size, compare_plain, seed, enable_thinking, packed, options)
+    models = [target]
     if draft is not None:
         require_pair(target, draft)
-        draft.bind(target)
+        models.append(draft.bind(target))
         policy = policy or FullBlock()
     read = {name: _read_task(name, task) for name, task in tasks.items()}
-    prompts = {name: [as_chat(prompt, processing_class) for prompt in part.prompts] for name, part in read.items()}
+    prompts = {
+        name: [with_thinking(as_chat(prompt, processing_class), enable_thinking) for prompt in part.prompts]
+        for name, part in read.items()
+    }
+    described = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
+    others = {name: plain_json(value) for name, value in options.items() if name not in described}
+    sampling = describe_sampling(options, target, seed)
+    facts = {
+        "target": describe_target(target),
+        "draft": {} if draft is None else describe_draft(draft),
+        "sampling": sampling | {name: value for name, value in others.items() if value is not None},
+        "policy": None if policy is None else policy.to_dict(),
+        "max_new_tokens": options["max_new_tokens"],
+        "batch_size": batch_size,
+        "packed": packed,
+        "rounding": tolerance_of(target.dtype) if compare_plain and not sampling["do_sample"] else None,
+    }
     journal = None
     if output_file is not None:
-        journal = Journal(f"{output_file}.partial.jsonl", _settings(setup, prompts, policy))
-    run = EvaluationRun(setup, journal)
-    with decoding_as(draft, policy=policy), setup.kernels():
-        run.answer(prompts)
-    evaluation = _summed_up(run, setup, read, policy)
+        same = {"compare_plain": compare_plain, "seed": seed, "enable_thinking": enable_thinking}
+        same |= {name: facts[name] for name in ("policy", "batch_size", "packed")}
+        settings = same | _settings(target, draft, processing_class, prompts, options)
+        journal = Journal(f"{output_file}.partial.jsonl", settings, Answer.from_dict)
+    answers, failed = {answer.key: answer for answer in ([] if journal is None else journal.entries)}, []
+    with decoding_as(draft, policy=policy), fast_linears(*models, packed=True) if packed else nullcontext():
+        with suppress(Exception):  # a prompt that fails is named when its turn comes
+            first = next(prompt for part in prompts.values() for prompt in part)
+            warm_up(target, token_ids(first, processing_class), {draft, None} if compare_plain else {draft}, **options)
+        for answer in decode_prompts(
+            target, prompts, processing_class, draft, done={key: each.token_ids for key, each in answers.items()},
+            seed=seed, batch_size=batch_size, compare_plain=compare_plain, progress="evaluating", **options,
+        ):  # fmt: skip
+            if answer.error is not None:
+                failed.append(_failed(answer, read[answer.group].prompts[answer.index]))
+                continue
+            answers[answer.key] = answer
+            if journal is not None:
+                journal.append(answer.to_dict())
+    order = {name: place for place, name in enumerate(read)}
+    failed += [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
+    failed.sort(key=lambda part: (order[part.task], part.line))
+    if not answers:
+        first = failed[0]
+        raise ValueError(f"no prompt could be answered; the first: {first.task} line {first.line}: {first.error}")
+    answered = sorted(answers.values(), key=lambda answer: (order[answer.group], answer.index, answer.turn))
+    block_size = 0 if draft is None else draft.config.block_size
+    evaluation = Evaluation(metrics_by_task(answered, read, block_size), answered, failed, facts)
     if journal is not None:
         written = write_result(output_file, "evaluation", **evaluation.to_dict())
         journal.remove()
-        facts = evaluation.facts | {name: written[name] for name in ("kind", "provenance")}
-        evaluation = replace(evaluation, facts=facts)
+        facts |= {name: written[name] for name in ("kind", "provenance")}
     return evaluation
+
+
+def _failed(answer: Answer, prompt: Prompt) -> FailedPrompt:
+    where = f"turn {answer.turn + 1}: " if answer.turn else ""
+    reason = " ".join(str(answer.error).split()) or type(answer.error).__name__
+    return FailedPrompt(answer.group, prompt.line, where + reason)
 
 
 def _read_task(name: str, task: Task) -> PromptFile:
@@ -163,9 +216,14 @@ def _read_task(name: str, task: Task) -> PromptFile:
     return read_prompt_file(str(task))
 
 
-def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Policy | None) -> dict[str, Any]:
+def _settings(
+    target: PreTrainedModel,
+    draft: DraftModel | None,
+    processing_class: PreTrainedTokenizerBase,
+    prompts: Mapping[str, Sequence[Prompt]],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
     """Return the settings that an unfinished run must share to be continued; long values by their hash."""
-    target, draft = setup.target, setup.draft
     config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.decoding.domain}
     origin = provenance(target.device)
     generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
@@ -175,41 +233,9 @@ def _settings(setup: Setup, prompts: Mapping[str, Sequence[Prompt]], policy: Pol
         "draft": None if draft is None else fingerprint(draft),
         "draft_config": digest(config),
         "generation_config": digest(generation),
-        "chat_template": digest(setup.processing_class.chat_template),
-        "vocabulary": digest(setup.processing_class.get_vocab()),
-        "policy": None if policy is None else describe_policy(policy),
+        "chat_template": digest(processing_class.chat_template),
+        "vocabulary": digest(processing_class.get_vocab()),
         "loop": None if draft is None else draft.decoding.use_transformers_loop,
-        "batch_size": setup.batch_size,
-        "compare_plain": setup.compare_plain,
-        "seed": setup.seed,
-        "enable_thinking": setup.enable_thinking,
-        "packed": setup.packed,
-        "options": {name: plain_json(value) for name, value in sorted(setup.generate_kwargs.items())},
+        "options": {name: plain_json(value) for name, value in sorted(options.items())},
         **{name: origin[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
     }
-
-
-def _summed_up(run: EvaluationRun, setup: Setup, read: Mapping[str, PromptFile], policy: Policy | None) -> Evaluation:
-    order = {name: place for place, name in enumerate(read)}
-    records = sorted(run.records.values(), key=lambda record: (order[record.task], record.prompt, record.turn))
-    malformed = [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
-    failed = sorted([*malformed, *run.failed], key=lambda part: (order[part.task], part.line))
-    if not records:
-        first = failed[0]
-        raise ValueError(f"no prompt could be answered; the first: {first.task} line {first.line}: {first.error}")
-    draft, options = setup.draft, setup.generate_kwargs
-    described = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
-    others = {name: plain_json(value) for name, value in options.items() if name not in described}
-    sampling = describe_sampling(options, setup.target, setup.seed)
-    facts = {
-        "target": describe_target(setup.target),
-        "draft": {} if draft is None else describe_draft(draft),
-        "sampling": sampling | {name: value for name, value in others.items() if value is not None},
-        "policy": None if policy is None else describe_policy(policy),
-        "max_new_tokens": options["max_new_tokens"],
-        "batch_size": setup.batch_size,
-        "packed": setup.packed,
-        "rounding": tolerance_of(setup.target.dtype) if setup.compare_plain and not sampling["do_sample"] else None,
-    }
-    block_size = 0 if draft is None else draft.config.block_size
-    return Evaluation(metrics_by_task(records, read, block_size), records, failed, facts)

@@ -10,6 +10,7 @@ import torch
 
 from ..scheduling.calibration import PositionCalibration, conditional_auc, measure_calibration
 from ..scheduling.rounds import Rounds
+from .decode_prompts import Answer
 from .tables import markdown_table, number
 
 COLUMNS = (
@@ -17,55 +18,6 @@ COLUMNS = (
     "draft / verify / rest, ms", "first token, ms",
 )  # fmt: skip
 COMPARED_COLUMNS = ("speed-up, median over median (quartiles of single turns)", "identical", "best up to rounding")
-
-
-@dataclass(frozen=True)
-class PlainTurn:
-    """The same turn, decoded by the target alone."""
-
-    num_tokens: int
-    prefill_seconds: float
-    seconds: float
-    identical: bool | None  # whether the tokens are the same; `None` where both are drawn at random
-    num_best: int | None = None  # drafted tokens that are the target's best up to rounding; `None` if not checked
-
-
-@dataclass(frozen=True)
-class TurnRecord:
-    """One answered turn."""
-
-    task: str
-    prompt: int  # its conversation among the sound ones of the task, from 0
-    turn: int  # its place in the conversation, from 0
-    num_prompt_tokens: int  # of the conversation before it
-    num_tokens: int  # written
-    prefill_seconds: float  # from the call until its first new token
-    seconds: float  # its share of the call's duration, in proportion to its tokens
-    rows_together: int  # turns that its call decoded
-    peak_memory_mib: float | None  # allocated by the call on an accelerator; by the process so far on a CPU
-    rounds: Rounds  # empty without a draft
-    plain: PlainTurn | None = None  # the turn without a draft, if compared
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what a JSON file holds; `plain` only if compared."""
-        kept = vars(self) | {"rounds": self.rounds.to_dict(), "plain": self.plain and asdict(self.plain)}
-        return {name: value for name, value in kept.items() if name != "plain" or value is not None}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "TurnRecord":
-        """Read what `to_dict` returned."""
-        plain = PlainTurn(**record["plain"]) if "plain" in record else None
-        return cls(**(dict(record) | {"rounds": Rounds.from_dict(record["rounds"]), "plain": plain}))
-
-
-@dataclass(frozen=True)
-class RoundTimes:
-    """Mean seconds of a round, however many requests it served."""
-
-    draft: float
-    verify: float
-    rest: float
-    total: float
 
 
 @dataclass(frozen=True)
@@ -102,26 +54,27 @@ class Metrics:
     auc: float | None  # of c_k against acceptance, over all slots after an accepted prefix
     calibration: list[PositionCalibration]  # with the bins of a reliability diagram
     tokens_per_second: float | None  # over all turns, prefill included
-    seconds_per_round: RoundTimes | None  # a round of several requests counts once
+    seconds_per_round: dict[str, float] | None  # draft, verify, rest, total; a round of several requests counts once
     time_to_first_token: float | None  # median over the turns, in seconds
     peak_memory_mib: float | None  # highest of all turns
     speedup: Speedup | None  # against plain decoding, if compared
 
     @classmethod
-    def of(cls, records: Sequence[TurnRecord], block_size: int) -> "Metrics":
+    def of(cls, answers: Sequence[Answer], block_size: int) -> "Metrics":
         """Sum up turns; γ is 0 without a draft."""
-        rounds = Rounds.joined(record.rounds for record in records)
+        rounds = Rounds.joined(answer.rounds for answer in answers)
         confidences = rounds.confident_rounds()
         calibration = [] if confidences is None else measure_calibration(confidences)
         calibration = [part for part in calibration if part.num_rounds]
         ece = {part.position: part.ece for part in calibration}
         positions = range(1, block_size + 1)
-        seconds = sum(record.seconds for record in records)
-        tokens = sum(record.num_tokens for record in records)
-        memory = [record.peak_memory_mib for record in records if record.peak_memory_mib is not None]
+        seconds = sum(answer.seconds for answer in answers)
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        first_tokens = [answer.prefill_seconds for answer in answers]
+        memory = [answer.peak_memory_mib for answer in answers if answer.peak_memory_mib is not None]
         return cls(
-            prompts=len({(record.task, record.prompt) for record in records}),
-            turns=len(records),
+            prompts=len({(answer.group, answer.index) for answer in answers}),
+            turns=len(answers),
             rounds=rounds.rounds,
             tokens=tokens,
             tau=_known(rounds.tau),
@@ -131,15 +84,15 @@ class Metrics:
             acceptance_rate=_known(rounds.acceptance_rate),
             proposed_per_round=sum(rounds.proposed) / rounds.rounds if rounds.rounds else None,
             ece=[ece.get(position) for position in positions] if calibration else [],
-            ece_mean=_mean([part.ece for part in calibration]),
-            brier=_mean([part.brier for part in calibration]),
+            ece_mean=statistics.fmean(ece.values()) if ece else None,
+            brier=statistics.fmean(part.brier for part in calibration) if calibration else None,
             auc=None if confidences is None else conditional_auc(confidences),
             calibration=calibration,
             tokens_per_second=tokens / seconds if seconds else None,
-            seconds_per_round=round_times(rounds),
-            time_to_first_token=statistics.median(record.prefill_seconds for record in records) if records else None,
+            seconds_per_round=seconds_per_round(rounds),
+            time_to_first_token=statistics.median(first_tokens) if first_tokens else None,
             peak_memory_mib=max(memory, default=None),
-            speedup=speedup(records),
+            speedup=speedup(answers),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,27 +100,25 @@ class Metrics:
         return asdict(self)
 
 
-def metrics_by_task(records: Sequence[TurnRecord], tasks: Iterable[str], block_size: int) -> dict[str, Metrics]:
+def metrics_by_task(answers: Sequence[Answer], tasks: Iterable[str], block_size: int) -> dict[str, Metrics]:
     """Return the metrics of each task, and of `all` of them together."""
-    found = {task: Metrics.of([record for record in records if record.task == task], block_size) for task in tasks}
-    return found | {"all": Metrics.of(records, block_size)}
+    found = {task: Metrics.of([answer for answer in answers if answer.group == task], block_size) for task in tasks}
+    return found | {"all": Metrics.of(answers, block_size)}
 
 
-def round_times(rounds: Rounds) -> RoundTimes | None:
-    """Return the mean seconds of a round; `None` without rounds."""
+def seconds_per_round(rounds: Rounds) -> dict[str, float] | None:
+    """Return the mean seconds of a round by phase, however many requests it served; `None` without rounds."""
     count = sum(1 / each.num_requests for each in rounds.seconds)
-    if not count:
-        return None
-    names = ("draft_seconds", "verify_seconds", "rest_seconds", "total_seconds")
-    return RoundTimes(*(getattr(rounds, name) / count for name in names))
+    names = ("draft", "verify", "rest", "total")
+    return {name: getattr(rounds, f"{name}_seconds") / count for name in names} if count else None
 
 
-def speedup(records: Iterable[TurnRecord]) -> Speedup | None:
+def speedup(answers: Iterable[Answer]) -> Speedup | None:
     """Compare the turns that were decoded both ways; `None` if none was."""
-    pairs = [(record, record.plain) for record in records if record.plain is not None]
+    pairs = [(answer, answer.plain) for answer in answers if answer.plain is not None]
     if not pairs:
         return None
-    drafted = [record.seconds / record.num_tokens for record, _ in pairs]
+    drafted = [answer.seconds / len(answer.token_ids) for answer, _ in pairs]
     plain = [turn.seconds / turn.num_tokens for _, turn in pairs]
     ratios = torch.tensor([slow / fast for slow, fast in zip(plain, drafted, strict=True)], dtype=torch.double)
     quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.double)).tolist()
@@ -211,7 +162,7 @@ def _row(name: str, part: Metrics, compared: bool) -> list[Any]:
         " ".join(map(number, part.acceptance)) or None,
         None if part.ece_mean is None else f"{part.ece_mean:.1%}",
         number(part.tokens_per_second, 1),
-        times and " / ".join(f"{1e3 * seconds:.2f}" for seconds in (times.draft, times.verify, times.rest)),
+        times and " / ".join(f"{1e3 * times[phase]:.2f}" for phase in ("draft", "verify", "rest")),
         None if first is None else f"{1e3 * first:.1f}",
     ]  # fmt: skip
     if not compared or speed is None:
@@ -223,7 +174,3 @@ def _row(name: str, part: Metrics, compared: bool) -> list[Any]:
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None

@@ -1,39 +1,34 @@
 """Result files: what was measured, of which pair, with its provenance. Cards and figures are made of nothing else."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..decoding.call import effective_config
-from ..files import digest, replace_text
+from ..files import replace_text
 from ..formats.checkpoint import read_json
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
-from ..scheduling.costs import ThroughputTable
-from ..scheduling.policies import Policy
 from ..targets.fingerprint import weight_hash
 from ..targets.support import TargetSupport
 
 # What a result file of each kind must hold, besides who was measured and where.
 REQUIRED = {
-    "acceptance": {"sampling": dict, "policy": str, "domains": dict},
+    "acceptance": {"sampling": dict, "policy": dict | str, "domains": dict},
     "evaluation": {
-        "sampling": dict, "policy": str | None, "max_new_tokens": int | None, "batch_size": int, "tasks": dict,
-        "failed": list, "records": list,
+        "sampling": dict, "policy": dict | str | None, "max_new_tokens": int | None, "batch_size": int, "tasks": dict,
+        "failed": list,
     },
     "calibration": {
         "domain": str, "num_prompts": int, "ece_before": list, "ece_after": list, "auc": float | int | None,
     },
     "training": {"arguments": dict, "num_rows": int | None, "steps": int, "metrics": dict},
 }  # fmt: skip
-WHOLE_BLOCK = "FullBlock()"
 COMMON = {"kind": str, "provenance": dict, "target": dict, "draft": dict}
-MAX_BYTES = 2**29  # an evaluation keeps every round
+MAX_BYTES = 2**29  # evaluations of earlier versions kept every round
 UNFINISHED = "*.settings.json"  # beside what an interrupted run has finished: no result
 # How `generate()` samples unless its arguments or the target's generation config say something else.
 SAMPLED_BY_DEFAULT = {"temperature": 1.0, "top_k": 50}
@@ -65,22 +60,6 @@ def describe_draft(draft: DraftModel) -> dict[str, Any]:
     }
 
 
-def describe_policy(policy: Policy) -> str:
-    """Return what identifies a policy: its values, of a whole table of costs a hash."""
-    values = (
-        {part.name: getattr(policy, part.name) for part in fields(policy) if part.repr}
-        if is_dataclass(policy)
-        else {name: value for name, value in vars(policy).items() if isinstance(value, (str, int, float))}
-    )
-    return f"{type(policy).__name__}({', '.join(f'{name}={_described(value)}' for name, value in values.items())})"
-
-
-def _described(value: Any) -> str:
-    if hasattr(value, "plan_verify"):
-        return describe_policy(value)
-    return f"{type(value).__name__}[{digest(repr(value))[:8]}]" if isinstance(value, ThroughputTable) else repr(value)
-
-
 def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedModel, seed: int) -> dict[str, Any]:
     """Return how a target decodes: `do_sample`, the distribution that is sampled with the seed, and
     `max_new_tokens`."""
@@ -100,16 +79,8 @@ def write_result(
     result = {"kind": kind, "provenance": origin, "target": dict(target), "draft": dict(draft), **found}
     _check(result, str(path))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_text(Path(path), _as_text(result))
+    replace_text(Path(path), json.dumps(result, indent=1, allow_nan=False) + "\n")
     return result
-
-
-def _as_text(result: Mapping[str, Any]) -> str:
-    """Return the JSON of a result; records, which are many and long, in a line each."""
-    records = ",\n".join(json.dumps(record, allow_nan=False) for record in result.get("records", ()))
-    rest = {name: value for name, value in result.items() if name != "records"}
-    text = json.dumps(rest, indent=1, allow_nan=False)
-    return f'{text[:-2]},\n "records": [\n{records}\n ]\n}}\n' if "records" in result else f"{text}\n"
 
 
 def result_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -164,16 +135,15 @@ def regime_of(sampling: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def short_policy(policy: str | None) -> str:
-    """Return a policy's repr without the tables inside it."""
-    text = policy or WHOLE_BLOCK
-    threshold = re.search(r"ConfidenceThreshold\(threshold=([\d.eE+-]+), cumulative=(True|False)\)", text)
-    if threshold:
-        return f"{'survival' if threshold[2] == 'True' else 'confidence'} threshold {float(threshold[1]):g}"
-    names = re.findall(r"([A-Z]\w*(?:Block|Scheduler|Drafting|Limit))\b", text)
-    if not names or names[0] == "FullBlock":
-        return "whole block" if names else text
-    limits = re.findall(r"tpot_seconds=([\d.eE+-]+), mode='(\w+)'", text)
-    shown = [f"{1e3 * float(seconds):g} ms, {mode}" for seconds, mode in limits]
-    shown += [f"lag {lag}" for lag in re.findall(r"\blag=(\d+)", text)]
-    return ", ".join([" of ".join(names), *shown])
+def short_policy(policy: Mapping[str, Any] | str | None) -> str:
+    """Return what `Policy.to_dict` said in a few words; `None` stands for whole blocks, as a name may for a policy."""
+    if not isinstance(policy, Mapping):
+        policy = {"name": (policy or "FullBlock").removesuffix("()")}
+    if policy["name"] == "FullBlock":
+        return "whole block"
+    if policy["name"] == "ConfidenceThreshold":
+        return f"{'survival' if policy['cumulative'] else 'confidence'} threshold {policy['threshold']:g}"
+    shown = [policy["name"] + (f" of {short_policy(policy['policy'])}" if "policy" in policy else "")]
+    shown += [f"{1e3 * policy['tpot_seconds']:g} ms"] if policy.get("tpot_seconds") else []
+    shown += [f"lag {policy['lag']}"] if policy.get("lag") else []
+    return ", ".join(shown)

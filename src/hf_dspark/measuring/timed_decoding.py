@@ -2,21 +2,21 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ..decoding.batch import end_token_ids, left_padded, new_tokens, pad_token_id
 from ..decoding.call import effective_config
 from ..models.modeling_draft import DraftModel
 from ..scheduling.rounds import Rounds
 from ..targets.support import TargetSupport
 
 MIB = 2**20
+TOKENS_TO_WARM_UP = 16
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,20 @@ class TimedCall:
     prefill_seconds: float  # from the call until the first new tokens
     seconds: float  # from the call until its return
     peak_memory_mib: float | None  # of the call on an accelerator; of the process so far on a CPU
-    statistics: Rounds | None  # of the rounds, if there was a draft
+    rounds: Rounds  # empty without a draft
 
     def seconds_of(self, row: int) -> float:
         """Return a row's share of the call, in proportion to its tokens."""
         return self.seconds * len(self.token_ids[row]) / sum(map(len, self.token_ids))
+
+
+def warm_up(
+    target: PreTrainedModel, prompt: Sequence[int], drafts: Iterable[DraftModel | None], **options: Any
+) -> None:
+    """Decode a little with each of some drafts, `None` for none, so that one-time costs are not timed later."""
+    few = {"max_new_tokens": TOKENS_TO_WARM_UP}
+    for draft in drafts:
+        timed_call(target, [prompt[:TOKENS_TO_WARM_UP]], draft=draft, **(options | few))
 
 
 def timed_call(
@@ -43,9 +52,12 @@ def timed_call(
 ) -> TimedCall:
     """Decode prompts together, with a draft or without, and measure it; the global generators stay as they were."""
     config = effective_config(target, generate_kwargs)
-    padding = pad_token_id(config)
-    device = TargetSupport.of(target).input_device
-    input_ids, attention_mask = left_padded(prompts, padding, device)
+    ends = end_token_ids(config)
+    padding = int(config.pad_token_id) if config.pad_token_id is not None else (ends or [0])[0]
+    device, width = TargetSupport.of(target).input_device, max(map(len, prompts))
+    left_padded = [[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    input_ids, attention_mask = torch.tensor(left_padded, device=device), torch.tensor(masks, device=device)
     options = dict(generate_kwargs) | {"pad_token_id": padding}
     clock = _FirstTokenClock(device)
     if draft is None:  # rounds note when they begin, and need no criterion of ours
@@ -61,16 +73,36 @@ def timed_call(
         sequences = target.generate(input_ids, attention_mask=attention_mask, **options)
         synchronize(device)
         seconds = time.perf_counter() - started
-    statistics = None if draft is None else draft.last_stats
-    first = clock.first if statistics is None else statistics.first_round_at
-    rows, ends = sequences[:, input_ids.shape[1] :].tolist(), end_token_ids(config)
+    rounds = Rounds() if draft is None else draft.last_stats
+    first = clock.first if draft is None else rounds.first_round_at
+    is_filled_up = len(prompts) > 1 and may_end_early(config, generate_kwargs)
     return TimedCall(
-        token_ids=[new_tokens(row, ends, padding if len(rows) > 1 else None) for row in rows],
+        token_ids=[_new_tokens(row, ends, padding if is_filled_up else None) for row in sequences[:, width:].tolist()],
         prefill_seconds=seconds if first is None else first - started,
         seconds=seconds,
         peak_memory_mib=_peak_memory_mib(device),
-        statistics=statistics,
+        rounds=rounds,
     )
+
+
+def end_token_ids(config: GenerationConfig) -> list[int]:
+    ends = config.eos_token_id
+    return [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+
+
+def may_end_early(config: GenerationConfig, generate_kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a rule other than an end-of-sequence token can end a row: a batch does not say where it did."""
+    return bool(config.stop_strings or config.max_time or generate_kwargs.get("stopping_criteria"))
+
+
+def _new_tokens(row: list[int], ends: Sequence[int], padding: int | None) -> list[int]:
+    """Return what a row got up to its end: an end-of-sequence token, or where padding begins to fill it up."""
+    for place, token in enumerate(row):
+        if token in ends:
+            return row[: place + 1]
+    while len(row) > 1 and row[-1] == padding:
+        row = row[:-1]
+    return row
 
 
 @contextmanager
