@@ -309,7 +309,7 @@ def test_scheduling_works_as_soon_as_the_machine_is_profiled(answer, refusal, st
     assert json.loads(Path("sps.json").read_text()).items() >= table.items()
     assert answer(f"profile {PAIR} --show")["table"]["provenance"]["spread"] == 0.0
     policy = answer(f"generate {PAIR} --policy scheduled --max_new_tokens 4 up")["policy"]
-    assert policy.startswith("Scheduler(cost=ThroughputTable[")
+    assert policy["name"] == "Scheduler" and policy["cost"]
 
 
 def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock):
