@@ -82,8 +82,8 @@ def tokens_of(function: str, target, draft, prompts, tokenizer, folder) -> list[
         hf_dspark.regenerate(target, prompts, tokenizer, folder / "answers.jsonl", **options)
         return [json.loads(line)["completion_ids"] for line in (folder / "answers.jsonl").read_text().splitlines()]
     if function == "evaluate":
-        hf_dspark.evaluate(target, draft, {"task": prompts}, tokenizer, folder / "result.json", **options)
-        return [record["num_tokens"] for record in json.loads((folder / "result.json").read_text())["records"]]
+        found = hf_dspark.evaluate(target, draft, {"task": prompts}, tokenizer, folder / "result.json", **options)
+        return [answer.token_ids for answer in found.answers]
     hf_dspark.calibrate(target, draft, prompts, tokenizer, output_file=folder / "rounds.jsonl", **options)
     return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
 
