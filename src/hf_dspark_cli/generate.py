@@ -16,7 +16,7 @@ from hf_dspark.measuring.timed_decoding import warm_up
 from hf_dspark.scheduling.rounds import Rounds
 
 from . import Console, said
-from .models import choose_policy, generate_kwargs, is_sampled, load_models, note_faults, values_of
+from .models import choose_policy, generate_kwargs, load_models, note_faults, values_of
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
