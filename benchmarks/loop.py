@@ -48,7 +48,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_dspark import FullBlock
-from hf_dspark.measuring.profile import _passes_by_slots as passes_by_slots
+from hf_dspark.measuring.profile import passes_by_slots
 from hf_dspark.models.slot_cache import SlotCache
 from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.targets.support import TargetSupport
@@ -86,11 +86,11 @@ class Passes:
     def measure(self, repetitions: int, packed: bool = False) -> None:
         """Time each pass many times in a row, as it runs in a loop of its own."""
         with kernels(self.target, self.draft, packed):
-            with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
-                self._time("verify", lambda: by_slots(self.block), repetitions)
+            by_slots = passes_by_slots(self.target, self.prompt, self.rows)
+            self._time("verify", lambda: by_slots(self.block), repetitions)
             if TargetSupport.of(self.target).keeps_states:
-                with passes_by_slots(self.target, self.prompt, self.rows) as by_slots:
-                    self._time("verify_alone", lambda: by_slots(self.block, accepted=0), repetitions)
+                alone = passes_by_slots(self.target, self.prompt, self.rows)
+                self._time("verify_alone", lambda: alone(self.block, accepted=0), repetitions)
             self._time("draft", self.draft_blocks, repetitions)
         cache = DynamicCache(config=self.target.config)
         self.target(self.prompt.expand(self.rows, -1), past_key_values=cache, logits_to_keep=1)

@@ -107,13 +107,13 @@ def test_targets_with_sliding_windows_can_be_measured(family, make_draft):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_sizes": ()}, "batch_sizes must be increasing"),
-        ({"batch_sizes": (2, 1)}, "batch_sizes must be increasing"),
+        ({"batch_sizes": ()}, "batch_sizes must be two or more increasing"),
+        ({"batch_sizes": (2, 1)}, "batch_sizes must be two or more increasing"),
         ({"batch_sizes": (2, 4)}, "must begin with 1"),
-        ({"context_lengths": (0,)}, "context_lengths must be increasing"),
-        ({"context_lengths": (256,)}, "stay below the target's 256"),
-        ({"batch_sizes": (1,)}, "at least two batch sizes"),
-        ({"context_lengths": (8,)}, "two context lengths"),
+        ({"context_lengths": (0, 8)}, "context_lengths must be two or more increasing"),
+        ({"context_lengths": (8, 256)}, "stay below the target's 256"),
+        ({"batch_sizes": (1,)}, "batch_sizes must be two or more"),
+        ({"context_lengths": (8,)}, "context_lengths must be two or more"),
         ({"repetitions": 0}, "repetitions must be at least 1"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, calibrate, evaluate, profile_throughput
-from hf_dspark.measuring.profile import _passes_by_slots
+from hf_dspark.measuring.profile import passes_by_slots
 from hf_dspark.targets.recurrent import Mixer
 from tests.hybrids import HAVE_PROTOCOL, build
 
@@ -35,16 +35,15 @@ def test_a_profile_measures_passes_that_read_accepted_tokens_again(monkeypatch):
     advance = Mixer._advance
     monkeypatch.setattr(Mixer, "_advance", lambda *args: advanced.append(args[-1]) or advance(*args))
     prompt = torch.arange(12)[None]
-    with _passes_by_slots(target, prompt, 2) as run:
-        for width in (5, 5, 1, 1):
-            advanced.clear()
-            run(torch.ones(2, width, dtype=torch.long))
-            last = set(advanced)
-    assert last == {1}  # all of the block of one token
-    with _passes_by_slots(target, prompt, 2) as run:
-        for _ in range(2):
-            advanced.clear()
-            run(torch.ones(2, 5, dtype=torch.long))
+    run = passes_by_slots(target, prompt, 2)
+    for width in (5, 5, 1, 1):
+        advanced.clear()
+        run(torch.ones(2, width, dtype=torch.long))
+    assert set(advanced) == {1}  # all of the block of one token
+    run = passes_by_slots(target, prompt, 2)
+    for _ in range(2):
+        advanced.clear()
+        run(torch.ones(2, 5, dtype=torch.long))
     assert set(advanced) == {3}
 
 

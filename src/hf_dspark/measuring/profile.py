@@ -3,14 +3,12 @@
 import functools
 import itertools
 import math
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,15 +94,19 @@ def profile_throughput(
     fast = fast_linears(target, draft) if support.slot_obstacle is None else nullcontext()
     with fast:
         for context_length, requests in tqdm(settings, desc="profiling", disable=None):
-            setting = (requests, context_length)
-            with _verify_passes(target, lengths[requests], *setting) as passes:
-                passes = [*passes, _draft_pass(draft, *setting)]
-                if requests == 1 and draft.grows_trees and support.tree_obstacle is None:
-                    passes += _rounds(target, draft, context_length)
-                for name, part in _believable(passes, *setting, repetitions, draft.device).items():
-                    samples[name] += part
+            passes = _verify_passes(target, lengths[requests], requests, context_length)
+            passes.append(_draft_pass(draft, requests, context_length))
+            if requests == 1 and draft.grows_trees and support.tree_obstacle is None:
+                passes += _rounds(target, draft, context_length)
+            for _ in range(ATTEMPTS):
+                found = _measured(passes, requests, context_length, repetitions, draft.device)
+                if not any(map(fault_of, found.values())):
+                    break
+            for name, part in found.items():
+                samples[name] += part
     draft.last_stats = last_stats  # the user's
-    profile = _summarise(Machine.of(target, draft), samples, context_lengths[0], gamma)
+    machine = Machine.of(target, draft)
+    profile = ThroughputProfile(machine, _table(machine, samples, context_lengths[0], gamma), samples)
     if profile.fault is not None:
         again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
         warnings.warn(f"this measurement is not kept: {profile.fault}, {ATTEMPTS} times; {again}", stacklevel=3)
@@ -114,22 +116,12 @@ def profile_throughput(
     return profile
 
 
-@dataclass(frozen=True)
-class _Pass:
+class _Pass(NamedTuple):
     """One kind of pass, ready to run again and again."""
 
     samples: str  # which ones it belongs to
     verify_tokens: int
     run: Callable[[], None]
-
-
-def _believable(passes: Sequence[_Pass], *setting: Any) -> dict[str, list[Sample]]:
-    """Measure until the samples can be believed, a few times at most."""
-    for _ in range(ATTEMPTS):
-        found = _measured(passes, *setting)
-        if not any(map(fault_of, found.values())):
-            break
-    return found
 
 
 def _measured(
@@ -139,55 +131,42 @@ def _measured(
     rounds = [[_seconds_of(each.run, device) for each in passes] for _ in range(1 + repetitions)][1:]
     found: dict[str, list[Sample]] = {each.samples: [] for each in passes}
     for each, times in zip(passes, zip(*rounds, strict=True), strict=True):
-        sample = Sample(requests, each.verify_tokens, requests * context_length, *_middle(times))
-        found[each.samples].append(sample)
+        lower, median, upper = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
+        spread = (upper - lower) / median
+        found[each.samples].append(Sample(requests, each.verify_tokens, requests * context_length, median, spread))
     return found
-
-
-def _middle(times: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and how far apart the middle half lies, as a part of it."""
-    if len(times) == 1:
-        return times[0], 0.0
-    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
-    return median, (upper - lower) / median
 
 
 def _check_settings(
     target: PreTrainedModel, batch_sizes: Sequence[int], context_lengths: Sequence[int], repetitions: int
 ) -> None:
     for name, values in (("batch_sizes", batch_sizes), ("context_lengths", context_lengths)):
-        if not values or min(values) < 1 or list(values) != sorted(set(values)):
-            raise ValueError(f"{name} must be increasing whole numbers from 1 up, got {list(values)}")
+        if len(values) < 2 or min(values) < 1 or list(values) != sorted(set(values)):
+            raise ValueError(
+                f"{name} must be two or more increasing whole numbers from 1 up, got {list(values)}: one alone does "
+                "not tell tokens, context and overhead apart"
+            )
     if batch_sizes[0] != 1:
         raise ValueError(f"batch_sizes must begin with 1, got {list(batch_sizes)}: the table begins with one request")
     longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and context_lengths[-1] >= longest:
         raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
-    if len(batch_sizes) < 2 or len(context_lengths) < 2:
-        raise ValueError(
-            "telling tokens, context and overhead apart takes at least two batch sizes and two context lengths, got "
-            f"{list(batch_sizes)} and {list(context_lengths)}"
-        )
     if repetitions < 1:
         raise ValueError(f"repetitions must be at least 1, got {repetitions}")
 
 
-@contextmanager
-def _verify_passes(
-    target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int
-) -> Iterator[list[_Pass]]:
-    """Prefill, and yield a pass over 1 + length tokens per request for each draft length."""
+def _verify_passes(target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int) -> list[_Pass]:
+    """Prefill, and return a pass over 1 + length tokens per request for each draft length."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    start_pass = _passes_by_slots if TargetSupport.of(target).slot_obstacle is None else _passes_by_columns
+    passes_by = passes_by_slots if TargetSupport.of(target).slot_obstacle is None else _passes_by_columns
     prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
     blocks = [torch.arange(requests * (1 + length), device=target.device) % vocab_size for length in lengths]
-    with start_pass(target, prompt, requests) as run:
-        yield [_Pass("target", len(block), functools.partial(run, block.view(requests, -1))) for block in blocks]
+    run = passes_by(target, prompt, requests)
+    return [_Pass("target", len(block), functools.partial(run, block.view(requests, -1))) for block in blocks]
 
 
-@contextmanager
-def _passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Iterator[Callable[..., None]]:
-    """Prefill as hf_dspark's loop does; what is yielded runs tokens `[requests, n]` after the prompt.
+def passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Callable[..., None]:
+    """Prefill as hf_dspark's loop does; return what runs tokens `[requests, n]` after the prompt.
 
     Recurrent layers read accepted tokens again in the next pass. So half of each block is `accepted`, unless given.
     """
@@ -203,14 +182,11 @@ def _passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: in
         start += math.ceil(part * width) if accepted is None else accepted
 
     run(prompt.expand(requests, -1), accepted=prompt.shape[1], is_prefill=True, logits_to_keep=1)
-    yield run
+    return run
 
 
-@contextmanager
-def _passes_by_columns(
-    target: PreTrainedModel, prompt: torch.Tensor, requests: int
-) -> Iterator[Callable[[torch.Tensor], None]]:
-    """The same as transformers' assisted loop does it."""
+def _passes_by_columns(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Callable[..., None]:
+    """The same in transformers' assisted loop."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache.batch_repeat_interleave(requests)
@@ -221,7 +197,7 @@ def _passes_by_columns(
         target(tokens, past_key_values=cache, use_cache=True)
         cache.crop(-tokens.shape[1])
 
-    yield run
+    return run
 
 
 def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
@@ -295,14 +271,6 @@ def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _summarise(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputProfile:
-    provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
-    provenance["measured"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
-    provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
-    context_seconds = context_slope(samples["target"]) + context_slope(samples["draft"])
-    return ThroughputProfile(machine, _table(samples, shortest, gamma, context_seconds, provenance), samples)
-
-
 def context_slope(samples: Sequence[Sample]) -> float:
     """Return the seconds that each cached token adds: the slope of a fit on context, tokens and a constant.
 
@@ -319,10 +287,12 @@ def context_slope(samples: Sequence[Sample]) -> float:
     return slope
 
 
-def _table(
-    samples: dict[str, list[Sample]], shortest: int, gamma: int, context_seconds: float, provenance: dict[str, Any]
-) -> ThroughputTable:
+def _table(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputTable:
     """Return each point at the shortest context, less what that context costs: the table adds the actual one."""
+    provenance = {"device": machine.device, "dtype": machine.dtype, "threads": machine.threads, **machine.versions}
+    provenance["measured"] = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    provenance["spread"] = round(max(sample.spread for part in samples.values() for sample in part), 3)
+    context_seconds = context_slope(samples["target"]) + context_slope(samples["draft"])
 
     def known(name: str) -> list[tuple[Sample, float]]:
         part = [sample for sample in samples[name] if sample.context_tokens == sample.requests * shortest]
