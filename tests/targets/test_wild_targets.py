@@ -406,7 +406,7 @@ def test_adapters_by_row_work_for_one_row_and_are_refused_in_batches(make_target
     plain = target.generate(**one, **other, **PLAIN)
     assert plain.tolist() != target.generate(**one, **PLAIN).tolist()
     assert target.generate(**one, **other, assistant_model=draft, **PLAIN).tolist() == plain.tolist()
-    with pytest.raises(ValueError, match="adapter_names gives 2 rows"):
+    with pytest.raises(ValueError, match="2 sequences .* adapter_names gives rows adapters"):
         target.generate(**TWO_OF_THEM, adapter_names=["first", "other0"], assistant_model=draft, **PLAIN)
     # Nothing of the refused call remains.
     plain = target.generate(**TWO_OF_THEM, **PLAIN)

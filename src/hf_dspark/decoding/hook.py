@@ -70,6 +70,7 @@ def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | 
         call = Call.of(input_ids, prepared, **plan_call(target, draft, decoding, config, {}))
         obstacle = loop_obstacle(call, num_rows)
         if obstacle is not None:
+            restore_adapters(call.support.modules)
             raise ValueError(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
         check_call(call, draft, obstacle)
         return call
