@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback, TrainingArguments
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer
@@ -308,7 +307,7 @@ def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing
     assert trainer.evaluate()["eval_a_tau"] > 1
 
 
-def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer, tmp_path):
+def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer):
     trainer = make_trainer(max_steps=3)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     original = trainer.source.states
@@ -321,8 +320,6 @@ def test_loss_that_is_not_a_number_stops_before_the_weights_change(make_trainer,
     trainer.source.states = broken
     with pytest.raises(FloatingPointError, match="the loss is nan at step 0; .* target's own states are not finite"):
         trainer.train()
-    saved = load_file(tmp_path / "run" / "bad_batch_step_0_0.safetensors")
-    assert {"input_ids", "loss_mask", "anchor_positions"} <= saved.keys()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 

@@ -33,6 +33,7 @@ class SlotLayout:
     is_prefill: bool = False  # whether all tokens of this pass will be committed, as a prompt's are
     # Of trees: the column of each token's parent in its row, 0 for the first one. `None`: each follows the one before.
     parents: tuple[tuple[int, ...], ...] | None = None
+    _by_device: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -62,20 +63,16 @@ class SlotLayout:
         """Whether all rows have the same number of tokens: then packing is a reshape."""
         return min(self.counts) == self.width
 
-    @functools.cached_property
-    def _indices(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return {}
-
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return row in this pass, column and slot of each token, `[T]` each; made once per device."""
-        if device not in self._indices:
+        if device not in self._by_device:
             on_host = partial(torch.tensor, device="cpu")
             counts, starts, firsts = map(on_host, (self.counts, self.starts, self.first_tokens))
             rows = torch.arange(self.num_rows, device="cpu").repeat_interleave(counts, output_size=self.num_tokens)
             columns = torch.arange(self.num_tokens, device="cpu") - firsts[rows]
             index = (rows, columns, columns + starts[rows])
-            self._indices[device] = tuple(part.to(device, non_blocking=True) for part in index)
-        return self._indices[device]
+            self._by_device[device] = tuple(part.to(device, non_blocking=True) for part in index)
+        return self._by_device[device]
 
     @functools.cached_property
     def _tree(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +89,7 @@ class SlotLayout:
     def slots_of_trees(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the position of each slot, `[R, slots]`, and whether each column of a tree sees it,
         `[R, width, slots]`. Nodes of equal depth have equal positions, in slots of their own."""
-        if device not in self._slots_of_trees:
+        if (device, "trees") not in self._by_device:
             (depths, sees), slots = self._tree, torch.arange(self.end, device="cpu")
             starts = torch.tensor(self.starts, device="cpu")[:, None]
             is_node = (slots >= starts) & (slots < starts + self.width)
@@ -100,12 +97,8 @@ class SlotLayout:
             positions = torch.where(is_node, starts + depths.gather(1, columns), slots)
             among_nodes = sees.gather(2, columns[:, None].expand(-1, self.width, -1))
             visible = torch.where(is_node[:, None], among_nodes, (slots < starts)[:, None])
-            self._slots_of_trees[device] = positions.to(device), visible.to(device)
-        return self._slots_of_trees[device]
-
-    @functools.cached_property
-    def _slots_of_trees(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
-        return {}
+            self._by_device[device, "trees"] = positions.to(device), visible.to(device)
+        return self._by_device[device, "trees"]
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the packed tokens, `[1, T]`."""
@@ -264,7 +257,7 @@ class SlotCache(Cache):
         try:
             grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
         except RuntimeError as error:
-            # An accelerator raises torch.OutOfMemoryError, the CPU's allocator a RuntimeError of its own.
+            # The CPU's allocator raises a RuntimeError of its own.
             if not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
                 raise
             raise CacheMemoryError(self._memory_message(states, needed)) from error
@@ -276,18 +269,15 @@ class SlotCache(Cache):
     def _memory_message(self, states: torch.Tensor, needed: int) -> str:
         held = sum(store.nbytes for store in self._stores.values())
         num_layers = self.num_layers or max(1, len({layer_idx for layer_idx, _ in self._stores}))
-        row_bytes = 2 * num_layers * states[0, :, 0].nbytes * needed + self._state_bytes()
+        recurrent = [each for row in self.row_states for each in row.values()]
+        recurrent_bytes = sum(state.nbytes for each in recurrent for state in each.states.values())
+        row_bytes = 2 * num_layers * states[0, :, 0].nbytes * needed
+        row_bytes += 2 * recurrent_bytes // max(1, sum(map(bool, self.row_states)))  # before and after the block
         what = f"no memory for keys and values of {needed} tokens, {row_bytes / 2**30:.2f} GiB a sequence"
         if self.num_rows == 1:
             return f"{what}: shorten the prompt or lower max_new_tokens"
         fits = min(self.num_rows - 1, max(1, held // row_bytes))
         return f"{what}, for {self.num_rows} sequences: a batch of {fits} fits by what could be had so far"
-
-    def _state_bytes(self) -> int:
-        """Return the memory of the recurrent states of one row: those that it keeps, and those after its block."""
-        states = [each for row in self.row_states for each in row.values()]
-        held = sum(state.nbytes for each in states for state in each.states.values())
-        return 2 * held // max(1, sum(map(bool, self.row_states)))
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
@@ -358,7 +348,6 @@ class SlotCache(Cache):
         self.row_states = [{} for _ in range(self.num_rows)]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Not offered: pass the shorter conversation to `generate()`, which overwrites what differs."""
         raise NotImplementedError(
             "a SlotCache is not cropped: pass the shorter conversation to generate(), or crop cache.to_dynamic_cache()"
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import save_file
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
@@ -208,28 +207,21 @@ class DSparkTrainer(Trainer):
         if self.args.world_size > 1:  # all processes stop, or the others would wait for ever
             bad = self.accelerator.reduce(bad, "sum")
         if bad:
-            raise FloatingPointError(self._save_bad_batch(inputs, loss))
+            raise FloatingPointError(
+                f"the loss is {loss.item()} at step {self.state.global_step}; the weights were not changed by it. "
+                f"Likely cure: {self._likely_cure(inputs)}."
+            )
         return loss
 
-    def _save_bad_batch(self, inputs: dict[str, Any], loss: torch.Tensor) -> str:
-        step = self.state.global_step
-        path = Path(self.args.output_dir) / f"bad_batch_step_{step}_{self.args.process_index}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.cpu().contiguous() for name, value in inputs.items() if torch.is_tensor(value)}
-        save_file(tensors | {"anchor_positions": inputs["blocks"].layout.anchor_positions.cpu().contiguous()}, path)
+    def _likely_cure(self, inputs: dict[str, Any]) -> str:
         states = self.source.states(inputs, self.draft)
         parts = ((name, getattr(value, "_local_tensor", value)) for name, value in self.draft.named_parameters())
         broken = next((name for name, part in parts if not torch.isfinite(part).all()), None)
-        if not (torch.isfinite(states.features).all() and torch.isfinite(states.last_hidden).all()):
-            cure = "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
-        elif broken:
-            cure = f"the draft's weights are not finite already ({broken}): resume from an earlier checkpoint"
-        else:
-            cure = "lower learning_rate, set max_grad_norm, or train in bfloat16 instead of float16"
-        return (
-            f"the loss is {loss.item()} at step {step}; the weights were not changed by it, and the batch is in "
-            f"{path}. Likely cure: {cure}."
-        )
+        if not all(torch.isfinite(part).all() for part in states):
+            return "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
+        if broken:
+            return f"the draft's weights are not finite already ({broken}): resume from an earlier checkpoint"
+        return "lower learning_rate, set max_grad_norm, or train in bfloat16 instead of float16"
 
     # Evaluation and reports
 
@@ -349,14 +341,10 @@ class DSparkTrainer(Trainer):
     ) -> str | Future | None:
         """Save the draft and publish it, with its card and code; nothing else of `args.output_dir` is uploaded.
 
-        Args:
-            commit_message (`str`, *optional*): Of the commit.
-            blocking (`bool`): Whether to wait for the upload.
-            token, revision, private (*optional*): In place of those in `args`.
-            card: For [`~DSparkTrainer.create_model_card`].
+        Arguments are those of `Trainer.push_to_hub`; `card` is for [`~DSparkTrainer.create_model_card`].
 
         Returns:
-            `str`: URL of the commit, or a future of it; `None` but in the main process.
+            `str`: URL of the commit, or a future of it if not `blocking`; `None` but in the main process.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token or self.args.hub_token
