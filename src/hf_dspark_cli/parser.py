@@ -161,7 +161,7 @@ def train(parser: ArgumentParser) -> None:
     add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
     add("--block_size", type=count, metavar="N", help="tokens per block of a new draft (7)")
     add("--markov_rank", type=count, metavar="N", help="of a new dspark draft's Markov head (256); dflash has none")
-    add("--markov_head_type", choices=("vanilla", "gated", "rnn"), help="of a new dspark draft (vanilla)")
+    add("--markov_head_type", metavar="TYPE", help="of a new dspark draft: vanilla (default), gated or rnn")
     add("--target_layer_ids", type=int, nargs="+", metavar="LAYER", help="of the target, that a new draft reads")
     _add_target(parser)
     parser.set_defaults(kept="checkpoints are kept: --resume_from_checkpoint last goes on from the newest")

@@ -26,6 +26,7 @@ from .card import missing_facts, model_card
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
+DECODER_HEADS = ("vanilla", "gated", "rnn")  # the Markov heads that this file knows
 RESULTS_FOLDER = "results"
 CARD_FILE = "README.md"
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
@@ -119,7 +120,7 @@ def write_remote_code(folder: str | Path) -> Path:
     except PackageNotFoundError:  # run from its sources
         license = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
     (code / "LICENSE").write_text(license, encoding="utf-8")
-    if model is DSparkDraftModel:
+    if model is DSparkDraftModel and config.get("markov_head_type", "vanilla") in DECODER_HEADS:
         classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
         config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
         replace_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
