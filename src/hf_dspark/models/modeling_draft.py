@@ -246,6 +246,7 @@ class DraftModel(PreTrainedModel):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    @torch.no_grad()
     def draft_block(
         self,
         anchor_ids: torch.Tensor,
@@ -269,8 +270,11 @@ class DraftModel(PreTrainedModel):
                 `features`, the anchor after the last one; autoregressive drafts need it.
             num_tokens (`int`, *optional*): Draw so many levels at most, 1 <= n <= γ; γ unless given.
         """
-        raise NotImplementedError
+        counts = num_features or (features.shape[1],) * len(anchor_ids)
+        hidden = self.read_block(anchor_ids, features, cache, counts, committed_ids)
+        return self._draw(hidden, anchor_ids.to(self.device), cache, sampler, counts, num_tokens)
 
+    @torch.no_grad()
     def read_block(
         self,
         anchor_ids: torch.Tensor,
@@ -280,6 +284,20 @@ class DraftModel(PreTrainedModel):
         committed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read the new context as [`~DraftModel.draft_block`] does, draw nothing, and return h. DSpark Eq. 2-3."""
+        counts = num_features or (features.shape[1],) * len(anchor_ids)
+        hidden = self._read(anchor_ids, features.reshape(-1, features.shape[-1]), cache, counts, committed_ids)
+        for row, count in enumerate(counts):
+            cache.commit(row, count)
+        return hidden
+
+    def _read(self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, *more: Any) -> torch.Tensor:
+        """Write new context `[T, m*d]` into the cache; `more` are features per request, and the committed tokens."""
+        raise NotImplementedError
+
+    def _draw(
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, cache: SlotCache, sampler: Sampler, *more: Any
+    ) -> Drafts:
+        """Draw what follows the anchors from h; `more` are features per request, and how many levels are drawn."""
         raise NotImplementedError
 
     def block_layout(

@@ -354,43 +354,35 @@ class DSparkDraftModel(DraftModel):
             hidden = layer(hidden, context, rotary, attending)
         return self.norm(hidden)
 
-    @torch.no_grad()
-    def draft_block(
+    def _read(
         self,
         anchor_ids: torch.Tensor,
         features: torch.Tensor,
         cache: SlotCache,
-        sampler: Sampler,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
-        num_tokens: int | None = None,
-    ) -> Drafts:
-        hidden = self.read_block(anchor_ids, features, cache, num_features)
-        base_logits = self.base_logits(self.predicting(hidden)[:, :num_tokens])
-        return self.sample_block(hidden, base_logits, anchor_ids.to(self.device), sampler)
-
-    @torch.no_grad()
-    def read_block(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
+        counts: Sequence[int],
+        committed_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        requests, num_slots = anchor_ids.shape[0], self.config.num_slots
-        if num_features is None:
-            num_features = (features.shape[1],) * requests
-        drafting = DraftPass(cache, num_features, num_slots, self.device)
-        block_ids = torch.full((requests, num_slots), self.config.mask_token_id, device=anchor_ids.device)
+        num_slots = self.config.num_slots
+        drafting = DraftPass(cache, counts, num_slots, self.device)
+        block_ids = anchor_ids.new_full((len(counts), num_slots), self.config.mask_token_id)
         block_ids[:, 0] = anchor_ids
         block_embeds = self.embed(block_ids).flatten(0, 1)[None]
-        features = features.reshape(1, -1, features.shape[-1])
         with cache.writing(drafting.layout):
-            hidden = self.backbone(block_embeds, features, drafting.position_ids, drafting)
-        for row, count in enumerate(num_features):
-            cache.commit(row, count)
-        return hidden.view(requests, num_slots, -1)
+            hidden = self.backbone(block_embeds, features[None], drafting.position_ids, drafting)
+        return hidden.view(len(counts), num_slots, -1)
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        cache: SlotCache,
+        sampler: Sampler,
+        counts: Sequence[int],
+        num_tokens: int | None,
+    ) -> Drafts:
+        return self.sample_block(
+            hidden, self.base_logits(self.predicting(hidden)[:, :num_tokens]), anchor_ids, sampler
+        )
 
     def sample_block(
         self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler

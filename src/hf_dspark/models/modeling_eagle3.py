@@ -145,19 +145,37 @@ class Eagle3DraftModel(DraftModel):
         self.rotary = DSparkRotaryEmbedding(config)
         self.post_init()
 
-    @torch.no_grad()
-    def draft_block(
+    def _read(
         self,
         anchor_ids: torch.Tensor,
         features: torch.Tensor,
         cache: SlotCache,
+        counts: Sequence[int],
+        committed_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output of each request's last slot before the final norm, `[B, d]`."""
+        if committed_ids is None:
+            raise ValueError(
+                "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
+                "committed token after each token of features"
+            )
+        if 0 in counts:  # its last round failed: it reads a slot without features, which is not kept
+            split, blank = list(counts), features.new_zeros(1, features.shape[1])
+            features = torch.cat([own if len(own) else blank for own in features.split(split)])
+            ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
+            committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
+        layout = SlotLayout(cache.lengths[: len(counts)], tuple(max(1, count) for count in counts))
+        return self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        cache: SlotCache,
         sampler: Sampler,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
-        num_tokens: int | None = None,
+        counts: Sequence[int],
+        num_tokens: int | None,
     ) -> Drafts:
-        hidden = self.read_block(anchor_ids, features, cache, num_features, committed_ids)
-        counts = num_features or (features.shape[1],) * len(anchor_ids)
         tokens, top_k = None, self.config.draft_top_k
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
@@ -170,36 +188,6 @@ class Eagle3DraftModel(DraftModel):
                 scores, candidate_ids = largest(scores, top_k)
             tokens, _ = sampler(scores.float(), candidate_ids, None)
         return sampler.finish()
-
-    @torch.no_grad()
-    def read_block(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        num_features: Sequence[int] | None = None,
-        committed_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Read the new context, and return the output of each request's last slot before the final norm, `[B, d]`."""
-        if committed_ids is None:
-            raise ValueError(
-                "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
-                "committed token after each token of features"
-            )
-        if num_features is None:
-            num_features = (features.shape[1],) * len(anchor_ids)
-        features = features.reshape(-1, features.shape[-1])
-        if 0 in num_features:  # its last round failed: it reads a slot without features, which is not kept
-            split, blank = list(num_features), features.new_zeros(1, features.shape[1])
-            features = torch.cat([own if len(own) else blank for own in features.split(split)])
-            ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
-            committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
-        counts = tuple(max(1, count) for count in num_features)
-        layout = SlotLayout(cache.lengths[: len(counts)], counts)
-        hidden = self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
-        for row, count in enumerate(num_features):
-            cache.commit(row, count)
-        return hidden
 
     def _read_slots(
         self, hidden: torch.Tensor, token_ids: torch.Tensor, cache: SlotCache, layout: SlotLayout

@@ -1,6 +1,5 @@
 """Drafts without a draft model: what the text has said before is proposed again."""
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -49,31 +48,11 @@ class PromptLookup(DraftModel):
     def dtype(self) -> torch.dtype:
         return self._home[1]
 
-    def read_block(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        num_features: Sequence[int],
-        committed_ids: torch.Tensor | None = None,
-    ) -> None:
-        """Count the new context as read; nothing of it is kept."""
-        for row, count in enumerate(num_features):
-            cache.commit(row, count)
+    def _read(self, *given: Any) -> None:
+        """Keep nothing of the context."""
 
-    def draft_block(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        sampler: Sampler,
-        num_features: Sequence[int],
-        committed_ids: torch.Tensor | None = None,
-        num_tokens: int | None = None,
-    ) -> Drafts:
-        """Draw nothing: the sampler knows what was matched."""
-        self.read_block(anchor_ids, features, cache, num_features)
-        return sampler.finish()
+    def _draw(self, hidden: None, anchor_ids: torch.Tensor, cache: SlotCache, sampler: Sampler, *more: Any) -> Drafts:
+        return sampler.finish()  # it knows what was matched
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise a `TypeError`: there is nothing to save."""
