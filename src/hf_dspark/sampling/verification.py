@@ -62,7 +62,8 @@ def _verify_trees(drafts: DraftTrees, scores: Scores, first_rows: Sequence[int],
             for (tree, span), uniforms in zip(rows, accept_uniforms, strict=True)
         ]
         paths, following = zip(*walks, strict=True)
-        next_token_ids = draw(TokenDistribution.stack([each[None] for each in following])[0], noise.next_uniforms)
+        drawn_from = TokenDistribution.stack([each[None] for each in following])[0]
+        next_token_ids = draw(drawn_from, noise.next_uniforms).cpu()  # where the paths are
     return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths)
 
 
