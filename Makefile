@@ -4,19 +4,25 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_MIN ?= .venv-min
+VENV_NEWEST ?= .venv-newest
 ARGS ?=
 # Each test computes in one thread; tests that share a server stay together.
 WORKERS ?= --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 
 PY := $(VENV)/bin/python
 PY_MIN := $(VENV_MIN)/bin/python
+PY_NEWEST := $(VENV_NEWEST)/bin/python
 # The versions are stated once, in constraints.txt and pyproject.toml.
 TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1/p' constraints.txt)
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/transformers==\1/p' pyproject.toml)
+ANY_TRANSFORMERS := $(shell sed -n 's/.*"\(transformers>=[0-9.]*,<[0-9]*\)".*/\1/p' pyproject.toml)
+# Greedy identity on many kinds of targets, batches, queues, hybrids, conversations, and the one-file decoder.
+FAST_TESTS := tests/targets/test_model_types.py tests/targets/test_recurrent.py tests/decoding/test_lossless_batches.py \
+  tests/decoding/test_many.py tests/decoding/test_conversation.py tests/hub/test_one_file.py
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm2 smollm2 test test-slow test-gpu accelerator test-min style quality bench figures docs wheel check-python
+.PHONY: help setup demo demo-smollm2 smollm2 test test-slow test-gpu accelerator test-min test-newest test-newest-fast style quality bench figures docs wheel check-python newest-transformers
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -52,6 +58,12 @@ accelerator: setup ## measure and test what only a GPU can tell, most important 
 
 test-min: $(VENV_MIN)/.setup.stamp ## run the tests with the oldest supported transformers
 	$(PY_MIN) -m pytest $(WORKERS) $(ARGS)
+
+test-newest: newest-transformers ## run the tests with the newest transformers of the package index
+	$(PY_NEWEST) -m pytest $(WORKERS) $(ARGS)
+
+test-newest-fast: newest-transformers ## run those of them that take two minutes and tell most
+	$(PY_NEWEST) -m pytest $(WORKERS) $(FAST_TESTS) $(ARGS)
 
 style: setup ## repair and format the code
 	$(PY) -m ruff check --fix .
@@ -107,3 +119,18 @@ $(VENV_MIN)/.setup.stamp: pyproject.toml constraints.txt | check-python
 	$(PY_MIN) $(PIP_INSTALL) "$(TORCH)"
 	$(PY_MIN) $(PIP_INSTALL) -c $(VENV_MIN)/constraints.txt "$(OLDEST_TRANSFORMERS)" -e ".[dev]"
 	@touch $@
+
+# What transformers asks for by itself is not constrained.
+$(VENV_NEWEST)/.setup.stamp: pyproject.toml constraints.txt | check-python
+	@echo "== set-up of $(VENV_NEWEST) (minutes the first time): $(TORCH), $(ANY_TRANSFORMERS)"
+	@$(PY_NEWEST) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV_NEWEST)
+	@grep -vE '^(transformers|huggingface-hub|hf-xet|tokenizers|safetensors|accelerate|peft)==' constraints.txt \
+	  > $(VENV_NEWEST)/constraints.txt
+	$(PY_NEWEST) $(PIP_INSTALL) "$(TORCH)"
+	$(PY_NEWEST) $(PIP_INSTALL) -c $(VENV_NEWEST)/constraints.txt -e ".[dev]"
+	@touch $@
+
+# The index is asked each time: it may have a newer release than the environment.
+newest-transformers: $(VENV_NEWEST)/.setup.stamp
+	$(PY_NEWEST) $(PIP_INSTALL) --upgrade -c $(VENV_NEWEST)/constraints.txt "$(ANY_TRANSFORMERS)"
+	@$(PY_NEWEST) -c 'import transformers; print("== transformers", transformers.__version__)'

@@ -49,6 +49,7 @@ TEXT = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_dt_rank": 4},
     "kimi_linear": MIXED | {"num_key_value_heads": 4, "qk_rope_head_dim": 16},
+    "lara_mini": {"layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
+from hf_dspark.targets.transformers_api import cache_argument
 
 from ..hybrids import AROUND, HAVE_PROTOCOL, REFUSED, TEXT, build, known, stateful_families
 from ..rigged import rig
-from .test_recurrent import assisted, cache_argument, padded, pair_of, plain, prompts_of
+from .test_recurrent import assisted, padded, pair_of, plain, prompts_of
 
 FAMILIES = sorted({*TEXT, *AROUND} - {"glm5_next_text"})
 

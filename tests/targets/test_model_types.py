@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler, check_target
 from hf_dspark.decoding.tree_drafting import BestTrees, Chains
@@ -56,6 +56,9 @@ TYPES = {
     "ministral": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8},
     "seed_oss": {"head_dim": 8},
 }  # fmt: skip
+GPTJ = {"rotary_dim": 4, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128}
+if GPTJForCausalLM._supports_attention_backend:  # since 5.24
+    TYPES["gptj"] = GPTJ
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39], [14, 33, 20]]
 PLAIN = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
 
@@ -155,10 +158,11 @@ def test_branches_that_see_each_other_are_found(monkeypatch):
 
 OWN_ATTENTION = {
     "bloom": {"n_layer": 4, "n_head": 4},
-    "gptj": {"rotary_dim": 4, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
     "falcon": {"alibi": False, "new_decoder_architecture": False},
     "falcon_alibi": {"alibi": True, "new_decoder_architecture": False},
 }
+if "gptj" not in TYPES:
+    OWN_ATTENTION["gptj"] = GPTJ
 
 
 @pytest.mark.parametrize(("name", "facts"), OWN_ATTENTION.items(), ids=OWN_ATTENTION)

@@ -10,6 +10,7 @@ from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, generate_
 from hf_dspark.targets.recurrent import Mixer
 from hf_dspark.targets.slot_attention import PackedTarget
 from hf_dspark.targets.support import TargetSupport
+from hf_dspark.targets.transformers_api import cache_argument
 
 from ..hybrids import HAVE_PROTOCOL, build
 from ..rigged import rig
@@ -57,10 +58,6 @@ def assisted(target, draft, prompts, new_tokens, **options):
     width = max(map(len, prompts))
     rows = [row[width - len(prompt) :] for row, prompt in zip(sequences, prompts, strict=True)]
     return rows, output
-
-
-def cache_argument(target):
-    return "cache_params" if "mamba" in target.config.model_type else "past_key_values"
 
 
 @pytest.mark.parametrize("right_part", [0.0, 0.6, 1.0])

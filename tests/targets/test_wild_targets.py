@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForImageTextToText, LogitsProcessorList
+from transformers.integrations import peft as peft_integration
 
 from hf_dspark import (
     DecodingOptions,
@@ -287,6 +288,8 @@ def switched(target):
 
 def added_by_transformers(target):
     torch.manual_seed(2)
+    needed = peft_integration.MIN_PEFT_VERSION
+    pytest.importorskip("peft", minversion=needed, reason=f"this transformers adds adapters of PEFT {needed}")
     target.add_adapter(lora(), "first")
     return target.eval()
 

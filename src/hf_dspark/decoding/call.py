@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..models.modeling_draft import DraftModel
+from ..targets.transformers_api import output_cache_name
 from .conversation import Conversation, PromptRow, num_layers, open_cache, read_prompt
 from .drafter import Drafter
 from .logits_processing import processors_of_row
@@ -56,7 +57,8 @@ def decode_call(
     if not config.return_dict_in_generate:
         return sequences
     kept = given if call.fills_users_cache else cache
-    return GenerateDecoderOnlyOutput(sequences=sequences, past_key_values=kept, **loop.recording.by_step(requests))
+    recorded = {output_cache_name(): kept, **loop.recording.by_step(requests)}
+    return GenerateDecoderOnlyOutput(sequences=sequences, **recorded)
 
 
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:

@@ -15,6 +15,7 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_costs import find_cost
 from ..targets.adapters import restore_adapters
 from ..targets.support import TargetSupport
+from ..targets.transformers_api import warn_if_untested
 from .call import decode_call
 from .checks import (
     loop_obstacle,
@@ -98,6 +99,7 @@ def plan_call(
     cutoff: dict[str, Any],
 ) -> dict[str, Any]:
     """Check what is known before the prompt is read; return the call's policy, limits, options and target."""
+    warn_if_untested()
     support = TargetSupport.of(target)
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
     refuse([*support.draft_obstacles(draft.config), *option_obstacles(config, schedule, max_drafts)])

@@ -19,6 +19,7 @@ from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
 from ..targets.support import TargetSupport
+from ..targets.transformers_api import CACHE_ARGUMENTS
 from .call import make_request
 from .conversation import num_layers, read_prompt
 from .drafter import Drafter
@@ -94,7 +95,7 @@ def generate_many(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     several(prompts)
-    for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "streamer"):
+    for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS, "streamer"):
         if generate_kwargs.get(name) is not None:
             raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
     prepare = prepare_with(draft, batch_size, decoding)

@@ -15,6 +15,7 @@ from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
+from ..targets.transformers_api import pop_cache
 from .logits_processing import Prefix, is_built_in
 
 # Looked up without a call.
@@ -41,7 +42,7 @@ class Call:
         """Sort what `generate()` passes to a decoding method."""
         names = ("logits_processor", "stopping_criteria", "generation_config")
         model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
-        cache = model_kwargs.pop("cache_params", model_kwargs.pop("past_key_values", None))  # Mamba has its own name
+        cache = pop_cache(model_kwargs)
         if getattr(cache, "_is_user_defined", False) or isinstance(cache, SlotCache):
             model_kwargs["past_key_values"] = cache  # any other one is new
         return cls(input_ids, *(prepared[name] for name in names), model_kwargs, **others)

@@ -21,11 +21,12 @@ from ..decoding.many import generate_many
 from ..files import digest
 from ..models.modeling_draft import DraftModel
 from ..scheduling.rounds import Rounds
+from ..targets.transformers_api import CACHE_ARGUMENTS
 from .rounding import count_best
 from .timed_decoding import end_token_ids, timed_call
 
 MADE_HERE = {
-    "input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "assistant_model",
+    "input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS, "assistant_model",
     "num_return_sequences", "return_dict_in_generate", "max_length", "streamer",
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ from ..scheduling.step_costs import Machine, Sample, ThroughputProfile, cache_fo
 from ..scheduling.tree_plans import MOST_NODES
 from ..targets.slot_attention import PackedTarget
 from ..targets.support import TargetSupport
+from ..targets.transformers_api import cache_argument
 from .timed_decoding import synchronize
 
 TREE_NODES = (7, 15, 31)
@@ -188,13 +189,14 @@ def passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int
 def _passes_by_columns(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Callable[..., None]:
     """The same in transformers' assisted loop."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    options = {cache_argument(target): cache, "use_cache": True}
+    target(prompt, logits_to_keep=1, **options)
     cache.batch_repeat_interleave(requests)
     if hasattr(cache, "activate_past_recording"):  # else sliding layers forget what cropping brings back
         cache.activate_past_recording()
 
     def run(tokens: torch.Tensor) -> None:
-        target(tokens, past_key_values=cache, use_cache=True)
+        target(tokens, **options)
         cache.crop(-tokens.shape[1])
 
     return run

@@ -1,7 +1,6 @@
 """[`TargetSupport`]: what the user's model is. It is read once per model, and anew when the model changes."""
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Sequence
@@ -9,16 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from ..models.modeling_draft import check_fits, input_device, lm_head_of
 from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer
 from .row_attention import RowAttention
+from .transformers_api import cache_argument, state_cache_obstacle
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -169,8 +167,7 @@ class TargetSupport:
     @functools.cached_property
     def cache_argument(self) -> str:
         """Under which name the target takes its cache; Mamba has one of its own."""
-        names = inspect.signature(self.target.forward).parameters
-        return "cache_params" if "cache_params" in names else "past_key_values"
+        return cache_argument(self.target)
 
     # ---- what it is
 
@@ -247,9 +244,8 @@ class TargetSupport:
 
     @property
     def _state_obstacle(self) -> str | None:
-        if not hasattr(Cache, "get_conv_state"):
-            version = transformers.__version__
-            return f"{self.name} keeps a recurrent state, which takes transformers 5.23 or later (this is {version})"
+        if (needed := state_cache_obstacle()) is not None:
+            return f"{self.name} keeps a recurrent state, which takes {needed}"
         facts = MIXERS.get(self.text.model_type)
         known = ATTENTION_LAYERS | RECURRENT_LAYERS | (INDEXED_LAYERS if facts and facts.indexed else set())
         if facts is None or not self.by_rows or not known.issuperset(self.kinds):

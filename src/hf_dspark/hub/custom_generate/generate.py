@@ -334,11 +334,10 @@ def decode(
     emit = (lambda tokens: None) if streamer is None else (lambda tokens: streamer.put(tokens.cpu()))
     emit(ids)
     # A cache without a config keeps all positions, in sliding layers, too: so the last ones can be dropped.
-    cache, draft_cache, features, draft.rounds = DynamicCache(), DynamicCache(), None, []
-    options = {"use_cache": True, "return_dict": True, "output_hidden_states": True}
+    cache, draft_cache, features, ended, draft.rounds = DynamicCache(), DynamicCache(), None, False, []
+    options = {CACHE: cache, "use_cache": True, "return_dict": True, "output_hidden_states": True}
     text = target.config.get_text_config(decoder=True)
     num_positions = getattr(text, "max_position_embeddings", None) or generation_config.max_length
-    ended = False
     while not ended:
         # Draft a block. The first pass reads the prompt alone; the last token of an answer needs no drafts before it.
         drafts, distributions = [], []
@@ -354,7 +353,7 @@ def decode(
         unread = torch.cat([ids[0, start:], *drafts])[None].to(target.device)
         if "logits_to_keep" in model_kwargs:  # transformers has asked whether the target knows it
             options["logits_to_keep"] = len(drafts) + 1
-        output = target(input_ids=unread, past_key_values=cache, **options)
+        output = target(input_ids=unread, **options)
 
         # Verify and commit, token by token. Each is tested against the distribution at its own place.
         for k, logits in enumerate(output.logits[0, -len(drafts) - 1 :, None]):
@@ -378,15 +377,16 @@ def decode(
     if streamer is not None:
         streamer.end()
     if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=ids, past_key_values=cache)
+        return GenerateDecoderOnlyOutput(sequences=ids, **{CACHE: cache})
     return ids
 
 
 # ---- What generate() calls
 
 OF_REPOSITORY = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"  # since 5.24
 RECORDS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-REPLACED = ("attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache")
+REPLACED = ("attention_mask", "logits_to_keep", CACHE, "position_ids", "use_cache")
 STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "moe", "mlp"}  # kinds of layers
 _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of targets in use
 
@@ -415,7 +415,7 @@ def generate(
         others = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings}
         return model.generate(assistant_model=draft, **others, **arguments)
     _require_dspark(getattr(getattr(draft, "config", None), "model_type", None))
-    if arguments.get("past_key_values") is not None or arguments.get("synced_gpus"):
+    if arguments.get("past_key_values", arguments.get(CACHE)) is not None or arguments.get("synced_gpus"):
         raise refuse("past_key_values and synced_gpus")
     if stop_strings is not None:
         if tokenizer is None:
