@@ -275,15 +275,17 @@ def processors_of_row(
     for own in processors:
         kind, shows_padding = type(own), False
         if isinstance(own, PrefixConstrainedLogitsProcessor):
-            allowed = own._prefix_allowed_tokens_fn
-            own = PrefixConstrainedLogitsProcessor(lambda _, ids, allowed=allowed: allowed(row, ids), num_beams=1)
+            # It counts prompts since transformers 5.24, and sequences before.
+            allowed, number = own._prefix_allowed_tokens_fn, row // own._num_beams
+            own = PrefixConstrainedLogitsProcessor(
+                lambda _, ids, allowed=allowed, number=number: allowed(number, ids), num_beams=1
+            )
             shows_padding = True
         elif not is_built_in(own) or isinstance(getattr(own, "prompt_ignore_length", None), int):
             shows_padding = True  # it may count the columns
         elif kind is EncoderRepetitionPenaltyLogitsProcessor:
-            own = _changed(
-                own, encoder_input_ids=columns
-            )  # plain decoding takes padding for a part of the prompt here
+            # Plain decoding takes padding for a part of the prompt here.
+            own = _changed(own, encoder_input_ids=columns)
         elif kind is EncoderNoRepeatNGramLogitsProcessor:
             prompt = row // (len(input_ids) // own.batch_size)
             own = _changed(own, batch_size=1, generated_ngrams=[own.generated_ngrams[prompt]])
