@@ -81,16 +81,16 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     committed = prompt_ids[0].shape[1] + 1
     drafted, layers = 0, TargetSupport.of(target).layers
     for outcome in seen:
-        if outcome.block is not None:
+        if outcome.drafted:
             drafted += 1
             prefix = output[:, :committed]
             with FeatureCapture(layers, draft.config.target_layer_ids) as capture, torch.no_grad():
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
-            num_tokens = outcome.block.token_ids.shape[1]
+            num_tokens = outcome.drafts.token_ids.shape[1]
             block = draft.draft_block(prefix[:, -1], features, SlotCache(), ChainSampler(), num_tokens=num_tokens)
-            torch.testing.assert_close(outcome.block.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
-            assert torch.equal(outcome.block.token_ids, block.token_ids)
+            torch.testing.assert_close(outcome.drafts.confidence_logits, block.confidence_logits, atol=1e-3, rtol=1e-3)
+            assert torch.equal(outcome.drafts.token_ids, block.token_ids)
         committed += int(outcome.num_accepted[0]) + 1
     assert drafted > 5 and len(seen) > 2 * drafted - 2
 
@@ -114,7 +114,7 @@ def test_blocks_end_where_nothing_more_can_be_sent(target, draft, prompt_ids, ki
     assert torch.equal(output, target.generate(prompt_ids[0], **(options | {"num_assistant_tokens": None})))
     room = [GREEDY["max_new_tokens"] - 1 - sum(draft.last_stats.committed[:place]) - 1 for place in range(len(rounds))]
     for outcome, left in zip(rounds, room, strict=True):
-        width = 0 if outcome.block is None else outcome.block.token_ids.shape[1]
+        width = outcome.drafts.token_ids.shape[1]
         assert width in {min(most, left) for most in widths} and width == int(outcome.lengths[0])
 
 
@@ -168,7 +168,7 @@ def test_the_observer_sees_every_round(target, draft, prompt_ids):
     draft.decoding = DecodingOptions(observer=seen.append)
     target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     assert [int(outcome.lengths[0]) for outcome in seen] == draft.last_stats.proposed
-    assert all(outcome.drafted == (outcome.block is not None) for outcome in seen)
+    assert all(outcome.drafted == (outcome.drafts.token_ids.numel() > 0) for outcome in seen)
 
 
 def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, monkeypatch):
@@ -188,7 +188,7 @@ def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, mon
         return honest(anchors, features, cache, num_features, committed_ids)
 
     monkeypatch.setattr(draft, "read_block", read_block)
-    observer = lambda outcome: drafted.append((outcome.drafted, outcome.block))  # noqa: E731
+    observer = lambda outcome: drafted.append((outcome.drafted, outcome.drafts))  # noqa: E731
     draft.decoding = DecodingOptions(policy=Never(), observer=observer)
     ids = torch.tensor(prompts[:1])
     output = target.generate(ids, assistant_model=draft, **(GREEDY | {"max_new_tokens": 70, "eos_token_id": None}))

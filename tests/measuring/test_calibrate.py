@@ -43,11 +43,11 @@ def test_sampled_acceptance_is_the_overlap_of_both_distributions_after_the_weigh
         weight = 1.0
         for slot in range(int(outcome.lengths[0])):
             target_distribution = outcome.target_logits[0, slot].softmax(-1)
-            draft_distribution = outcome.block.distribution[0, slot].dense(outcome.target_logits.shape[-1]).probs
+            draft_distribution = outcome.drafts.distribution[0, slot].dense(outcome.target_logits.shape[-1]).probs
             if weight > 1e-6:
                 expected = torch.minimum(target_distribution, draft_distribution / weight).sum().item()
                 assert row[slot].item() == pytest.approx(expected, abs=1e-5)
-            token = int(outcome.block.token_ids[0, slot])
+            token = int(outcome.drafts.token_ids[0, slot])
             weight = min(1.0, weight * float(target_distribution[token] / draft_distribution[token]))
     assert 0.0 < rounds.acceptance[rounds.acceptance > 0].mean() < 1.0
 

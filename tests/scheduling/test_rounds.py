@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_dspark import DecodingOptions, Rounds, decode_with
-from hf_dspark.sampling.drafts import DraftTree
+from hf_dspark.sampling.drafts import DraftBlock, DraftTree, DraftTrees
 from hf_dspark.scheduling.rounds import RoundOutcome, RoundSeconds
 from tests.rows import GREEDY, EverySecond
 
@@ -45,12 +45,12 @@ def rounds_of_two_requests() -> Rounds:
     rounds = Rounds(prefill_seconds=0.5, policy={"name": "FullBlock"})
     confidence = torch.tensor([[0.1234567, 0.5], [0.25, 1.0]])
     both = torch.tensor([2, 2]), torch.tensor([0, 2])
-    rounds.add(
-        RoundOutcome((0, 1), confidence, *both, 0.4, num_committed=[1, 2], draft_seconds=0.1, verify_seconds=0.2)
-    )
-    tree = DraftTree([3, 4, 5], [0, 0, 1], [1, 1, 2])
+    facts = {"num_committed": [1, 2], "draft_seconds": 0.1, "verify_seconds": 0.2}
+    block = DraftBlock(torch.tensor([[3, 4], [5, 6]]), lengths=both[0])
+    rounds.add(RoundOutcome((0, 1), confidence, *both, 0.4, drafts=block, **facts))
+    trees = DraftTrees([DraftTree([3, 4, 5], [0, 0, 1], [1, 1, 2])])
     one = torch.tensor([3]), torch.tensor([1])
-    rounds.add(RoundOutcome((1,), None, *one, 0.9, trees=[tree], num_committed=[2], draft_seconds=0.3))
+    rounds.add(RoundOutcome((1,), None, *one, 0.9, drafts=trees, num_committed=[2], draft_seconds=0.3))
     return rounds
 
 

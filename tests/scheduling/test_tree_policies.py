@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_dspark import Scheduler
-from hf_dspark.sampling.drafts import DraftTree
+from hf_dspark.sampling.drafts import DraftTree, DraftTrees
 from hf_dspark.scheduling.calibration import SiblingTest, fit_siblings, recorded_tests
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.rounds import RoundOutcome
@@ -148,13 +148,13 @@ def test_trees_are_drafted_where_they_were_asked_for_or_measured():
 
 def test_a_limit_learns_from_trees_what_a_round_brings_and_caps_them():
     cost = machine(*(1.0 + 0.005 * n for n in range(70)))
-    limited = Scheduler(cost, 6, trees=True, tpot_seconds=0.5125e-3)
+    limited, trees = Scheduler(cost, 6, trees=True, tpot_seconds=0.5125e-3), DraftTrees([DraftTree()])
     assert limited.plan_draft(Load()) and limited.plan_tree(DRAWN, Load()).in_all == 6
-    limited.observe(RoundOutcome((0,), None, torch.tensor([6]), torch.tensor([1]), 1e-3, trees=[DraftTree()]))
+    limited.observe(RoundOutcome((0,), None, torch.tensor([6]), torch.tensor([1]), 1e-3, drafts=trees))
     assert limited.allowed_seconds(Load()) == pytest.approx(1.025e-3)
     plan = limited.plan_tree(DRAWN, Load()) if limited.plan_draft(Load()) else None
     assert plan.in_all == grown(plan, MEANS).num_nodes == 5
-    limited.observe(RoundOutcome((0,), None, torch.tensor([3]), torch.tensor([0]), 1e-3, trees=[DraftTree()]))
+    limited.observe(RoundOutcome((0,), None, torch.tensor([3]), torch.tensor([0]), 1e-3, drafts=trees))
     assert limited.allowed_seconds(Load()) == pytest.approx(1.025e-3), "a tree that was cut short tells nothing"
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
 from ..sampling.distributions import Scores
-from ..sampling.drafts import DraftBlock, Drafts, DraftTrees, Sampler, Verified
+from ..sampling.drafts import DraftBlock, Drafts, Sampler, Verified
 from ..sampling.noise import BlockNoise, block_noise
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
@@ -249,7 +249,6 @@ class Drafter:
         observer, drafts, target_logits = self._options.observer, proposal.drafts, None
         if self.statistics.first_round_at is None:
             self.statistics.first_round_at = time.perf_counter() - seconds.total
-        block, trees = (None, drafts.trees) if isinstance(drafts, DraftTrees) else (drafts, None)
         if observer is not None:
             rows = scores.dense(self.draft.config.vocab_size).split((1 + drafts.lengths).tolist())
             target_logits = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -260,10 +259,9 @@ class Drafter:
             num_accepted=verified.num_accepted.cpu(),
             seconds=seconds.total,
             drafted=proposal.drafted,
-            block=block if proposal.drafted else None,
-            target_logits=target_logits,
-            trees=trees,
+            drafts=drafts,
             paths=verified.paths,
+            target_logits=target_logits,
             num_committed=num_committed,
             draft_seconds=seconds.draft,
             verify_seconds=seconds.verify,

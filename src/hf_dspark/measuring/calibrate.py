@@ -18,7 +18,7 @@ from ..models.auto import require_pair
 from ..models.configuration_draft import CALIBRATED
 from ..models.modeling_draft import DraftModel
 from ..sampling.distributions import TokenDistribution
-from ..sampling.drafts import DraftBlock
+from ..sampling.drafts import DraftBlock, DraftTrees
 from ..sampling.verification import prefix_weights
 from ..scheduling.calibration import (
     CalibrationRounds,
@@ -278,8 +278,9 @@ def _decode_and_record(
 
 
 def _record_siblings(tests: list[tuple[int, int, float, bool]], outcome: RoundOutcome) -> None:
-    for tree, path in zip(outcome.trees or (), outcome.paths or (), strict=True):
-        tests += recorded_tests(tree, path)
+    if isinstance(outcome.drafts, DraftTrees):
+        for tree, path in zip(outcome.drafts.trees, outcome.paths, strict=True):
+            tests += recorded_tests(tree, path)
 
 
 def _record(block_size: int, rounds: list[dict[str, Any]], outcome: RoundOutcome) -> None:
@@ -293,7 +294,7 @@ def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:
     num_verified = int(outcome.lengths[0])
     acceptance, logits = torch.zeros(2, 1, block_size)  # blocks end early where the sequence does
     acceptance[:, :num_verified] = expected_acceptance(outcome, num_verified)
-    logits[:, : outcome.block.token_ids.shape[1]] = outcome.block.confidence_logits.float().cpu()
+    logits[:, : outcome.drafts.token_ids.shape[1]] = outcome.drafts.confidence_logits.float().cpu()
     return CalibrationRounds(logits, acceptance, outcome.num_accepted, outcome.lengths)
 
 
@@ -301,12 +302,10 @@ def expected_acceptance(outcome: RoundOutcome, num_verified: int) -> torch.Tenso
     """Return with what probability each verified slot is accepted if those before it are, over all tokens that could
     have been drawn there: sum min(p_t, p_d / p_{k-1}), `[1, num_verified]`. With p_{k-1} = 1 that is DSpark Eq. 8."""
     target_logits = outcome.target_logits[:, :num_verified].float()
-    drafted = outcome.block.token_ids[:, :num_verified].to(target_logits.device)
-    if (
-        outcome.block.distribution is None
-    ):  # arg-max drafts have a one-hot distribution, and so has a target that decodes greedily
+    drafted = outcome.drafts.token_ids[:, :num_verified].to(target_logits.device)
+    if outcome.drafts.distribution is None:  # arg-max drafts are one-hot, and so is a target that decodes greedily
         return (target_logits.argmax(dim=-1) == drafted).float().cpu()
-    draft_distribution = outcome.block.distribution[:, :num_verified].dense(target_logits.shape[-1])
+    draft_distribution = outcome.drafts.distribution[:, :num_verified].dense(target_logits.shape[-1])
     block = DraftBlock(drafted, TokenDistribution(draft_distribution.probs.to(target_logits.device)), None)
     target_probs = target_logits.softmax(dim=-1)
     before = prefix_weights(block, TokenDistribution(target_probs[0]), drafted.new_zeros(1))[:, :-1, None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..sampling.drafts import DraftBlock, DraftTree
+from ..sampling.drafts import Drafts, DraftTrees
 from .calibration import CalibrationRounds
 
 LARGEST_CONFIDENCE = 1 - 1e-6  # in float32, a confidence of a large logit is 1
@@ -22,11 +22,10 @@ class RoundOutcome:
     lengths: torch.Tensor  # draft tokens verified, [R]; of trees, all nodes
     num_accepted: torch.Tensor  # draft tokens accepted, without the bonus token, [R]
     seconds: float  # duration of the round
-    drafted: bool = True
-    block: DraftBlock | None = None  # what was drafted
+    drafted: bool = True  # whether the draft ran
+    drafts: Drafts | None = None  # what was verified
+    paths: Sequence[Sequence[int]] | None = None  # accepted nodes of trees, [R]
     target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]
-    trees: Sequence[DraftTree] | None = None  # what was drafted instead of a block, [R]
-    paths: Sequence[Sequence[int]] | None = None  # their accepted nodes, [R]
     num_committed: Sequence[int] = ()  # tokens gained, up to the request's end, [R]
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # in the target's verification pass
@@ -91,10 +90,10 @@ class Rounds:
         lengths, num_requests = outcome.lengths.tolist(), len(outcome.request_ids)
         self.request_ids += outcome.request_ids
         self.proposed += lengths
-        self.depths += lengths if outcome.trees is None else [tree.depth for tree in outcome.trees]
+        self.depths += outcome.drafts.depths
         self.accepted += outcome.num_accepted.tolist()
         self.committed += outcome.num_committed
-        has_none = outcome.trees is not None or outcome.confidence is None
+        has_none = isinstance(outcome.drafts, DraftTrees) or outcome.confidence is None
         self.confidence += [None] * num_requests if has_none else outcome.confidence.cpu()
         times = RoundSeconds(num_requests, outcome.draft_seconds, outcome.verify_seconds, outcome.seconds)
         self.seconds += [times] * num_requests

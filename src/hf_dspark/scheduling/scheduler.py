@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ..sampling.drafts import DraftTrees
 from .costs import Load, ThroughputTable
 from .policies import Policy
 from .ranking import Ranking, early_stop
@@ -287,8 +288,8 @@ class Scheduler(Policy):
             self._rankings.append(Ranking.of(outcome.confidence, full))
         self._block_size = max(self._block_size, size)
         survivals = [[*itertools.accumulate(row, operator.mul)] for row in outcome.confidence.tolist()]
-        if outcome.trees is not None:
-            promised = [sum(tree.survivals) for tree in outcome.trees]
+        if isinstance(outcome.drafts, DraftTrees):
+            promised = [sum(tree.survivals) for tree in outcome.drafts.trees]
         else:
             promised = [sum(row[:sent]) for row, sent in zip(survivals, outcome.lengths.tolist(), strict=True)]
         kept = outcome.num_accepted.tolist()
