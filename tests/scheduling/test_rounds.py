@@ -25,7 +25,7 @@ def test_rounds_describe_the_call(pair, prompt_ids):
     assert ids.shape[1] - prompt_ids.shape[1] == 1 + sum(stats.committed)
     assert sum(stats.committed) == sum(stats.accepted) + stats.rounds
     assert stats.tau == pytest.approx(1 + sum(stats.accepted) / stats.rounds)
-    assert stats.proposed_at(1) >= stats.proposed_at(5) and stats.accepted_at(1) >= stats.accepted_at(5) > 0
+    assert stats.reached(1) >= stats.reached(5) and stats.accepted_at(1) >= stats.accepted_at(5) > 0
     assert 0 < stats.acceptance_rate <= 1
     assert min(stats.draft_seconds, stats.verify_seconds, stats.rest_seconds, stats.prefill_seconds) > 0
 

@@ -1,4 +1,4 @@
-"""Token distributions, scores, and what is drawn from them.
+"""Token distributions and scores, and how tokens are drawn from them.
 
 Shape letters used in the whole package: B requests, S context positions, N anchors, γ draft tokens in a block
 (`block_size`), V vocabulary entries, d hidden size, m tapped target layers, r Markov rank.
@@ -23,12 +23,10 @@ class TokenDistribution:
     @classmethod
     def stack(cls, distributions: "list[TokenDistribution]") -> "TokenDistribution":
         """Return distributions `[B, n]` as one `[B, len(distributions), n]`."""
-        candidates = (
-            None
-            if distributions[0].candidate_ids is None
-            else torch.stack([distribution.candidate_ids for distribution in distributions], dim=1)
-        )
-        return cls(torch.stack([distribution.probs for distribution in distributions], dim=1), candidates)
+        probs = torch.stack([distribution.probs for distribution in distributions], dim=1)
+        if distributions[0].candidate_ids is None:
+            return cls(probs)
+        return cls(probs, torch.stack([distribution.candidate_ids for distribution in distributions], dim=1))
 
     def __getitem__(self, index) -> "TokenDistribution":
         """Select rows by an index into the leading dimensions."""

@@ -1,5 +1,5 @@
-"""What a round drafts, for all rows: a tree of tokens each. A chain is a tree with one child a level; chains of equal
-lengths stay on the device as one block.
+"""Drafts of a round: a tree of tokens for each row. A chain is a tree with one child a level; chains of equal lengths
+remain on the device as one block.
 
 Whether a node is drawn may depend on everything that is known before: on its ancestors, its earlier siblings, other
 branches and their confidences. It must not depend on its own token, nor on what is drawn after it. A node that was
@@ -23,7 +23,7 @@ LEAST_MASS = 1e-5
 
 @dataclass(frozen=True)
 class Verified:
-    """What the target made of the drafts of a round."""
+    """The accepted drafts of a round, and the token after them."""
 
     num_accepted: torch.Tensor  # draft tokens, without the bonus token, [R]
     # [R]: the residual draw after a rejection, else the bonus token; -1 if the target has no distribution there.

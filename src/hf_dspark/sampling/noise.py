@@ -32,17 +32,15 @@ def block_noise(
 
     The seed, in [0, 2**63), is that of the whole call; request ids are distinct.
     """
-    numbers = np.stack(
-        [
-            _stretch(seed, request, block // BLOCKS_AT_ONCE, block_size)[block % BLOCKS_AT_ONCE]
-            for request, block in zip(request_ids, blocks, strict=True)
-        ]
-    )
-    on_device = torch.from_numpy(numbers)
+    rows = []
+    for request, block in zip(request_ids, blocks, strict=True):
+        stretch, place = divmod(block, BLOCKS_AT_ONCE)
+        rows.append(_stretch(seed, request, stretch, block_size)[place])
+    uniforms = torch.from_numpy(np.stack(rows))
     if device.type == "mps":
-        on_device = on_device.clamp_max(LARGEST_SINGLE).float()
-    on_device = on_device.to(device)
-    return BlockNoise(on_device[:, :block_size], on_device[:, block_size:-1], on_device[:, -1])
+        uniforms = uniforms.clamp_max(LARGEST_SINGLE).float()
+    uniforms = uniforms.to(device)
+    return BlockNoise(uniforms[:, :block_size], uniforms[:, block_size:-1], uniforms[:, -1])
 
 
 @functools.lru_cache(maxsize=1024)

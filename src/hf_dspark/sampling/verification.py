@@ -1,4 +1,4 @@
-"""Which drafts the target accepts, and the token after them: [`verify`].
+"""Verify drafts: accept a path of each row, and draw the token after it.
 
 A path is verified as a whole: what follows may make up for a token that is too likely in the draft. The output has the
 target's distribution, as with a test of each token alone, and no prefix is accepted less often. Of a chain the rule
@@ -128,9 +128,16 @@ def prefix_weights(
     block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
 ) -> torch.Tensor:
     """Return p_0..p_γ, `[R, γ+1]`: p_0 = 1, p_k = min(p_{k-1} p_t(x_k) / p_d(x_k), 1). The first k tokens of a block
-    or more are accepted with probability p_k, however many are sent."""
-    target_probs, draft_probs = drafted_probabilities(block, target_distribution, first_rows)
-    ratios = target_probs / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)
+    or more are accepted with probability p_k, however many are sent; after the scheduled length p_k means nothing."""
+    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
+    rows = (first_rows[:, None] + slots).clamp_max(len(target_distribution.probs) - 1)
+    if target_distribution.candidate_ids is None:
+        ratios = target_distribution.probs[rows, block.token_ids]
+    else:
+        ratios = target_distribution[rows].probability(tokens)[..., 0]
+    if block.distribution is not None:
+        draft_probs = block.distribution.probability(tokens)[..., 0]
+        ratios = ratios / draft_probs.clamp_min(torch.finfo(draft_probs.dtype).tiny)
     weights = [torch.ones_like(ratios[:, 0])]
     for slot in range(ratios.shape[1]):
         weights.append((weights[-1] * ratios[:, slot]).clamp_max(1.0))
@@ -166,21 +173,6 @@ def longest_accepted(chances: torch.Tensor, accept_uniforms: torch.Tensor) -> to
     """Return the number of tokens of the longest prefix whose uniform is below its chance, `[R]`."""
     counts = torch.arange(1, chances.shape[1] + 1, device=chances.device)
     return ((accept_uniforms < chances) * counts).amax(dim=1)
-
-
-def drafted_probabilities(
-    block: DraftBlock, target_distribution: TokenDistribution, first_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return p_t and p_d of the drafted tokens, `[R, γ]` each; after the scheduled length they mean nothing."""
-    slots, tokens = torch.arange(block.token_ids.shape[1], device=first_rows.device), block.token_ids[..., None]
-    rows = (first_rows[:, None] + slots).clamp_max(len(target_distribution.probs) - 1)
-    if target_distribution.candidate_ids is None:
-        target_probs = target_distribution.probs[rows, block.token_ids]
-    else:
-        target_probs = target_distribution[rows].probability(tokens)[..., 0]
-    if block.distribution is None:
-        return target_probs, torch.ones_like(target_probs)
-    return target_probs, block.distribution.probability(tokens)[..., 0]
 
 
 def on_support(

@@ -1,4 +1,4 @@
-"""What a decoding round costs on a machine: measured steps per second at each number of verified tokens."""
+"""Price decoding rounds: measured steps per second at each number of verified tokens, and their convex hulls."""
 
 import bisect
 import itertools
@@ -20,7 +20,7 @@ USUAL_GROWTH = 1.5  # drafting of a tree over that of a chain, where it was not 
 
 @dataclass(frozen=True)
 class Load:
-    """What is known before a round: the requests, and what else shares the target's forward pass."""
+    """The requests of a round, and what else shares the target's forward pass: known before anything is drawn."""
 
     request_ids: Sequence[int] = (0,)  # stable over the rounds of a request
     context_tokens: int = 0  # cached tokens of all these requests together

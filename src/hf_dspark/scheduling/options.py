@@ -1,4 +1,4 @@
-"""How to decode with a draft: one object, which the draft carries and a call may bring."""
+"""Options of decoding with a draft: one object, which the draft carries and a call may bring."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Whether to draft, and how many tokens of the drafted blocks to verify.
+"""Policies decide whether to draft, and how many tokens of the drafted blocks to verify.
 
 A policy sees confidences, never drafted tokens. It is *causal*, hence lossless, when admitting draft token k depends
 only on what was known before x_k was drawn; c_k is, c_{k+1} is not if the confidence head reads x_k. Policies that
@@ -105,10 +105,9 @@ class Policy:
 
         Of a policy that is no dataclass, the attributes that are numbers or text.
         """
+        values = {name: value for name, value in vars(self).items() if isinstance(value, (str, int, float))}
         if dataclasses.is_dataclass(self):
             values = {part.name: getattr(self, part.name) for part in dataclasses.fields(self) if part.init}
-        else:
-            values = {name: value for name, value in vars(self).items() if isinstance(value, (str, int, float))}
         named = {name: each.name if isinstance(each, ThroughputTable) else each for name, each in values.items()}
         return {"name": type(self).__name__, **plain_json(named)}
 

@@ -1,9 +1,6 @@
-"""The tokens of a round in the order in which Algorithm 1 admits them, and where its early stop is.
+"""Rank the draft tokens of a round as Algorithm 1 admits them, and find its early stop.
 
 What decides the order of a token is known before it is drawn: its survival, its position and its row.
-
-A pass of the target leaves little else in a processor's caches. A call of PyTorch then takes as long as a hundred of
-Python's own numbers, so one row is ranked by those.
 """
 
 import itertools
@@ -33,7 +30,7 @@ class Ranking:
     def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
         """Rank the tokens of rows of c_k, `[R, γ]`, of which `max_lengths` `[R]` may be sent."""
         confidence = checked_confidence(confidence)
-        if len(confidence) == 1:
+        if len(confidence) == 1:  # after a pass of the target, one call of PyTorch takes as long as all of this
             sent = confidence[0].tolist()[: int(max_lengths)]
             survivals = [*itertools.takewhile(bool, itertools.accumulate(sent, operator.mul))]
             return cls(survivals, range(len(survivals)), 1)
@@ -55,13 +52,10 @@ class Ranking:
         """Tokens that could be admitted, n."""
         return len(self.survivals)
 
-    def kept_tokens(self, load: Load) -> np.ndarray:
-        """Return tau, the expected tokens of the round, with the first 0..n candidates admitted, `[n+1]`."""
-        return np.cumsum([load.base_tokens, *self.survivals], dtype=float)
-
     def throughput(self, cost: ThroughputTable, load: Load) -> np.ndarray:
         """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
-        return self.kept_tokens(load) / cost.round_seconds(load, self.num_candidates)
+        kept = np.cumsum([load.base_tokens, *self.survivals], dtype=float)
+        return kept / cost.round_seconds(load, self.num_candidates)
 
     def lengths(self, count: int) -> torch.Tensor:
         """Return the verification lengths that admit the first `count` candidates, `[R]`."""

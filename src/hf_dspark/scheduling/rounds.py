@@ -1,4 +1,4 @@
-"""What happened in decoding, round by round: what a policy learns from, and what every statistic is computed from."""
+"""Record decoding rounds: policies learn from the record, and every statistic is computed from it."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -176,11 +176,8 @@ class Rounds:
 
     def survival(self, block_size: int) -> list[float]:
         """Return, of each draft position 1..γ, the share of rounds accepted up to it among those that proposed it."""
-        return [_share(self.accepted_at(place), self.proposed_at(place)) for place in range(1, block_size + 1)]
-
-    def proposed_at(self, position: int) -> int:
-        """Rounds that sent a token at a draft position (1..γ) to verification."""
-        return sum(depth >= position for depth in self.depths)
+        proposed = (sum(depth >= place for depth in self.depths) for place in range(1, block_size + 1))
+        return [_share(self.accepted_at(place), count) for place, count in enumerate(proposed, start=1)]
 
     def reached(self, position: int) -> int:
         """Rounds that verified the token at a draft position (1..γ) after an accepted prefix."""

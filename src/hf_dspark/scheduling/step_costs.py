@@ -1,4 +1,4 @@
-"""What a round costs on this machine: finds the measurement that fits two models, this user's own or a shipped one."""
+"""Find the measured step costs that fit a target, a draft and this machine: this user's own or a shipped table."""
 
 import hashlib
 import itertools
@@ -166,27 +166,26 @@ _logged: set[str] = set()
 def find_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None`: the nearest by
     `Machine.distance`, among equals this user's own. What is found is logged once, at the level of information."""
-    machine = Machine.of(target, draft)
-    distances = {name: profile.machine.distance(machine) for name, profile in known_profiles().items()}
-    fitting = sorted((name for name in distances if distances[name] is not None), key=distances.get)  # own ones first
-    first_time = machine.key not in _logged
-    _logged.add(machine.key)
-    here = f"{machine.device}, {machine.dtype}, {machine.threads} threads"
-    if not fitting:
-        if first_time:
+    machine, profiles = Machine.of(target, draft), known_profiles()
+    distances = {name: profile.machine.distance(machine) for name, profile in profiles.items()}
+    fitting = [name for name, distance in distances.items() if distance is not None]  # own ones first
+    name = min(fitting, key=distances.get, default=None)
+    if machine.key not in _logged:
+        _logged.add(machine.key)
+        here = f"{machine.device}, {machine.dtype}, {machine.threads} threads"
+        if name is None:
             logger.info(
                 f"no throughput table fits these models on this machine ({here}): verifying full blocks. A table is "
                 "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... "
                 "--draft ...` or hf_dspark.profile_throughput(target, draft) measures one."
             )
-        return None
-    profile = known_profiles()[fitting[0]]
-    if first_time:
-        logger.info(
-            f"scheduling verification by the throughput table {fitting[0]}, measured on {profile.machine.device} with "
-            f"{profile.machine.threads} threads; this is {here}"
-        )
-    return profile.table
+        else:
+            measured_on = profiles[name].machine
+            logger.info(
+                f"scheduling verification by the throughput table {name}, measured on {measured_on.device} with "
+                f"{measured_on.threads} threads; this is {here}"
+            )
+    return None if name is None else profiles[name].table
 
 
 @lru_cache(maxsize=1)

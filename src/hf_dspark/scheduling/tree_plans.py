@@ -1,7 +1,6 @@
-"""How a tree of drafts is shaped: what is expected of a node before it is drawn, and which nodes are worth a place.
+"""Plan draft trees: expect the acceptance of a node before it is drawn, and admit the nodes that are worth a place.
 
-A level is decided from the levels above it: from survivals, confidences and distributions that are known before its
-draws.
+A level is decided from survivals, confidences and distributions of the levels above it, known before its draws.
 """
 
 import functools
@@ -116,7 +115,7 @@ def no_acceptance(is_drawn: bool) -> SiblingAcceptance:
 
 
 def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:
-    """Return what holds for many drafts, for those of which nothing was measured."""
+    """Return what holds for many drafts, for one of which nothing was measured."""
     fits = DEFAULT_DRAWN if is_drawn else ((1.0, 0.0),)
     return SiblingAcceptance(is_drawn, fits, (DEFAULT_BEST,) * block_size, is_measured=False)
 
