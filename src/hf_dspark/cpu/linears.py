@@ -1,4 +1,4 @@
-"""The context manager that routes the linear layers of models to the fastest product of few rows that this CPU has."""
+"""Route the linear layers of models to the fastest small-batch GEMM of this CPU, behind one context manager."""
 
 import types
 from functools import partial
@@ -13,7 +13,7 @@ Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the
 
 
 class fast_linears:
-    """While entered, linear layers multiply a few rows by the fastest kernel that was measured on this kind of CPU.
+    """While entered, linear layers use the fastest small-batch GEMM that was measured on this kind of CPU.
 
     Decoding reads all weights for a few tokens at a time, and PyTorch's CPU products are made for many. This context
     manager sends the products of plain `nn.Linear` layers to oneDNN instead, or swaps their operands; results are

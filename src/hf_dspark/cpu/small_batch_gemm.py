@@ -1,6 +1,6 @@
 """Small-batch GEMM on a CPU: products of a few rows with a large matrix, in about the time of reading the matrix.
 
-PyTorch multiplies float32 on x86 by MKL, which has no fast way for few rows. oneDNN, which comes with it, has one. It
+PyTorch multiplies float32 on x86 by MKL, which has no fast small-batch GEMM. oneDNN, which comes with it, has one. It
 is faster still on weights prepacked in its own layout; those of bfloat16 it reorders with each product. Two need no
 other layout if the operands are swapped: AMX units in bfloat16, and MKL with AVX2 for two to four rows.
 """

@@ -1,4 +1,4 @@
-"""From the arguments of a `generate()` call to requests, and from ended requests to what the call returns.
+"""Turn a `generate()` call into requests, decode them, and build what the call returns.
 Rows lose their padding here and get it back at the end."""
 
 import copy
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from ..models.modeling_draft import DraftModel
 from ..targets.transformers_api import output_cache_name
@@ -16,7 +16,7 @@ from .drafter import Drafter
 from .logits_processing import processors_of_row
 from .loop import DecodingLoop
 from .outputs import Recording
-from .request import Call, Request, StopRule, own_criteria
+from .request import Call, Request, StopRule, copies_of
 
 
 def decode_call(
@@ -64,7 +64,7 @@ def decode_call(
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
     processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
     columns = call.input_ids[row : row + 1] if prompt.padding else None
-    criteria = own_criteria(call.stopping_criteria) if row else call.stopping_criteria
+    criteria = StoppingCriteriaList(copies_of(call.stopping_criteria)) if row else call.stopping_criteria
     return Request(
         id=request_id,
         token_ids=prompt.token_ids,

@@ -1,4 +1,4 @@
-"""The drafting half of a decoding round: features in, cut draft blocks out, for any number of requests."""
+"""Draft for any number of requests: features in, chains or trees of drafts out, cut by the policy."""
 
 import time
 import warnings
@@ -28,7 +28,7 @@ WAITING_AT_MOST = 128
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one round sends to verification, and how it came about."""
+    """The drafts that one round sends to verification."""
 
     drafts: Drafts
     drafted: bool = True  # whether the draft ran; prompt lookup needs none
@@ -36,8 +36,8 @@ class Proposal:
 
 
 class Drafter:
-    """Drafts blocks, lets the policy cut them, and lets it learn from what the target accepted. It binds the draft
-    to the target, and gives the call's policy a fresh state; the cache is the draft's."""
+    """Drafts chains or trees, lets the policy cut them, and lets it learn from what the target accepted. It binds the
+    draft to the target, and gives the call's policy a fresh state; the cache is the draft's."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""From logits to distributions: the processors of a `generate()` call, applied to many positions at once, each
-sequence as if alone. Temperature, top-k, top-p and min-p are computed together on the few tokens that survive."""
+"""Apply the processors of a `generate()` call to many positions at once, each sequence as if alone. Temperature,
+top-k, top-p and min-p are computed together on the few tokens that survive."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -295,19 +296,16 @@ def processors_of_row(
             attribute = PADDED_LENGTHS[kind]
             own = _changed(own, **{attribute: getattr(own, attribute) - left_padding})
         if shows_padding and left_padding:
-            own = _WithPadding(own, columns, prompt_ids.shape[1])
+            own = functools.partial(_with_padding, own, columns, prompt_ids.shape[1])
         row_processors.append(own)
     return row_processors
 
 
-class _WithPadding:
-    """Shows a processor the columns of a padded prompt, `[1, S]`, in place of its tokens, as plain decoding does."""
-
-    def __init__(self, processor: LogitsProcessor, columns: torch.Tensor, prompt_length: int) -> None:
-        self._processor, self._columns, self._prompt_length = processor, columns, prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self._processor(torch.cat([self._columns, input_ids[:, self._prompt_length :]], dim=1), scores)
+def _with_padding(
+    processor: LogitsProcessor, columns: torch.Tensor, prompt_length: int, ids: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """Show a processor the columns of a padded prompt, `[1, S]`, in place of its tokens, as plain decoding does."""
+    return processor(torch.cat([columns, ids[:, prompt_length:]], dim=1), scores)
 
 
 def _changed(processor: LogitsProcessor, **attributes: Any) -> LogitsProcessor:

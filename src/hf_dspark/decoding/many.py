@@ -26,7 +26,7 @@ from .drafter import Drafter
 from .hook import prepare_with
 from .logits_processing import NoTokenError
 from .loop import DecodingLoop
-from .request import Call, Request, copies_of, own_criteria
+from .request import Call, Request, copies_of
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _Queue:
     def prepare(self, token_ids: Sequence[int]) -> Call:
         ids = torch.as_tensor(token_ids, dtype=torch.long, device=TargetSupport.of(self.target).input_device)
         own = {
-            "stopping_criteria": own_criteria(self._criteria),
+            "stopping_criteria": StoppingCriteriaList(copies_of(self._criteria)),
             "logits_processor": LogitsProcessorList(copies_of(self._processors)),
         }
         return self.target.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **own, **self._options)

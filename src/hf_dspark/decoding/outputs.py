@@ -1,4 +1,4 @@
-"""What a call asked to get back besides tokens: scores, logits and hidden states of each generated token."""
+"""Record the scores, logits and hidden states of each generated token that a call asked for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from .request import Call, Request
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """What one packed forward pass through the target gave."""
+    """Output of one packed forward pass of the target."""
 
     layout: SlotLayout
     logits: torch.Tensor  # `[n, V]`, at the tokens where they were wanted
@@ -29,7 +29,7 @@ class TargetOutput:
 
 @dataclass
 class Recording:
-    """What a call asked to get back besides tokens; one entry per generated token of each request, by its id."""
+    """Outputs of a call besides tokens: one entry per generated token of each request, by its id."""
 
     wants_scores: bool = False
     wants_logits: bool = False

@@ -1,4 +1,4 @@
-"""What is decoded: a `generate()` call, one sequence of it, and where that sequence ends."""
+"""A `generate()` call, the sequences that it decodes, and the rule by which each ends."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from ..targets.support import TargetSupport
 from ..targets.transformers_api import pop_cache
 from .logits_processing import Prefix, is_built_in
 
-# Looked up without a call.
+# Evaluated here, not called.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 
@@ -82,12 +82,9 @@ class StopRule:
     ) -> None:
         self._columns, self._prompt_length = columns, prompt_length
         eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-        self._eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
+        self.eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
         self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
         self._others = [criterion for criterion in criteria if not isinstance(criterion, KNOWN_CRITERIA)]
-
-    def ends_within(self, token_ids: Sequence[int]) -> bool:
-        return not self._eos_token_ids.isdisjoint(token_ids)
 
     def guard(self, wrap: Callable) -> None:
         self._others = [wrap(criterion) for criterion in self._others]
@@ -99,7 +96,7 @@ class StopRule:
         the processed ones of all its tokens, `[V]` each, if they are kept."""
         for count, token in enumerate(new_tokens, start=1):
             length, left_out = len(token_ids) - len(new_tokens) + count, len(new_tokens) - count
-            ends = token in self._eos_token_ids or length >= max_length
+            ends = token in self.eos_token_ids or length >= max_length
             if self._others:
                 ends |= self._any_other(token_ids[None, :length], scores[: len(scores) - left_out])
             if ends:
@@ -167,7 +164,8 @@ class Request:
     def prefix(self, drafts: Sequence[int] = (), parent: int | None = None) -> Prefix | None:
         """Return what stands before the position after some drafts; `None` if the sequence ends among them. `parent`
         is the position after all drafts but the last, where that may have forbidden it."""
-        if drafts and (self.length + len(drafts) >= self.max_length or self.stop_rule.ends_within(drafts)):
+        is_full = self.length + len(drafts) >= self.max_length
+        if drafts and (is_full or not self.stop_rule.eos_token_ids.isdisjoint(drafts)):
             return None
         return Prefix(self._with(drafts)[None], self.processors, parent)
 
@@ -183,14 +181,9 @@ class Request:
         return torch.cat([self.token_ids, torch.tensor(more, device="cpu").to(self.token_ids)])
 
 
-def own_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-    """Return criteria for one more sequence: custom ones may count their calls, so each gets copies of its own."""
-    return StoppingCriteriaList(copies_of(criteria))
-
-
 def copies_of(user_objects: Iterable[Any]) -> Iterator[Any]:
-    """Yield processors or criteria for one more sequence, copies of those that transformers did not write. What cannot
-    be copied (a criterion that waits for an event, say) is shared."""
+    """Yield processors or criteria for one more sequence, copies of those that transformers did not write: they may
+    count their calls. What cannot be copied (a criterion that waits for an event, say) is shared."""
     for each in user_objects:
         if not is_built_in(each):
             with contextlib.suppress(Exception):  # whatever a user's object does when it is copied

@@ -1,5 +1,5 @@
 """Samplers of drafts, processed as the target's tokens are: chains, and trees that are grown level by level. The draft
-says what follows each node, the plan how many children it gets."""
+gives the distribution of each node's children, the plan their number."""
 
 import itertools
 from abc import ABC, abstractmethod
