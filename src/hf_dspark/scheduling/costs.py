@@ -69,20 +69,15 @@ class CostCurve:
     """
 
     def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        self._tokens, self._seconds, self._slope = list(tokens), list(seconds), seconds[-1] / tokens[-1]
+        self._tokens, self._seconds, self._slope = np.array(tokens), np.array(seconds), seconds[-1] / tokens[-1]
         # A hull that falls somewhere would price verification below zero. Where a larger B was measured faster, the
         # smaller one could be padded to it.
-        self._lows = list(itertools.accumulate(reversed(self._seconds), min))[::-1]
-        count = len(self._lows)
-        self._next, self._rise = [count] * count, [self._slope] * count
-        for index in range(count - 1, -1, -1):
-            self._next[index], self._rise[index] = self._bend(self._tokens[index], self._lows[index], index + 1)
+        self._lows = np.minimum.accumulate(self._seconds[::-1])[::-1]
         self._windows: dict[tuple[int, int], CurveWindow] = {}
 
     def at(self, verify_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the seconds at B, `[n]`, for B of shape `[n]`."""
-        inside = np.interp(verify_tokens, self._tokens, self._seconds)
-        return inside + self._slope * np.maximum(np.asarray(verify_tokens) - self._tokens[-1], 0)
+        return self._through(self._tokens, self._seconds, np.asarray(verify_tokens))
 
     def window(self, first: int, last: int) -> CurveWindow:
         """Return curve and hull at B = first..last."""
@@ -92,32 +87,25 @@ class CostCurve:
             self._windows[first, last] = self._compute(first, last)
         return self._windows[first, last]
 
-    def _bend(self, first: int, seconds: float, index: int) -> tuple[int, float]:
-        """Return the next vertex of the hull that starts at a point, and the slope towards it.
-
-        A knot on or above the line to its own successor is no vertex. `len(knots)` stands for no vertex at all.
-        """
-        while index < len(self._lows):
-            rise = (self._lows[index] - seconds) / (self._tokens[index] - first)
-            if rise < self._rise[index]:
-                return index, rise
-            index = self._next[index]
-        return index, self._slope
-
     def _compute(self, first: int, last: int) -> CurveWindow:
-        measured = self.at(np.arange(first, last + 1))
-        hull, vertices = np.empty_like(measured), []
-        index = bisect.bisect_right(self._tokens, first)
-        start, seconds = first, min([float(measured[0]), *self._lows[index : index + 1]])
-        while start <= last:
-            index, rise = self._bend(start, seconds, index)
-            stop = self._tokens[index] if index < len(self._tokens) else last + 1
-            part = np.arange(min(stop, last + 1) - start)
-            hull[start - first : start - first + len(part)] = seconds + rise * part
-            start, seconds = stop, seconds + rise * (stop - start)
-            vertices.append(stop - first)
-            index += 1
-        return CurveWindow(measured, hull.tolist(), vertices)
+        places = np.arange(first, last + 1)
+        measured = self.at(places)
+        later = bisect.bisect_right(self._tokens, first)
+        tokens, lows = self._tokens[later:], self._lows[later:]
+        vertices, heights = [first], [min([float(measured[0]), *lows[:1].tolist()])]
+        while len(tokens) and vertices[-1] <= last:  # to the knot with the least rise; of equals to the last one
+            rises = (lows - heights[-1]) / (tokens - vertices[-1])
+            best = int(np.flatnonzero(rises == rises.min())[-1])
+            if rises[best] >= self._slope:
+                break
+            vertices.append(int(tokens[best]))
+            heights.append(float(lows[best]))
+            tokens, lows = tokens[best + 1 :], lows[best + 1 :]
+        hull = self._through(vertices, heights, places)
+        return CurveWindow(measured, hull.tolist(), [vertex - first for vertex in vertices[1:]])
+
+    def _through(self, tokens: Sequence[int], seconds: Sequence[float], verify_tokens: np.ndarray) -> np.ndarray:
+        return np.interp(verify_tokens, tokens, seconds) + self._slope * np.maximum(verify_tokens - tokens[-1], 0)
 
 
 @dataclass(frozen=True)
