@@ -124,11 +124,6 @@ def test_cached_tokens_cost_what_they_add_to_each_round():
 # ---- files
 
 
-def test_a_table_in_memory_is_no_file():
-    with pytest.raises(TypeError, match=r"a file is needed, got dict: ThroughputTable.from_sglang\(table\)"):
-        ThroughputTable.load({"sample_batch_tokens": [1]})
-
-
 def test_tables_follow_sglangs_rules_and_are_read_again(tmp_path):
     path = tmp_path / "folder" / "sps.json"
     for table in (ThroughputTable(np.arange(1, 4), np.array([3.0, 2.0, 1.0])), JAGGED):

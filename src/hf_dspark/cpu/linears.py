@@ -70,8 +70,8 @@ class fast_linears:
                 del attributes["forward"]
         self._entries.pop()
 
-    def close(self) -> None:
-        """Leave all entries that are still open, which an interrupt may have kept from being left."""
+    def restore(self) -> None:
+        """Leave all entries that are still open, after an interrupt."""
         while self._entries:
             self.__exit__()
 

@@ -37,7 +37,7 @@ def _locked(step: Callable[..., None]) -> Callable[..., None]:
                 with torch.no_grad(), loop._fast_linears:
                     step(loop, *args)
             finally:  # for an interrupt while these are left
-                loop._fast_linears.close()
+                loop._fast_linears.restore()
                 int8_outliers.restore()
                 torch.set_grad_enabled(gradients)
 

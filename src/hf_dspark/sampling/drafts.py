@@ -263,7 +263,6 @@ class SiblingDistribution:
         self._gone: set[int] = set()
 
     def remove(self, index: int) -> None:
-        """Let an entry not be drawn any more."""
         if index not in self._gone:
             self._gone.add(index)
             size = float(self._probs[index])

@@ -63,10 +63,6 @@ class CalibrationRounds:
         """γ."""
         return self.logits.shape[1]
 
-    def observed(self, position: int) -> torch.Tensor:
-        """Return which rounds verified draft position k (1..γ), `[n]`."""
-        return self.proposed >= position
-
     def realised_labels(self) -> torch.Tensor:
         """Return 1 where the whole prefix up to the slot was accepted, `[n, γ]`."""
         return (torch.arange(self.block_size) < self.num_accepted[:, None]).double()
@@ -136,7 +132,7 @@ def fit_confidence(rounds: CalibrationRounds, realised: bool = False) -> LogitFi
     labels = rounds.realised_labels() if realised else rounds.integrated_labels()
     fits = []
     for position in range(1, rounds.block_size + 1):
-        reached = rounds.observed(position) & (rounds.num_accepted >= position - 1)
+        reached = (rounds.proposed >= position) & (rounds.num_accepted >= position - 1)
         fits.append(fit_logits(rounds.logits[reached, position - 1].double(), labels[reached, position - 1]))
     return fits
 
@@ -170,7 +166,7 @@ def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> list[
     before, temperatures = torch.ones(len(labels), dtype=torch.double), []
     ordered = sorted(TEMPERATURE_GRID, key=lambda temperature: abs(math.log(temperature)))
     for position in range(1, rounds.block_size + 1):
-        seen = rounds.observed(position)
+        seen = rounds.proposed >= position
         if not bool(seen.any()):
             raise ValueError(
                 f"no round verified draft position {position}, because the answers ended before it: give a larger "
@@ -206,7 +202,7 @@ def measure_calibration(rounds: CalibrationRounds, fits: LogitFits | None = None
     integrated, realised = rounds.integrated_labels(), rounds.realised_labels()
     measured = []
     for position in range(1, rounds.block_size + 1):
-        seen = rounds.observed(position)
+        seen = rounds.proposed >= position
         scores, soft, hard = (table[seen, position - 1] for table in (predicted, integrated, realised))
         measured.append(
             PositionCalibration(

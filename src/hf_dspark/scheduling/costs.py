@@ -269,11 +269,8 @@ class ThroughputTable:
         """Read SGLang's 1-D table, what `save` wrote, or a file of [`profile_throughput`].
 
         Raises:
-            TypeError: If this is no file, but a table.
             ValueError: If the file is none of them, or breaks the rules of the format.
         """
-        if isinstance(path, Mapping):
-            raise TypeError("a file is needed, got dict: ThroughputTable.from_sglang(table) reads a table")
         try:
             table = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:

@@ -301,10 +301,10 @@ class Scheduler(Policy):
 
 @dataclass
 class ReprobeCounter:
-    """Counts rounds in a row that taught nothing, being skipped or cut short. After some it is time to look again."""
+    """Forces a full draft after some rounds in a row that were skipped or cut short, and taught nothing."""
 
     rounds: int = 0
-    is_looking: bool = False  # whether the present round is drafted, and not cut short, only to look again
+    is_looking: bool = False  # whether the present round is drafted in full for that reason
 
     def look_again(self) -> bool:
         """Count a round, and tell whether it is time."""
@@ -315,7 +315,7 @@ class ReprobeCounter:
 
 @dataclass(frozen=True)
 class RequestForecast:
-    """How far the blocks of one request survive, by its rounds so far."""
+    """Expected survival of the blocks of one request, by its rounds so far."""
 
     # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
     survival: Sequence[float]
@@ -325,16 +325,16 @@ class RequestForecast:
 
     @classmethod
     def unknown(cls, block_size: int) -> "RequestForecast":
-        """Return what is expected of a request before its first round."""
+        """Return the forecast of a request before its first round."""
         return cls([PRIOR_ACCEPTANCE**slot for slot in range(1, block_size + 1)])
 
     @property
     def acceptance_bias(self) -> float:
-        """How many tokens came for each one that was promised: a text may be harder than it looks."""
+        """Ratio of accepted to predicted tokens: a text may be harder than it looks."""
         return self.kept / self.promised
 
     def after(self, survival: Sequence[float], promised: float, kept: float) -> "RequestForecast":
-        """Return what is expected after one more round; survivals of older rounds fade."""
+        """Return the forecast after one more round; survivals of older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
         pairs = zip(_extended(self.survival, len(survival)), survival, strict=True)
         mean = [(1 - weight) * before + weight * now for before, now in pairs]
@@ -343,7 +343,7 @@ class RequestForecast:
 
 @dataclass(frozen=True)
 class TreeForecast:
-    """What trees of every size would bring and cost."""
+    """Expected tokens and seconds of trees of every size."""
 
     survivals: np.ndarray  # of the nodes of each request, the best first
     seconds: np.ndarray  # with 0, 1, ... nodes of each request

@@ -70,11 +70,11 @@ class SiblingAcceptance:
         return np.minimum.accumulate(chances, axis=1)
 
     def descendants(self, depth: int, most: int) -> np.ndarray:
-        """Return what to expect of the descendants of a node at a depth, the best first: survivals given its own."""
+        """Return the expected survivals of the descendants of a node at a depth given its own, the best first."""
         return _descendants(self._means, depth, most)
 
     def best_nodes(self, most: int) -> np.ndarray:
-        """Return what to expect of the nodes of a tree, the best first: counted, or those of the mean tree."""
+        """Return the expected survivals of the nodes of a tree, the best first: counted, or those of the mean tree."""
         return np.array(self.best[:most]) if self.best else self.descendants(0, most)
 
     def of_chain(self) -> np.ndarray:
@@ -110,7 +110,7 @@ DEFAULT_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
 
 
 def no_acceptance(is_drawn: bool) -> SiblingAcceptance:
-    """Return what to expect of a draft that proposes nothing."""
+    """Return the acceptance of a draft that proposes nothing."""
     return SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.0,),))
 
 
