@@ -28,8 +28,7 @@ from .configuration_draft import text_config
 from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from .slot_cache import SlotCache
 
-# How to decode is not set on a draft itself, where nothing would read it; `load` was the name of `other_tokens`.
-OPTIONS = {field.name for field in fields(DecodingOptions)} | {"load"}
+OPTIONS = {field.name for field in fields(DecodingOptions)}  # not set on a draft itself, where nothing reads them
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,12 @@ class DraftModel(PreTrainedModel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "decoding" and not isinstance(value, DecodingOptions):
-            got = shortened(value)
             raise TypeError(
-                f"draft.decoding must be DecodingOptions, got {got}: DecodingOptions(policy=...) makes them"
+                f"draft.decoding must be DecodingOptions, got {shortened(value)}: "
+                "DecodingOptions(policy=...) makes them"
             )
         if name in OPTIONS:
-            option = "other_tokens" if name == "load" else name
-            raise AttributeError(f"a draft has no {name}: set draft.decoding = DecodingOptions({option}=...)")
+            raise AttributeError(f"a draft has no {name}: set draft.decoding = DecodingOptions({name}=...)")
         super().__setattr__(name, value)
 
     @classmethod

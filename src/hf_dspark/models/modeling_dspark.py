@@ -259,11 +259,8 @@ class DSparkDraftModel(DraftModel):
     with `config = DSparkConfig.from_target(target.config)`, and train it with [`DSparkTrainer`]. A draft has no
     embedding and no LM head of its own: it borrows those of its target, and fits no other model.
 
-    Attributes:
-        decoding ([`DecodingOptions`]): How `generate()` decodes with it, such as
-            `DecodingOptions(policy=FullBlock())`. Replace it at any time; `decode_with` and `generate_many` take other
-            options for one call.
-        last_stats ([`Rounds`], *optional*): What the last call drafted and accepted.
+    `draft.decoding` says how `generate()` decodes with it, such as `DecodingOptions(policy=FullBlock())`;
+    `draft.last_stats` what the last call drafted and accepted.
 
     Example:
 

@@ -1,6 +1,5 @@
 """A target's embedding and LM head on their own, in memory and in a file: what training needs of an absent target."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,11 +22,21 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(input) * self.embed_scale
 
 
-@dataclass(frozen=True)
 class BorrowedModules:
-    embedding: nn.Embedding  # scales its rows if the target's does
-    lm_head: nn.Linear  # a tied one shares its weight
-    dtype: torch.dtype
+    """Frozen copies of `embedding`, which scales its rows if the target's does, and of `lm_head`; `dtype` is the
+    target's. A tied head shares the embedding's weight."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], scale: float | None, dtype: torch.dtype) -> None:
+        self._tensors, self._scale, self.dtype = tensors, scale, dtype
+        weight, bias = tensors.get("lm_head", tensors["embedding"]), tensors.get("lm_head_bias")
+        kind = nn.Embedding if scale is None else ScaledEmbedding
+        self.embedding = kind.from_pretrained(tensors["embedding"], freeze=True)
+        if scale is not None:
+            self.embedding.embed_scale = scale
+        self.lm_head = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta").requires_grad_(False)
+        self.lm_head.weight = nn.Parameter(weight, False) if "lm_head" in tensors else self.embedding.weight
+        if bias is not None:
+            self.lm_head.bias = nn.Parameter(bias, False)
 
     @classmethod
     @torch.no_grad()
@@ -62,7 +71,7 @@ class BorrowedModules:
         if bias is not None:
             tensors["lm_head_bias"] = bias
 
-        copy = cls._made_of(tensors, scale, target.dtype)
+        copy = cls(tensors, scale, target.dtype)
         if not copy._answers_like(embedding, head, text.vocab_size, text.hidden_size):
             raise ValueError(
                 f"the embedding ({type(embedding).__name__}) or LM head ({type(head).__name__}) of "
@@ -70,19 +79,6 @@ class BorrowedModules:
                 "cannot be stored: train with the target in process, without a feature cache"
             )
         return copy
-
-    @classmethod
-    def _made_of(cls, tensors: dict[str, torch.Tensor], scale: float | None, dtype: torch.dtype) -> "BorrowedModules":
-        weight, bias = tensors.get("lm_head", tensors["embedding"]), tensors.get("lm_head_bias")
-        kind = nn.Embedding if scale is None else ScaledEmbedding
-        embedding = kind.from_pretrained(tensors["embedding"], freeze=True)
-        if scale is not None:
-            embedding.embed_scale = scale
-        lm_head = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta").requires_grad_(False)
-        lm_head.weight = nn.Parameter(weight, False) if "lm_head" in tensors else embedding.weight
-        if bias is not None:
-            lm_head.bias = nn.Parameter(bias, False)
-        return cls(embedding, lm_head, dtype)
 
     def _answers_like(self, embedding: nn.Module, head: nn.Module, vocab_size: int, size: int) -> bool:
         if {self.embedding.weight.shape, self.lm_head.weight.shape} != {(vocab_size, size)}:
@@ -95,16 +91,10 @@ class BorrowedModules:
         return torch.equal(self.embedding(ids), _ask(embedding, ids)) and bool(error < 0.05)
 
     def save(self, path: str | Path) -> None:
-        """Write both to a safetensors file, a shared weight once."""
-        tensors = {"embedding": self.embedding.weight.detach()}
-        if self.lm_head.weight is not self.embedding.weight:
-            tensors["lm_head"] = self.lm_head.weight.detach()
-        if self.lm_head.bias is not None:
-            tensors["lm_head_bias"] = self.lm_head.bias.detach()
         metadata = {"dtype": str(self.dtype).removeprefix("torch.")}
-        if hasattr(self.embedding, "embed_scale"):
-            metadata["embed_scale"] = repr(self.embedding.embed_scale)
-        save_file(tensors, path, metadata)
+        if self._scale is not None:
+            metadata["embed_scale"] = repr(self._scale)
+        save_file(self._tensors, path, metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "BorrowedModules":
@@ -112,7 +102,7 @@ class BorrowedModules:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         scale = float(metadata["embed_scale"]) if "embed_scale" in metadata else None
-        return cls._made_of(tensors, scale, DTYPES[metadata["dtype"]])
+        return cls(tensors, scale, DTYPES[metadata["dtype"]])
 
 
 def _plain_weight(module: nn.Module) -> torch.Tensor | None:
