@@ -49,7 +49,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
     Example:
 
     ```python
-    cache, ids, matches = DynamicCache(config=target.config), prompt_ids, None
+    from transformers import DynamicCache
+
+    cache, ids, matches = DynamicCache(config=target.config), inputs["input_ids"], None
     with DSparkCandidateGenerator(target, draft) as generator, torch.no_grad():
         while ids.shape[1] < 64:
             first = matches is None
