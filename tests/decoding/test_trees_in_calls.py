@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, FullBlock, Scheduler, generate_many
+from hf_dspark import (
+    DecodingOptions,
+    DSparkConfig,
+    DSparkDraftModel,
+    FullBlock,
+    PromptLookup,
+    Scheduler,
+    generate_many,
+)
 from hf_dspark.decoding.hook import default_policy
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.targets.support import TargetSupport
@@ -55,6 +63,19 @@ def test_a_tree_does_not_depend_on_its_neighbours(target, draft):
         torch.manual_seed(3)
         answers.append(target.generate(**padded([PROMPTS[0], *others]), assistant_model=draft, **options)[0, -20:])
     assert all(torch.equal(answers[0], other) for other in answers[1:])
+
+
+def test_trees_follow_token_0_where_every_token_is_forbidden(target):
+    class FiveThenNothing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, 5] = 0.0 if input_ids.shape[1] == 6 else -torch.inf
+            return scores
+
+    ids, options = torch.tensor([[5, 0, 0, 0, 9, 4]]), GREEDY | {"logits_processor": [FiveThenNothing()]}
+    output = target.generate(ids, assistant_model=PromptLookup(target), eos_token_id=None, **options)
+    assert output[0, 6:].tolist() == [5] + [0] * 19
+    assert torch.equal(output, target.generate(ids, eos_token_id=None, **options))
 
 
 class AtToken(StoppingCriteria):

@@ -164,7 +164,9 @@ def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix 
             continue
         # Where prompts are embeddings, the prefix of a root has no tokens.
         if (parent := prefix.parent) is not None:
-            is_forbidden = bool(scores[parent, prefix.token_ids[0, -1]] == -torch.inf)
+            token = int(prefix.token_ids[0, -1])
+            # Where all are forbidden, plain decoding takes the first best one.
+            is_forbidden = bool(scores[parent, token] == -torch.inf) and token != int(scores[parent].argmax())
             if is_forbidden or parent in unreachable:
                 unreachable.add(index)
                 continue
