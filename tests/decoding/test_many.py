@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from hf_dspark import DecodingOptions, Scheduler, generate_many
 from hf_dspark.decoding.loop import DecodingLoop
@@ -309,6 +309,20 @@ def test_stop_strings_work(target, draft, many, assert_alone, prompts, tokenizer
     assert all(result.text == tokenizer.decode(result.token_ids) for result in results.values())
     with pytest.raises(ValueError, match="need a tokenizer"):
         generate_many(target, draft, prompts, **GREEDY, **stop)
+
+
+@pytest.mark.parametrize("place", ["call", "target"])
+def test_stop_strings_of_a_generation_config_work(target, many, assert_alone, prompts, tokenizer, monkeypatch, place):
+    stop = {"stop_strings": ["Q", "Ld"]}
+    if place == "target":
+        monkeypatch.setattr(target.generation_config, "stop_strings", stop["stop_strings"])
+        options = {}
+    else:
+        options = {"generation_config": GenerationConfig(**stop, max_new_tokens=24)}
+    results = many(prompts[:5], tokenizer, batch_size=2, **options)
+    assert_alone(results, prompts, range(5), tokenizer=tokenizer, **stop)
+    if options:
+        assert options["generation_config"].stop_strings == stop["stop_strings"]
 
 
 def test_progress_is_shown_on_terminals_only(pair, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
 A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue."""
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -20,7 +21,7 @@ from ..models.slot_cache import SlotCache
 from ..scheduling.options import DecodingOptions
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import CACHE_ARGUMENTS
-from .call import make_request
+from .call import effective_config, make_request
 from .conversation import num_layers, read_prompt
 from .drafter import Drafter
 from .hook import prepare_with
@@ -125,10 +126,16 @@ class _Queue:
         self._options = generate_kwargs
         self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
         self._processors = LogitsProcessorList(self._options.pop("logits_processor", None) or [])
-        stop_strings = self._options.pop("stop_strings", None)
+        stop_strings = effective_config(target, self._options).stop_strings
         if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
             if tokenizer is None:
                 raise ValueError("stop_strings need a tokenizer: pass it as processing_class")
+            self._options.pop("stop_strings", None)
+            if self._options.get("generation_config") is not None:
+                self._options["generation_config"] = copy.deepcopy(self._options["generation_config"])
+                self._options["generation_config"].stop_strings = None
+            if target.generation_config.stop_strings is not None:
+                self._options["stop_strings"] = None
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
 
     def prepare(self, token_ids: Sequence[int]) -> Call:
