@@ -59,7 +59,9 @@ def test_a_returned_cache_continues_the_conversation(first_turn, target, draft, 
 
 @pytest.mark.parametrize("cache", [None, DynamicCache()], ids=["none", "empty"])
 def test_a_mask_over_tokens_that_no_cache_holds_is_refused(goes_on, cache):
-    with pytest.raises(ValueError, match="attention_mask has 5 columns, the prompts have 2, and no cache"):
+    with pytest.raises(
+        ValueError, match="attention_mask has 1 rows of 5 columns, the prompts have 1 of 2, and no cache"
+    ):
         goes_on([[7, 8]], cache, whole=[[3, 4, 5, 7, 8]])
 
 

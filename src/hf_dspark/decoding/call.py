@@ -51,13 +51,15 @@ def decode_call(
     if loop.recording.wants_rows:
         conversation.end_turn(cache, loop.ended_rows, requests, prompts)
     if call.fills_users_cache and given is not cache:
-        # In the columns where plain `generate()` would have left it.
-        columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
-        given.layers = cache.to_dynamic_cache(columns).layers
+        given.layers = cache.to_dynamic_cache().layers
     if not config.return_dict_in_generate:
         return sequences
     kept = given if call.fills_users_cache else cache
-    recorded = {output_cache_name(): kept, **loop.recording.by_step(requests)}
+    fed = [prompt.columns[prompt.cached :] for prompt in prompts]
+    first = min(int(columns[0]) for columns in fed) if any(prompt.cached for prompt in prompts) else 0
+    fed, width = [columns - first for columns in fed], prompts[0].width - first
+    steps = loop.recording.by_step(requests, fed, width, continuation.shape[1])
+    recorded = {output_cache_name(): kept, **steps}
     return GenerateDecoderOnlyOutput(sequences=sequences, **recorded)
 
 

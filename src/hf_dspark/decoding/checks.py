@@ -3,7 +3,7 @@
 Each function yields reasons: of the options, of the prompts, of the loop that they need.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ LOOP_ARGUMENTS = {"synced_gpus", "streamer", "tokenizer", "assistant_tokenizer"}
 KNOWN_ARGUMENTS = INPUT_ARGUMENTS | OUTPUT_ARGUMENTS | LOOP_ARGUMENTS
 # Which tokens of a prompt are images: all zero for text.
 MODALITY_ARGUMENTS = {"token_type_ids", "mm_token_type_ids"}
+# Attention that gives no weights: plain decoding returns empty tuples.
+WITHOUT_WEIGHTS = {"sdpa"}
 # Options that ask for drafts of another kind.
 OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "speculation_type")
 # Built-in processors that keep state between calls: drafting would advance it.
@@ -110,7 +112,7 @@ def loop_obstacle(call: Call, num_rows: int) -> str | None:
 
 
 def _loop_obstacles(call: Call, num_rows: int) -> Iterator[str]:
-    support, config, kwargs = call.support, call.generation_config, call.model_kwargs
+    support, kwargs = call.support, call.model_kwargs
     if call.options.use_transformers_loop:
         yield "draft.decoding.use_transformers_loop is set"
     if support.slot_obstacle is not None:
@@ -124,10 +126,14 @@ def _loop_obstacles(call: Call, num_rows: int) -> Iterator[str]:
         yield "position_ids are not those that follow from the attention mask"
     if kwargs.get("synced_gpus"):
         yield "synced_gpus keeps ranks in step, which rounds of different lengths do not"
-    if config.return_dict_in_generate and config.output_attentions:
+    if _returns_attentions(call) and support.text._attn_implementation not in WITHOUT_WEIGHTS:
         yield "output_attentions asks for attention weights"
     if num_rows > 1 and support.batch_obstacle is not None:
         yield support.batch_obstacle
+
+
+def _returns_attentions(call: Call) -> bool:
+    return bool(call.generation_config.return_dict_in_generate and call.generation_config.output_attentions)
 
 
 def _is_of_text_alone(support: TargetSupport, name: str, value: Any) -> bool:
@@ -212,11 +218,73 @@ def _own_loop_obstacles(call: Call, num_rows: int) -> Iterator[str]:
         )
     elif cache is not None and cache.get_seq_length() > 0 and call.model_kwargs.get("inputs_embeds") is not None:
         yield "inputs_embeds cannot continue past_key_values: pass input_ids, or embeddings of everything"
+    yield from _mask_obstacles(call, num_rows)
+    yield from _criterion_obstacles(call, num_rows)
     if num_rows > 1 and call.streamer is not None:
         yield f"a streamer takes one sequence, got {num_rows} rows: stream one prompt at a time"
     ends_apart = any(not isinstance(criterion, MaxLengthCriteria) for criterion in call.stopping_criteria)
     if num_rows > 1 and call.pad_token_id is None and ends_apart:
         yield "rows may end at different lengths: set pad_token_id, for example to the eos_token_id"
+
+
+def _mask_obstacles(call: Call, num_rows: int) -> Iterator[str]:
+    """Yield what is no mask of these prompts, and what a target makes of masked columns between tokens: packed rows
+    have none."""
+    support, embeds = call.support, call.model_kwargs.get("inputs_embeds")
+    mask, cache = call.model_kwargs.get("attention_mask"), call.model_kwargs.get("past_key_values")
+    columns = (call.input_ids if embeds is None else embeds).shape[1]
+    if mask is None:  # or all ones
+        rows, width = num_rows, getattr(call.generation_config, "_mask_length", columns)
+    else:
+        rows, width = mask.shape
+    if rows != num_rows or width < columns or (width > columns and (cache is None or cache.get_seq_length() == 0)):
+        yield (
+            f"attention_mask has {rows} rows of {width} columns, the prompts have {num_rows} of {columns}, and no "
+            "cache holds the tokens before: pass past_key_values of the earlier turn, or a column for each token"
+        )
+        return
+    if mask is None:
+        return
+    if bool(((mask != 0) & (mask != 1)).any()):
+        yield "attention_mask has other numbers than 0 and 1: pass input_ids != pad_token_id, for example"
+    if not bool(mask[:, -1].all()):  # padding on the right is refused anyway
+        return
+    rows = (mask.bool() & ~mask.bool().roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist()
+    windows = [getattr(support.text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    end = mask.shape[1] + call.max_length - call.input_ids.shape[1]
+    window = min((window for window in windows if window), default=end)
+    if rows and (support.keeps_states or window < end):
+        what = "recurrent layers read" if support.keeps_states else f"windows of {window} tokens count"
+        yield (
+            f"attention_mask has zeros between ones in rows {rows}, which the {what} in plain decoding of "
+            f"{support.name}: take them out of the rows and pad on the left, or drop assistant_model"
+        )
+
+
+def _criterion_obstacles(call: Call, num_rows: int) -> Iterator[str]:
+    """Yield which criteria hold an entry for each row, and cannot be asked about a row alone; found by a trial."""
+    for criterion in call.stopping_criteria if num_rows > 1 else ():
+        held = vars(criterion).values() if hasattr(criterion, "__dict__") else ()
+        if is_built_in(criterion) or not any(isinstance(value, Sized) and _size(value) == num_rows for value in held):
+            continue
+        try:
+            answer = copy_of(criterion)(call.input_ids[:1], None)
+            found = None if torch.as_tensor(answer).shape == (1,) else f"answers {answer!r} for one row"
+        except Exception as error:  # whatever a user's object does with other rows than it knows
+            found = f"fails with {type(error).__name__} for one row: {error}"
+        if found is not None:
+            yield (
+                f"the stopping criterion {type(criterion).__name__} holds an entry for each of {num_rows} rows, and "
+                f"{found}. With a draft rows end one by one: let it answer for the rows of its input_ids, pass "
+                "stop_strings instead, decode one row at a time (batch_size=1), or drop assistant_model"
+            )
+
+
+def _size(value: Sized) -> int | None:
+    try:
+        return len(value)
+    except TypeError:  # a tensor of one number
+        return None
 
 
 def _is_plain(cache: Cache) -> bool:
@@ -243,6 +311,18 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> Iterator[str]:
         yield (
             "left-padded inputs_embeds are decoded wrongly by transformers' assisted loop: pass the rows without "
             f"padding, or input_ids ({obstacle})"
+        )
+    types = sorted(name for name in MODALITY_ARGUMENTS if call.model_kwargs.get(name) is not None)
+    if embeds is not None and types:
+        yield (
+            f"inputs_embeds beside {' and '.join(types)} fail in transformers' assisted loop: pass input_ids, or drop "
+            f"assistant_model ({obstacle})"
+        )
+    implementation = call.support.text._attn_implementation
+    if _returns_attentions(call) and implementation != "eager":
+        yield (
+            f"attn_implementation={implementation!r} gives no attention weights, which transformers' assisted loop "
+            "needs: load the target with attn_implementation='eager', or drop output_attentions"
         )
     if isinstance(cache, SlotCache | StaticCache):
         yield f"the draft needs a dynamic cache here, got {type(cache).__name__}: pass a DynamicCache or none"

@@ -85,11 +85,6 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
     past = 0 if given is None else given.get_seq_length()
     if len(before) > 0:  # only what is new was given
         cached, earlier = int(before.sum()), None
-        if cached > 0 and past == 0:
-            raise ValueError(
-                f"attention_mask has {width} columns, the prompts have {columns}, and no cache holds the tokens "
-                "before: pass past_key_values of the earlier turn, or the whole conversation"
-            )
         if isinstance(given, SlotCache):
             earlier = _earlier_ids(row, cached, cache)
         elif past > 0:
@@ -169,7 +164,7 @@ class Conversation:
         if conversation is None or conversation.drafted_by() is not draft:
             draft_cache = SlotCache(cache.num_rows, num_layers=num_layers(draft))
             conversation = cache.conversation = cls(draft_cache, weakref.ref(draft), unseen=list(cache.lengths))
-        conversation.in_progress = True
+        conversation.in_progress, cache.columns = True, None
         draft_cache, unseen = conversation.draft_cache, conversation.unseen
         draft_cache.limit = cache.limit + draft.config.num_slots
         for row, request in enumerate(requests):
@@ -192,6 +187,7 @@ class Conversation:
                     each.swap_rows(place, other)
                 holder = places.index(place)
                 places[place], places[holder] = place, other
+        cache.columns = [prompt.columns_of(length) for prompt, length in zip(prompts, cache.lengths, strict=True)]
         self.token_ids = [
             prompt.known_ids(request.token_ids[:-1]) for request, prompt in zip(requests, prompts, strict=True)
         ]

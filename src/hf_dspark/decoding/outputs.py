@@ -34,6 +34,7 @@ class Recording:
     wants_scores: bool = False
     wants_logits: bool = False
     wants_hidden_states: bool = False
+    wants_attentions: bool = False  # empty ones: whoever has weights is not decoded by our loop
     wants_rows: bool = False  # the caches' rows of requests that ended
     scores: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Recording:
     @classmethod
     def of(cls, call: Call) -> "Recording":
         config = call.generation_config
-        wanted = (config.output_scores, config.output_logits, config.output_hidden_states)
+        wanted = (config.output_scores, config.output_logits, config.output_hidden_states, config.output_attentions)
         returned = bool(config.return_dict_in_generate)
         return cls(*(bool(returned and each) for each in wanted), returned or call.fills_users_cache)
 
@@ -78,27 +79,39 @@ class Recording:
             if count and request_id in kept:
                 del kept[request_id][-count:]
 
-    def by_step(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return scores, logits and hidden states by step, as plain `generate()` does; zeros after a row's end."""
+    def by_step(
+        self, requests: Sequence[Request], columns: Sequence[torch.Tensor], width: int, num_tokens: int
+    ) -> dict[str, Any]:
+        """Return scores, logits and hidden states by step, as plain `generate()` does; zeros after a row's end, and
+        where it has padding among the `width` columns of the first step, of which `columns` are its own."""
         steps: dict[str, Any] = {"scores": None, "logits": None, "hidden_states": None}
         for name, kept in (("scores", self.scores), ("logits", self.logits)):
             if kept:
                 rows = [torch.stack(kept[request.id]) for request in requests]
                 steps[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).unbind(dim=1)
+        if self.wants_attentions:
+            steps["attentions"] = ((),) * num_tokens
         if self.wants_hidden_states:
             rows = [self.hidden_states[request.id] for request in requests]
-            steps["hidden_states"] = tuple(_hidden_step(rows, step) for step in range(max(map(len, rows))))
+            first = _padded([row[0] for row in rows], columns, width)
+            only = torch.zeros(1, dtype=torch.long, device="cpu")
+            later = (
+                _padded([row[step] if step < len(row) else None for row in rows], [only] * len(rows), 1)
+                for step in range(1, max(map(len, rows)))
+            )
+            steps["hidden_states"] = (first, *later)
         return steps
 
 
-def _hidden_step(rows: Sequence[list[tuple[torch.Tensor, ...]]], step: int) -> tuple[torch.Tensor, ...]:
-    """Return one step's hidden states `[B, n, d]` of all layers, rows aligned on the right."""
-    width = max(len(row[step][0]) for row in rows if step < len(row))
+def _padded(
+    rows: Sequence[tuple[torch.Tensor, ...] | None], columns: Sequence[torch.Tensor], width: int
+) -> tuple[torch.Tensor, ...]:
+    """Return one step's hidden states `[B, width, d]` of all layers; zero where a row has nothing."""
     layers = []
-    for layer, like in enumerate(rows[0][0]):
+    for layer, like in enumerate(next(row for row in rows if row is not None)):
         states = like.new_zeros(len(rows), width, like.shape[-1])
-        for index, row in enumerate(rows):
-            if step < len(row):
-                states[index, width - len(row[step][layer]) :] = row[step][layer]
+        for index, (row, own) in enumerate(zip(rows, columns, strict=True)):
+            if row is not None:
+                states[index, own.to(states.device)] = row[layer]
         layers.append(states)
     return tuple(layers)

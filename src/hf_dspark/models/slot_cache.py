@@ -164,6 +164,8 @@ class SlotCache(Cache):
         self.limit = limit
         self.num_layers = num_layers  # that will write to it; for estimates
         self.conversation: Any = None  # what a decoding loop keeps with a cache that it returns
+        # Where the latest call had each row's tokens in its padded batch, if it has ended.
+        self.columns: Sequence[torch.Tensor] | None = None
         self._lengths = [0] * num_rows
         self._layout: SlotLayout | None = None
         self._stores: dict[tuple[int, str], torch.Tensor] = {}  # by layer, and "keys" or "values"
@@ -320,13 +322,15 @@ class SlotCache(Cache):
     def to_dynamic_cache(self, columns: Sequence[torch.Tensor] | None = None) -> DynamicCache:
         """Return a copy as transformers' `DynamicCache`, each row's tokens at its `columns`.
 
-        Without them, rows end together, as in a left-padded batch.
+        Without them they are where plain `generate()` would have left them in the call that returned this cache. Of
+        other caches, rows end together, as in a left-padded batch.
         """
         if any(self.row_states):
             raise ValueError(
                 "the recurrent states of a SlotCache are not those of a DynamicCache: go on with the draft, or decode "
                 "the whole conversation without a cache"
             )
+        columns = columns or self.columns
         if columns is None:
             longest = max(self._lengths)
             columns = [torch.arange(longest - length, longest, device="cpu") for length in self._lengths]
@@ -344,7 +348,8 @@ class SlotCache(Cache):
         return cache
 
     def reset(self) -> None:
-        self._lengths, self._layout, self.conversation = [0] * self.num_rows, None, None
+        self._lengths, self._layout = [0] * self.num_rows, None
+        self.conversation = self.columns = None
         self.row_states = [{} for _ in range(self.num_rows)]
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -1,0 +1,190 @@
+"""Masks of any kind: the tokens of plain decoding or a refusal by name, and what leaves a call has plain's shape."""
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StoppingCriteria,
+)
+
+from hf_dspark import DSparkConfig, DSparkDraftModel
+
+from ..hybrids import HAVE_PROTOCOL, build
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1,
+}  # fmt: skip
+MASKS = {
+    "one_hole": [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 1, 1]],
+    "holes_in_all_rows": [[1, 0, 1, 1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 1, 1, 1, 1, 1]],
+    "padding_and_hole": [[0, 0, 1, 1, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 0, 1]],
+    "shared_padding": [[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 1]],
+}
+RECURRENT = ["lfm2", "qwen3_5_text", "mamba", "mamba2", "falcon_h1", "jamba"]
+
+
+def drafted(target):
+    for parameter in target.parameters():
+        parameter.data.mul_(3)
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    config = DSparkConfig.from_target(target.config, block_size=4, num_hidden_layers=1, markov_rank=4)
+    return target.eval(), DSparkDraftModel(config).eval()
+
+
+@pytest.fixture
+def llama():
+    return drafted(LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(2, 64, (2, 9))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_alone_decodes_any_mask_as_plain_generate(llama, ids, name):
+    (target, draft), asked = llama, {"attention_mask": torch.tensor(MASKS[name]), "max_new_tokens": 12}
+    assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
+
+
+@pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_targets_refuse_holes_by_name_and_decode_padding(family, ids):
+    target, draft = drafted(build(family))
+    for name, rows in MASKS.items():
+        asked = {"attention_mask": torch.tensor(rows), "max_new_tokens": 6}
+        if name == "shared_padding":
+            assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
+            continue
+        with pytest.raises(ValueError, match=r"zeros between ones in rows .* recurrent layers"):
+            target.generate(ids, **asked, assistant_model=draft)
+
+
+def test_sliding_windows_refuse_holes_that_they_would_count(ids):
+    target, draft = drafted(MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=12)))
+    asked = {"attention_mask": torch.tensor(MASKS["one_hole"]), "max_new_tokens": 3}
+    assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
+    with pytest.raises(ValueError, match="windows of 12 tokens"):
+        target.generate(ids, **asked | {"max_new_tokens": 12}, assistant_model=draft)
+
+
+@pytest.mark.parametrize("hole", [[1] * 9, [0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1, 1]])
+def test_transformers_loop_decodes_any_mask_as_plain_generate(ids, hole):
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=3, n_head=4, eos_token_id=None, pad_token_id=0)
+    target, draft = drafted(BloomForCausalLM(config))
+    asked = {"attention_mask": torch.tensor([hole]), "max_new_tokens": 12}
+    assert torch.equal(target.generate(ids[:1], **asked, assistant_model=draft), target.generate(ids[:1], **asked))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 5), torch.ones(2, 11), torch.tensor([[0, 0] + [1] * 9] * 2), torch.tensor([[0] + [1] * 8])],
+    ids=["narrow", "wide", "wide_and_padded", "one_row"],
+)
+def test_masks_of_another_shape_are_refused(llama, ids, mask):
+    target, draft = llama
+    with pytest.raises(ValueError, match=r"attention_mask has . rows of \d+ columns, the prompts have 2 of 9"):
+        target.generate(ids, attention_mask=mask.long(), max_new_tokens=4, assistant_model=draft)
+
+
+def test_masks_of_other_numbers_are_refused(llama, ids):
+    target, draft = llama
+    with pytest.raises(ValueError, match="other numbers than 0 and 1"):
+        target.generate(ids, attention_mask=torch.full((2, 9), 2), max_new_tokens=4, assistant_model=draft)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_leaves_a_call_has_the_shape_that_plain_generate_gives(llama, ids, name):
+    target, draft = llama
+    mask = torch.tensor(MASKS[name])
+    asked = {"max_new_tokens": 6, "return_dict_in_generate": True, "output_hidden_states": True}
+    asked |= {"output_scores": True, "output_logits": True}
+    plain = target.generate(ids, attention_mask=mask, **asked)
+    ours = target.generate(ids, attention_mask=mask, **asked, assistant_model=draft)
+    for step, (theirs, own) in enumerate(zip(plain.hidden_states, ours.hidden_states, strict=True)):
+        is_token = mask.bool() if step == 0 else torch.ones(2, 1, dtype=torch.bool)
+        for layer, own_layer in zip(theirs, own, strict=True):
+            assert own_layer.shape == layer.shape
+            torch.testing.assert_close(own_layer[is_token], layer[is_token], rtol=1e-3, atol=1e-4)
+    for kind in ("scores", "logits"):
+        assert [step.shape for step in plain[kind]] == [step.shape for step in ours[kind]]
+    cache = ours.past_key_values.to_dynamic_cache()
+    assert cache.get_seq_length() == plain.past_key_values.get_seq_length()
+    more = torch.cat([plain.sequences, ids[:, :3]], dim=1)
+    turn_2 = {"attention_mask": torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1), "max_new_tokens": 8}
+    expected = target.generate(more, **turn_2)
+    assert torch.equal(target.generate(more, **turn_2, past_key_values=cache), expected)
+    # The second turn with the draft, and the cache after it.
+    second = {"past_key_values": ours.past_key_values, "return_dict_in_generate": True, "output_hidden_states": True}
+    again = target.generate(more, **turn_2, **second, assistant_model=draft)
+    assert torch.equal(again.sequences, expected)
+    assert again.hidden_states[0][0].shape == (2, 4, 32)  # the last token of turn 1 was not cached
+    assert again.past_key_values.to_dynamic_cache().get_seq_length() == expected.shape[1] - 1
+
+
+def test_embeddings_beside_token_types_are_refused_by_name(ids):
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, eos_token_id=None, bos_token_id=None)
+    target, draft = drafted(GPT2LMHeadModel(config))
+    types = torch.zeros(1, 9, dtype=torch.long)
+    with pytest.raises(ValueError, match="inputs_embeds beside token_type_ids"):
+        target.generate(
+            inputs_embeds=torch.rand(1, 9, 32), token_type_ids=types, max_new_tokens=4, assistant_model=draft
+        )
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_attention_weights_that_nobody_gives_are_empty_as_in_plain_generate(llama, ids, num_rows):
+    target, draft = llama
+    asked = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True}
+    plain = target.generate(ids[:num_rows], **asked)
+    ours = target.generate(ids[:num_rows], **asked, assistant_model=draft)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.attentions == plain.attentions == ((),) * 4
+    target.set_attn_implementation("eager")
+    weights = target.generate(ids[:1], **asked, assistant_model=draft).attentions
+    assert weights[0][0].shape == (1, 4, 9, 9)
+
+
+class DoneTracker(StoppingCriteria):
+    """Knows how many rows there are, as lm-eval's MultiTokenEOSCriteria does; ends all when all have ended."""
+
+    def __init__(self, num_rows, by_index=True):
+        self.done, self.by_index = [False] * num_rows, by_index
+
+    def __call__(self, input_ids, scores, **kwargs):
+        for row in range(len(self.done) if self.by_index else len(input_ids)):
+            self.done[row] = self.done[row] or int(input_ids[row, -1]) == 5
+        return all(self.done)
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_criteria_with_an_entry_for_each_row_are_refused_in_batches_alone(llama, ids, by_index):
+    target, draft = llama
+    with pytest.raises(ValueError, match=r"DoneTracker holds an entry for each of 2 rows.*batch_size=1"):
+        target.generate(ids, stopping_criteria=[DoneTracker(2, by_index)], max_new_tokens=4, assistant_model=draft)
+    asked = {"max_new_tokens": 24}
+    plain = target.generate(ids[:1], stopping_criteria=[DoneTracker(1, by_index)], **asked)
+    ours = target.generate(ids[:1], stopping_criteria=[DoneTracker(1, by_index)], **asked, assistant_model=draft)
+    assert torch.equal(ours, plain)
+
+
+def test_criteria_that_hold_as_many_things_by_chance_are_asked_row_by_row(llama, ids):
+    class AnyOf(StoppingCriteria):
+        tokens = None
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.isin(input_ids[:, -1], torch.tensor(self.tokens))
+
+    target, draft = llama
+    criterion, asked = AnyOf(), {"max_new_tokens": 12, "eos_token_id": 1}  # else plain decoding goes on
+    criterion.tokens = target.generate(ids, **asked)[:, 13].tolist()
+    asked["stopping_criteria"] = [criterion]
+    assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
