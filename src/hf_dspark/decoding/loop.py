@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,11 +78,17 @@ class DecodingLoop:
         requests, noise = list(self.requests), self.drafter.noise(self.requests)
         proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
         drafts, verifying = proposal.drafts, time.perf_counter()
-        output = self._forward(*self._packed(requests, drafts), verifying=True)
+        tokens, layout = self._packed(requests, drafts)
+        output = self._forward(tokens, layout, verifying=True)
+        overflows = layout.width > 1 and bool(output.logits[:, 0].isnan().any())
+        if overflows:  # the NaN of a draft has spread to tokens that do not see it
+            output = self._forward(tokens, replace(layout, singly=True), verifying=True)
         verify_seconds = time.perf_counter() - verifying
         scores = self._processor(output.logits, None, self._prefixes(requests, drafts))
         verified = verify(drafts, scores, output.layout.first_tokens, noise)
         num_committed = self._commit(drafts, verified, scores, output)
+        if overflows:
+            self.cache.clear_stale()
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
         self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)

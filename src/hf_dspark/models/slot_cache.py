@@ -33,6 +33,8 @@ class SlotLayout:
     is_prefill: bool = False  # whether all tokens of this pass will be committed, as a prompt's are
     # Of trees: the column of each token's parent in its row, 0 for the first one. `None`: each follows the one before.
     parents: tuple[tuple[int, ...], ...] | None = None
+    # Whether each token is computed by itself: a masked NaN spreads to the other tokens of its pass.
+    singly: bool = False
     _by_device: dict[Any, tuple[torch.Tensor, ...]] = field(default_factory=dict, init=False, compare=False)
 
     @property
@@ -194,6 +196,12 @@ class SlotCache(Cache):
         for store in self._stores.values():
             store[row].zero_()
         self.truncate(row, 0)
+
+    def clear_stale(self) -> None:
+        """Make what lies after the committed slots of all rows as new; see `clear`."""
+        for store in self._stores.values():
+            for row, length in enumerate(self._lengths):
+                store[row, :, length:].zero_()
 
     def truncate(self, row: int, length: int) -> None:
         """Keep the first slots of a row alone."""

@@ -202,7 +202,8 @@ class Mixer:
         """Call the layer for rows that read `count` tokens each; returns its output, states and windows by row, and
         the products of its linear layers."""
         inputs = joined(parts, count)
-        singly = count > 1 and states[0] and self._forgets_states(inputs, states, count)
+        alone = self._layout.singly and not self._keeps_window  # a convolution sees nothing that comes later
+        singly = count > 1 and states[0] and (alone or self._forgets_states(inputs, states, count))
         self._products.begin(known or {})
         if singly:
             outputs = []

@@ -44,11 +44,13 @@ class RowAttention:
                 if count == 0:
                     continue
                 cache = self._cache_of(layout.first_row + row, start, count)
-                inputs = part_of((args, kwargs), layout.num_tokens, layout.first_tokens[row], count)
-                own_args, own_kwargs = tree_map(
-                    lambda leaf, cache=cache: cache if leaf is self._cache else leaf, inputs
-                )
-                outputs.append(own(*own_args, **own_kwargs))
+                size, first = 1 if layout.singly else count, layout.first_tokens[row]
+                for place in range(first, first + count, size):
+                    inputs = part_of((args, kwargs), layout.num_tokens, place, size)
+                    own_args, own_kwargs = tree_map(
+                        lambda leaf, cache=cache: cache if leaf is self._cache else leaf, inputs
+                    )
+                    outputs.append(own(*own_args, **own_kwargs))
         finally:
             self.module.config._attn_implementation = during
         return successive(outputs)

@@ -62,7 +62,9 @@ def slot_attention(
     running = _running_pass()
     layout, rows = running.layout, running.layout.to_rows(query)
     causal = attention_mask is None and layout.width > 1
-    if softcap is None and s_aux is None:
+    if layout.singly:
+        attended = _attend_singly(rows, key, value, attention_mask, scaling, softcap, s_aux)
+    elif softcap is None and s_aux is None:
         mask = running.fold(attention_mask, query.shape[1] // key.shape[1], query.dtype)
         attended = grouped_attention(rows, key, value, mask, scaling, is_causal=causal)
     else:
@@ -71,6 +73,21 @@ def slot_attention(
             attention_mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril()
         attended = attend_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
     return layout.to_packed(attended), None
+
+
+def _attend_singly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *extras: Any
+) -> torch.Tensor:
+    """Attend from one column after the other, to keys and values that are zero where it sees nothing."""
+    width, columns = query.shape[2], []
+    if mask is None:
+        mask = torch.ones(1, 1, width, key.shape[2], dtype=torch.bool, device=key.device)
+        mask = mask.tril() if width > 1 else mask
+    for column in range(width):
+        visible = mask[:, :, column : column + 1]
+        seen = [states.masked_fill(~visible.transpose(2, 3), 0.0) for states in (key, value)]
+        columns.append(attend_with_extras(query[:, :, column : column + 1], *seen, visible, *extras))
+    return torch.cat(columns, dim=2)
 
 
 def slot_mask(
