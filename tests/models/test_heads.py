@@ -7,6 +7,7 @@ import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
 from hf_dspark.models.heads import Successors, with_successors
+from hf_dspark.models.modeling_dspark import MOST_SUCCESSORS
 from hf_dspark.sampling.drafts import ChainSampler
 
 COUNT = 3
@@ -90,3 +91,13 @@ def test_candidates_find_what_only_the_markov_head_favours(draft):
     favoured = int(largest(draft.markov_head, [1])[0, 0])
     base[0, 0, favoured] = -0.01
     assert drafted(draft, base).token_ids[0, 0] == favoured
+
+
+def test_the_table_does_not_grow_with_the_candidates_that_a_config_asks_for(make_target):
+    target = make_target(vocab_size=600)
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, block_size=3, markov_rank=4, draft_top_k=600))
+    ids, options = torch.tensor([[5, 6, 8]]), {"do_sample": False, "max_new_tokens": 12}
+    drafted = target.generate(ids, assistant_model=draft, **options)
+    assert torch.equal(drafted, target.generate(ids, **options))
+    (successors,) = draft._successor_tables.values()
+    assert successors(torch.tensor([3])).shape == (1, MOST_SUCCESSORS)

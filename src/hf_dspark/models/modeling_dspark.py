@@ -30,6 +30,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
+MOST_SUCCESSORS = 64  # their table has so many columns: a config must not ask for gigabytes
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,8 @@ class DSparkDraftModel(DraftModel):
 
     def _successors(self) -> Successors | None:
         candidates = self.config.draft_top_k
-        count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1)  # a single one is the best one
+        # A single candidate is the best one.
+        count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1, MOST_SUCCESSORS)
         if self.markov_head is None or count == 0:
             return None
         table = self._successor_tables.get(count)
