@@ -147,7 +147,7 @@ def train(parser: ArgumentParser) -> None:
     --output_dir. On several GPUs: torchrun --nproc_per_node 8 -m hf_dspark train ...
 
     example: hf-dspark train --target examples/gsm8k_pair/target --train_file out/answers.jsonl --eval_rows 5
-      --output_dir out/my-draft --packing --max_length 1024 --num_anchors 64 --learning_rate 6e-4 --num_train_epochs 6
+      --output_dir out/my-draft --packing --max_length 1024 --num_anchors 64 --num_train_epochs 6
     """
     parser.epilog = TRAINING
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")

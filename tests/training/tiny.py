@@ -69,6 +69,6 @@ def tiny_arguments(folder: str, kind: str = "dspark", **options) -> DSparkTraini
     facts = {
         "output_dir": folder, "use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 3e-3,
         "per_device_train_batch_size": 3, "max_steps": 6, "logging_steps": 1, "save_strategy": "no", "num_anchors": 5,
-        "seed": 7,
+        "seed": 7, "lr_scheduler_type": "linear", "warmup_steps": 0,
     }  # fmt: skip
     return DSparkTrainingArguments(**facts | KINDS[kind][1] | options)

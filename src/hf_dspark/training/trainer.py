@@ -53,7 +53,7 @@ class DSparkTrainer(Trainer):
     regenerate(target, prompts, tokenizer, "answers.jsonl", max_new_tokens=256)
     rows = [json.loads(line) for line in open("answers.jsonl")]
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config))
-    arguments = DSparkTrainingArguments("out/draft", num_train_epochs=4, learning_rate=6e-4)
+    arguments = DSparkTrainingArguments("out/draft", num_train_epochs=4)
     trainer = DSparkTrainer(draft, target, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
