@@ -18,6 +18,7 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.decoding import hook, install
+from hf_dspark.targets.support import TargetSupport
 from tests.distributions import TABLE
 from tests.rows import GREEDY, assert_same_tokens, padded
 
@@ -47,6 +48,12 @@ def test_other_assistants_keep_working(target, prompt_ids):
     assert_same_tokens(target, None, prompt_ids[0], {"prompt_lookup_num_tokens": 3})
     batch = torch.cat([prompt_ids[0][:, :5], prompt_ids[1][:, :5]])
     assert target.generate(batch, num_beams=2, **GREEDY).shape[0] == 2
+
+
+def test_a_draft_that_was_left_on_the_cpu_is_warned_about(target, draft, monkeypatch):
+    monkeypatch.setattr(TargetSupport, "input_device", torch.device("cuda:0"))
+    with pytest.warns(UserWarning, match=r"on the CPU, the target on cuda:0: .* draft.to\('cuda:0'\)"):
+        hook.plan_call(target, draft, draft.decoding, target.generation_config, {})
 
 
 def test_decode_with_is_the_same_without_the_wraps(target, draft, prompts, monkeypatch):

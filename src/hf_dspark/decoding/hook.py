@@ -1,5 +1,6 @@
 """Decoding with a draft by `custom_generate`, and the plan of a call: what is checked before, and its policy."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,13 @@ def plan_call(
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
     refuse([*support.draft_obstacles(draft.config), *option_obstacles(config, schedule, max_drafts)])
     draft.config.check_values("draft_top_k")
+    device = support.input_device
+    if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
+        warnings.warn(
+            f"the draft is on the CPU, the target on {device}: drafting is slow there, and every round copies between "
+            f"the two. Use draft.to({str(device)!r})",
+            stacklevel=2,
+        )
     if threshold is None:
         policy = options.policy or default_policy(draft, target, options.trees, support)
     else:  # the call's own comes first
