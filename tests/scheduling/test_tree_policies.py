@@ -135,6 +135,16 @@ def test_drafting_goes_on_where_trees_pay_and_chains_do_not():
     assert policy.plan_draft(Load())
 
 
+def test_a_tree_that_is_shallower_than_its_neighbour_teaches_nothing_of_deeper_slots():
+    cost, known = ThroughputTable((1, 32), (100, 98)), torch.tensor([[0.9, torch.nan, torch.nan], [0.9, 0.8, 0.7]])
+    together, alone = Scheduler(cost, trees=True), Scheduler(cost, trees=True)
+    together.observe(RoundOutcome((0, 1), known, torch.tensor([1, 3]), torch.tensor([1, 3]), 0.01))
+    alone.observe(RoundOutcome((1,), known[1:], torch.tensor([3]), torch.tensor([3]), 0.01))
+    alone.observe(RoundOutcome((0,), known[:1, :1], torch.tensor([1]), torch.tensor([1]), 0.01))
+    assert together._forecasts == alone._forecasts
+    assert together._forecasts[0].survival[-1] > 0.5
+
+
 def test_trees_are_drafted_where_they_were_asked_for_or_measured():
     cost, unmeasured = machine(*JAGGED["flat"]), replace(DRAWN, is_measured=False)
     plans = [

@@ -132,7 +132,7 @@ class TreeSampler(ABC):
         confidence = None
         if any(self._confidence):
             rows = [torch.tensor(row, device="cpu") for row in self._confidence]
-            confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            confidence = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
         return DraftTrees(self.trees, confidence)
 
     def _shares(self, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -287,7 +287,9 @@ class Scheduler(Policy):
             full = torch.full((len(outcome.confidence),), size, device="cpu")
             self._rankings.append(Ranking.of(outcome.confidence, full))
         self._block_size = max(self._block_size, size)
-        survivals = [[*itertools.accumulate(row, operator.mul)] for row in outcome.confidence.tolist()]
+        # A tree that is shallower than its neighbours says nothing of deeper slots.
+        confidences = ([each for each in row if not math.isnan(each)] for row in outcome.confidence.tolist())
+        survivals = [[*itertools.accumulate(row, operator.mul)] for row in confidences]
         if isinstance(outcome.drafts, DraftTrees):
             promised = [sum(tree.survivals) for tree in outcome.drafts.trees]
         else:
