@@ -8,7 +8,7 @@ import transformers
 from packaging.version import parse
 from transformers import DynamicCache, GenerationConfig
 
-from hf_dspark import DecodingOptions, DSparkCandidateGenerator
+from hf_dspark import DecodingOptions, DSparkCandidateGenerator, Rounds
 from hf_dspark.decoding import checks
 from tests.rows import GREEDY, assert_same_tokens, padded
 
@@ -17,7 +17,9 @@ def test_attentions_are_left_to_transformers_loop(target, draft, prompts):
     eager = copy.deepcopy(target)
     eager.set_attn_implementation("eager")
     ask = {"return_dict_in_generate": True, "output_attentions": True}
-    assert eager.generate(torch.tensor(prompts[:1]), assistant_model=draft, **GREEDY, **ask).attentions
+    with pytest.warns(UserWarning, match="assisted loop, because output_attentions .* 1.15 times") as warnings:
+        assert eager.generate(torch.tensor(prompts[:1]), assistant_model=draft, **GREEDY, **ask).attentions
+    assert len(warnings) == 1 and draft.last_stats.loop == "transformers"
     with pytest.raises(ValueError, match="output_attentions"):
         eager.generate(**padded(prompts), assistant_model=draft, **GREEDY, **ask)
 
@@ -26,6 +28,15 @@ def test_transformers_loop_refuses_batches_and_says_why_it_was_needed(target, dr
     draft.decoding = DecodingOptions(use_transformers_loop=True)
     with pytest.raises(ValueError, match="6 sequences .* together: draft.decoding.use_transformers_loop"):
         target.generate(**padded(prompts), assistant_model=draft, **GREEDY)
+
+
+@pytest.mark.filterwarnings("error:this call goes through transformers")
+@pytest.mark.usefixtures("either_loop")
+def test_statistics_say_who_verified_and_a_loop_that_was_asked_for_needs_no_warning(target, draft, prompts):
+    target.generate(torch.tensor(prompts[:1]), assistant_model=draft, **GREEDY)
+    expected = "transformers" if draft.decoding.use_transformers_loop else "hf_dspark"
+    assert draft.last_stats.loop == Rounds.from_dict(draft.last_stats.to_dict()).loop == expected
+    assert Rounds.joined([draft.last_stats]).loop == expected
 
 
 def test_positions_of_the_users_own_are_left_to_transformers_loop(target, draft, prompts):

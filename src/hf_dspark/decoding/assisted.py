@@ -88,12 +88,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def of_call(cls, target: PreTrainedModel, draft: DraftModel, call: Call) -> "DSparkCandidateGenerator":
         """Return one for a `generate()` call that was checked."""
         generator = cls.__new__(cls)
-        generator._prepare(target, draft, call)
+        generator._prepare(target, draft, call, loop="transformers")
         return generator
 
-    def _prepare(self, target: PreTrainedModel, draft: DraftModel, call: Call) -> None:
+    def _prepare(self, target: PreTrainedModel, draft: DraftModel, call: Call, loop: str = "caller") -> None:
         self.draft = draft
         self._drafter = Drafter(target, draft, call, grows_trees=False)
+        self._drafter.statistics.loop = loop
         self._call = call
         self._target = target
         self._capture = FeatureCapture(self._drafter.support.layers, draft.config.target_layer_ids)

@@ -7,6 +7,7 @@
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,4 +87,11 @@ def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids:
     check_call(call, draft, obstacle)
     if obstacle is None:
         return decode_call(target, draft, call)
+    if not call.options.use_transformers_loop:
+        warnings.warn(
+            f"this call goes through transformers' assisted loop, because {obstacle}. The tokens are as right, but it "
+            "takes chains alone and loses most of the gain: 1.15 times as fast as without a draft instead of 2.0, "
+            "where it was measured",
+            stacklevel=2,
+        )
     return decode_assisted(original, DSparkCandidateGenerator.of_call(target, draft, call), input_ids, **prepared)

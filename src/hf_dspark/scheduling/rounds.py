@@ -18,7 +18,8 @@ class RoundOutcome:
     """One round: what `Policy.observe` and `DecodingOptions.observer` get; rows as in the round's [`Load`]."""
 
     request_ids: Sequence[int]
-    confidence: torch.Tensor | None  # calibrated c_k, [R, γ]; `None` if nothing was drafted or no head predicts it
+    # Calibrated c_k, [R, γ], NaN below a tree; `None` if nothing was drafted or no head predicts it.
+    confidence: torch.Tensor | None
     lengths: torch.Tensor  # draft tokens verified, [R]; of trees, all nodes
     num_accepted: torch.Tensor  # draft tokens accepted, without the bonus token, [R]
     seconds: float  # duration of the round
@@ -65,6 +66,8 @@ class Rounds:
         first_round_at (`float`, *optional*): When the first round began, right after the first new token, by
             `time.perf_counter`.
         policy (`dict`, *optional*): Name and arguments of the policy that decided how much was drafted and verified.
+        loop (`str`): Who verified: `hf_dspark`, `transformers` (its assisted loop), or the `caller` of a
+            [`DSparkCandidateGenerator`].
 
     Example:
 
@@ -84,6 +87,7 @@ class Rounds:
     prefill_seconds: float = 0.0
     first_round_at: float | None = None
     policy: dict[str, Any] | None = None
+    loop: str = "hf_dspark"
 
     def add(self, outcome: RoundOutcome) -> None:
         """Append one entry per request of a round."""
@@ -100,8 +104,9 @@ class Rounds:
 
     @classmethod
     def joined(cls, parts: Iterable["Rounds"]) -> "Rounds":
-        """Put the rounds of several calls one after the other; their policy is that of the first."""
-        whole = cls()
+        """Put the rounds of several calls one after the other; policy and loop are the first one's."""
+        parts = list(parts)
+        whole = cls(loop=parts[0].loop) if parts else cls()
         for part in parts:
             for name in ENTRIES:
                 getattr(whole, name).extend(getattr(part, name))
@@ -117,7 +122,7 @@ class Rounds:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file holds; `first_round_at` is not kept, a time of this process."""
-        kept = {name: getattr(self, name) for name in ("policy", "prefill_seconds", *ENTRIES)}
+        kept = {name: getattr(self, name) for name in ("policy", "loop", "prefill_seconds", *ENTRIES)}
         kept["confidence"] = [None if each is None else each.tolist() for each in self.confidence]
         kept["seconds"] = [list(dataclasses.astuple(each)) for each in self.seconds]
         return kept
