@@ -17,6 +17,7 @@ from hf_dspark.scheduling.calibration import (
     measure_calibration,
     reliability_bins,
     roc_auc,
+    without_worse,
 )
 
 
@@ -191,3 +192,16 @@ EMPTY, TWO = torch.zeros(0, 3), drawn_rounds([1.0, 1.0], count=10)
 def test_rounds_that_cannot_be_used_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_fits_that_fall_or_are_worse_than_the_raw_confidence_are_not_kept():
+    rounds = drawn_rounds([2.0, 1.0, 0.5], count=4000)
+    good = fit_confidence(rounds)
+    assert without_worse(good, rounds)[::2] == good[::2], "these two were far from calibrated"
+    falling, worse = [(-1.5, 0.3), *good[1:]], [good[0], (1.0, 2.0), good[2]]
+    assert without_worse(falling, rounds)[0] == without_worse(worse, rounds)[1] == (1.0, 0.0)
+    mean_ece = [
+        sum(part.ece for part in measure_calibration(rounds, fits)) / 3
+        for fits in (None, without_worse(falling, rounds), without_worse(worse, rounds), without_worse(good, rounds))
+    ]
+    assert max(mean_ece[1:]) <= mean_ece[0]

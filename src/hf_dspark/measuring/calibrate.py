@@ -31,6 +31,7 @@ from ..scheduling.calibration import (
     fit_temperatures,
     measure_calibration,
     recorded_tests,
+    without_worse,
 )
 from ..scheduling.policies import FullBlock, Policy
 from ..scheduling.rounds import RoundOutcome
@@ -54,7 +55,7 @@ class CalibrationReport:
     domain: str  # the name under which the temperatures are kept
     num_rounds: int
     temperatures: list[float]  # by position, for serving engines
-    fits: LogitFits  # slope and offset by position, which `generate()` uses
+    fits: LogitFits  # slope and offset by position, which `generate()` uses; (1, 0) where no fit is better
     before: list[PositionCalibration]  # raw
     after: list[PositionCalibration]  # calibrated
     auc: float | None  # of c_k against acceptance over all reached slots
@@ -128,7 +129,15 @@ def calibrate(
     if domain is None:
         domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
     temperatures = fit_temperatures(rounds, realised)
-    fits = fit_confidence(rounds, realised)
+    found = fit_confidence(rounds, realised)
+    fits = without_worse(found, rounds, realised)
+    raw = [position for position, (fit, kept) in enumerate(zip(found, fits, strict=True), start=1) if fit != kept]
+    if raw:
+        warnings.warn(
+            f"the raw confidence is kept at draft positions {raw}: the fit is worse there, or falls where the "
+            "confidence rises. Give more rounds; if it stays so, the confidence head needs more training",
+            stacklevel=2,
+        )
     config = draft.config
     earlier = {name: getattr(config, name) for name in CALIBRATED}
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)

@@ -20,6 +20,7 @@ RIDGE = 1e-2  # keeps fits of few labels near slope 1 and offset 0
 
 # By draft position, what a logit is multiplied by and what is added.
 LogitFits = Sequence[tuple[float, float]]
+RAW = (1.0, 0.0)  # the fit that changes nothing
 
 
 def calibrated_confidence(logits: torch.Tensor, fits: LogitFits | torch.Tensor | None) -> torch.Tensor:
@@ -135,6 +136,26 @@ def fit_confidence(rounds: CalibrationRounds, realised: bool = False) -> LogitFi
         reached = (rounds.proposed >= position) & (rounds.num_accepted >= position - 1)
         fits.append(fit_logits(rounds.logits[reached, position - 1].double(), labels[reached, position - 1]))
     return fits
+
+
+def without_worse(fits: LogitFits, rounds: CalibrationRounds, realised: bool = False) -> LogitFits:
+    """Return fits with the raw confidence instead of those that fall, or raise the ECE of the survival up to their
+    position; all raw if the mean ECE rises."""
+    labels = rounds.realised_labels() if realised else rounds.integrated_labels()
+
+    def error(chosen: LogitFits) -> float:
+        position = len(chosen)
+        seen = rounds.proposed >= position
+        predicted = calibrated_confidence(rounds.logits[seen, :position], chosen).double().prod(dim=-1)
+        return expected_calibration_error(predicted, labels[seen, position - 1])
+
+    kept: list[tuple[float, float]] = []
+    for fit in fits:
+        choices = [[*kept, RAW], *([[*kept, fit]] if fit[0] > 0 else [])]
+        kept = min(choices, key=error)
+    places, raw = range(1, len(fits) + 1), [RAW] * len(fits)
+    is_better = sum(error(kept[:place]) for place in places) <= sum(error(raw[:place]) for place in places)
+    return kept if is_better else raw
 
 
 def fit_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
