@@ -168,7 +168,7 @@ class TargetDistribution:
 
 def each_block(target, draft, processors):
     """Yield every possible path of a block after the prompt, with the block that the draft makes of it."""
-    with FeatureCapture(TargetSupport.of(target).layers, draft.config.target_layer_ids) as capture, torch.no_grad():
+    with FeatureCapture(TargetSupport.of(target), draft.config.target_layer_ids) as capture, torch.no_grad():
         target(PROMPT[:, :-1])
         features = capture.take(draft.device, draft.dtype)
     for path in itertools.product(range(VOCAB), repeat=draft.config.block_size):

@@ -79,12 +79,12 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
     draft.decoding = DecodingOptions(policy=Spy())
     output = target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     committed = prompt_ids[0].shape[1] + 1
-    drafted, layers = 0, TargetSupport.of(target).layers
+    drafted, support = 0, TargetSupport.of(target)
     for outcome in seen:
         if outcome.drafted:
             drafted += 1
             prefix = output[:, :committed]
-            with FeatureCapture(layers, draft.config.target_layer_ids) as capture, torch.no_grad():
+            with FeatureCapture(support, draft.config.target_layer_ids) as capture, torch.no_grad():
                 target(prefix[:, :-1])
                 features = capture.take(draft.device, draft.dtype)
             num_tokens = outcome.drafts.token_ids.shape[1]

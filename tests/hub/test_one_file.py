@@ -124,7 +124,7 @@ def test_blocks_are_those_of_the_package(one_file, copied, make_target, make_dra
         copy, "confidence", lambda *args: confidences.append(type(copy).confidence(copy, *args)) or 1.0
     )
     ids = torch.randint(48, (1, 16))
-    with FeatureCapture(TargetSupport.of(target).layers, draft.config.target_layer_ids) as capture, torch.no_grad():
+    with FeatureCapture(TargetSupport.of(target), draft.config.target_layer_ids) as capture, torch.no_grad():
         target(ids)
         features = capture.take(draft.device, draft.dtype)
     for seen in (slice(0, 9), slice(9, 15)):

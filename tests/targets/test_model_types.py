@@ -55,6 +55,18 @@ TYPES = {
     "starcoder2": {"sliding_window": 6},
     "ministral": {"layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8},
     "seed_oss": {"head_dim": 8},
+    # Heads of other sizes in full attention; the last two layers read the keys of the first two.
+    "gemma4_text": {
+        "layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8, "global_head_dim": 16,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40,
+    },
+    # Layers return several streams of hidden states.
+    "gemma3n_text": {
+        "layer_types": MIXED_LAYERS, "sliding_window": 6, "head_dim": 8, "num_kv_shared_layers": 2, "laurel_rank": 8,
+        "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "activation_sparsity_pattern": None,
+    },
+    # It views the output of attention, which then must be in one piece.
+    "afmoe": MOE | {"head_dim": 8, "num_dense_layers": 1, "sliding_window": 6, "layer_types": MIXED_LAYERS},
 }  # fmt: skip
 GPTJ = {"rotary_dim": 4, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128}
 if GPTJForCausalLM._supports_attention_backend:  # since 5.24
@@ -173,6 +185,41 @@ def test_targets_with_attention_of_their_own_run_alone_and_are_refused_in_batche
         target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
     with pytest.raises(ValueError, match="attention of its own"):
         check_target(target)
+
+
+REFUSED = {
+    "minimax": (
+        {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 2, "block_size": 4},
+        "MiniMaxForCausalLM keeps a state",
+    ),
+    "openai-gpt": ({"n_layer": 4, "n_head": 4, "n_embd": 32}, "OpenAIGPTLMHeadModel has no cache"),
+    "xlm": ({"n_layers": 4, "n_heads": 4, "emb_dim": 32}, "XLMWithLMHeadModel has no cache"),
+    "electra": ({"embedding_size": 16, "is_decoder": True}, "16 values for a token and its layers 32"),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), REFUSED.items(), ids=REFUSED)
+def test_targets_that_cannot_be_drafted_for_are_refused_by_name_before_any_work(name, expected):
+    facts, message = expected
+    target, draft = make_pair(name, facts)
+    target.register_forward_pre_hook(lambda *_: pytest.fail("the target runs"))
+    for inputs in ({"input_ids": torch.tensor(PROMPTS[:1])}, padded(PROMPTS)):
+        with pytest.raises(ValueError, match=message):
+            target.generate(**inputs, assistant_model=draft, **PLAIN)
+
+
+def test_attention_with_masks_of_its_own_is_left_to_transformers_loop():
+    target, draft = make_pair("doge", {})
+    assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
+    with pytest.raises(ValueError, match="masks what it attends to by values.*Call generate"):
+        target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
+
+
+def test_layers_that_share_keys_have_features_of_every_position_in_transformers_loop():
+    target, draft = make_pair("gemma4_text", TYPES["gemma4_text"])
+    draft.decoding = DecodingOptions(use_transformers_loop=True)
+    assert max(draft.config.target_layer_ids) >= 2
+    assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
 
 
 def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():

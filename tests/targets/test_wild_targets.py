@@ -329,7 +329,7 @@ def test_features_come_from_the_adapted_layers(make_target):
     base, ids = make_target(), torch.tensor([PROMPTS[0]])
     plain = base(ids, output_hidden_states=True).hidden_states
     target = with_lora(base)
-    with FeatureCapture(TargetSupport.of(target).layers, [-1, 0, 2]) as capture:
+    with FeatureCapture(TargetSupport.of(target), [-1, 0, 2]) as capture:
         adapted = target(input_ids=ids, output_hidden_states=True).hidden_states
         features = capture.take(torch.device("cpu"), torch.float32).split(32, dim=-1)
     for part, layer in zip(features, (0, 1, 3), strict=True):
@@ -538,7 +538,7 @@ def test_features_come_from_the_language_model(seeing):
     target, draft = seeing
     assert TargetSupport.of(target).layers is target.get_decoder().layers
     turn = image_prompt(target)
-    with FeatureCapture(TargetSupport.of(target).layers, [0]) as capture, torch.no_grad():
+    with FeatureCapture(TargetSupport.of(target), [0]) as capture, torch.no_grad():
         target(**turn)
         features = capture.take(torch.device("cpu"), torch.float32)
     assert features.shape == (1, turn["input_ids"].shape[1], 32)

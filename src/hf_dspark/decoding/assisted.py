@@ -97,7 +97,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._drafter.statistics.loop = loop
         self._call = call
         self._target = target
-        self._capture = FeatureCapture(self._drafter.support.layers, draft.config.target_layer_ids)
+        self._capture = FeatureCapture(self._drafter.support, draft.config.target_layer_ids)
         self._request: Request | None = None
         self._proposal: Proposal | None = None
         self._hooks = (self._start_pass, self._end_pass)
@@ -107,7 +107,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def __enter__(self) -> "DSparkCandidateGenerator":
         self._capture.attach()
-        self._target.register_forward_pre_hook(self._hooks[0])
+        self._target.register_forward_pre_hook(self._hooks[0], with_kwargs=True)
         self._target.register_forward_hook(self._hooks[1])
         return self
 
@@ -122,8 +122,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._entered.close()
         int8_outliers.restore()
 
-    def _start_pass(self, *_: Any) -> None:
+    def _start_pass(self, module: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         self._pass_started = time.perf_counter()
+        support, last = self._drafter.support, kwargs.get("logits_to_keep")
+        if support.shares_keys and isinstance(last, int):  # then only these positions would have features
+            kwargs["logits_to_keep"] = 0 if support.is_spread else torch.arange(-last, 0)
+        return args, kwargs
 
     def _end_pass(self, *_: Any) -> None:
         self._pass_seconds = time.perf_counter() - self._pass_started

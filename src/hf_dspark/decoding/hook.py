@@ -103,7 +103,8 @@ def plan_call(
     warn_if_untested()
     support = TargetSupport.of(target)
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
-    refuse([*support.draft_obstacles(draft.config), *option_obstacles(config, schedule, max_drafts)])
+    reasons = support.draft_obstacles(draft.config, draft.drafts_blocks)
+    refuse([*reasons, *option_obstacles(config, schedule, max_drafts)])
     draft.config.check_values("draft_top_k")
     device = support.input_device
     if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):

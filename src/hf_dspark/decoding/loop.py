@@ -62,10 +62,11 @@ class DecodingLoop:
         self._streamer = call.streamer
         self._processor = BlockProcessor(call.logits_processor, drafter.draft.config.vocab_size)
         support = drafter.support
-        self._capture = FeatureCapture(support.layers, drafter.draft.config.target_layer_ids)
+        self._capture = FeatureCapture(support, drafter.draft.config.target_layer_ids)
         self._packed_target = PackedTarget(support, self._capture)
         # accelerate would bring an index to another device than the head's; a number stays what it is.
         self._is_spread = support.is_spread
+        self._shares_keys = support.shares_keys
         self._device = drafter.draft.device
         self._input_device = support.input_device
         self._has_outliers = support.has_outliers
@@ -115,7 +116,8 @@ class DecodingLoop:
         """Run packed tokens, ids `[T]` or embeddings `[T, d]`, through the target; logits at some of them, or at all.
         `verifying` says that these are blocks, not prompts: plain decoding would see them token by token."""
         inputs = {"input_ids" if tokens.dim() == 1 else "inputs_embeds": tokens.to(self._input_device)[None]}
-        only_last = logits_at == [len(tokens) - 1]
+        # By a number, a target whose layers share keys would compute features of these positions alone.
+        only_last = logits_at == [len(tokens) - 1] and not self._shares_keys
         target_picks = self._keeps_some_logits and logits_at is not None and (only_last or not self._is_spread)
         if target_picks:
             inputs["logits_to_keep"] = 1 if only_last else torch.tensor(logits_at, device=self._input_device)

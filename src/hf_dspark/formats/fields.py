@@ -147,11 +147,21 @@ def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any
     if rope_parameters is None:
         return None
     flat = rope_parameters.get("full_attention", rope_parameters)  # Gemma 3 and 4 keep one set per layer type
+    if flat is None:  # layers without rotation
+        return None
     used = {key: value for key, value in flat.items() if value is not None and not isinstance(value, dict)}
     flat = {key: value for key, value in used.items() if not key.startswith("mrope_")}
     if flat.get("rope_type", "default") not in ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": flat.get("rope_theta", 1_000_000.0)}
     return flat
+
+
+def of_full_attention(text: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a config in which values that differ by layer (Gemma 4's head size) are those of full attention."""
+    if not getattr(text, "is_heterogeneous", False):
+        return text
+    kinds = list(getattr(text, "layer_types", None) or ())
+    return text.per_layer_config[kinds.index("full_attention") if "full_attention" in kinds else -1]
 
 
 def architectures(config: Source) -> list[str]:

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
-from ..formats.fields import ROPE_TYPES, full_attention_rope
+from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
 from ..formats.translate import draft_model_type, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
 
@@ -236,10 +236,11 @@ class DraftConfig(PreTrainedConfig):
             TypeError: If this is neither.
             ValueError: If the target is an encoder-decoder.
         """
-        text = text_config(target_config)
+        text = of_full_attention(text_config(target_config))
         # A target without attention has no geometry to take over.
         num_heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
         width = getattr(text, "intermediate_size", None)
+        positions = getattr(text, "max_position_embeddings", None) or 0
         activation = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
         facts = {
             "vocab_size": text.vocab_size,
@@ -249,9 +250,9 @@ class DraftConfig(PreTrainedConfig):
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or num_heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
             "hidden_act": activation or "silu",
-            "max_position_embeddings": getattr(text, "max_position_embeddings", 32768),
+            "max_position_embeddings": positions if positions > 0 else 32768,  # XLNet's -1 is without end
             "initializer_range": getattr(text, "initializer_range", 0.02),
-            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
             "rope_parameters": full_attention_rope(getattr(text, "rope_parameters", None)),
             "embedding_scale": embedding_scale(text),
             "logit_scale": _logit_scale(text),

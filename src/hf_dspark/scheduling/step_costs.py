@@ -47,6 +47,8 @@ class Machine:
     @classmethod
     def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> "Machine":
         text, config = target.config.get_text_config(decoder=True), draft.config
+        if getattr(text, "is_heterogeneous", False):  # values differ by layer
+            text = text.per_layer_config[-1]
         facts = {name: int(getattr(config, name)) for name in (*GEOMETRY, "block_size", "markov_rank")}
         if config.is_autoregressive:  # not named otherwise: the key of measurements of other drafts stays what it was
             facts["is_autoregressive"] = 1

@@ -49,7 +49,7 @@ def check_target(target: PreTrainedModel, seed: int = 0) -> float:
     if support.slot_obstacle is not None:
         reason = support.slot_obstacle
         raise ValueError(f"{reason}: generate() uses transformers' own loop for it, one sequence at a time")
-    window = getattr(support.text, "sliding_window", None) or 0
+    window = support.longest_window
     longest = 16 + (window if window <= LONGEST_WINDOW else 0)
     generator = torch.Generator().manual_seed(seed)
     lengths = (longest, 10, longest // 2)

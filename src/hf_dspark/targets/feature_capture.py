@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from .support import TargetSupport
+
 
 class FeatureCapture:
-    """While entered or attached, keeps the tapped hidden states of the latest pass through a target's `layers`.
+    """While entered or attached, keeps the tapped hidden states of the latest pass through a target's layers.
 
     Tapped are `target_layer_ids`: -1 for the embedding output (the input of layer 0), i for the output of layer i.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], target_layer_ids: Sequence[int]) -> None:
+    def __init__(self, support: TargetSupport, target_layer_ids: Sequence[int]) -> None:
+        layers, self._support = support.layers, support
+        self._counting: tuple[nn.Module, Callable] = (support.decoder, self._keep_shape)
+        self._shape: tuple[int, int] | None = None  # rows and tokens of the latest pass
         self._target_layer_ids = list(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
         self._taps: list[tuple[nn.Module, Callable]] = [
@@ -28,6 +33,8 @@ class FeatureCapture:
         ]
 
     def attach(self) -> None:
+        decoder, keep_shape = self._counting
+        decoder.register_forward_pre_hook(keep_shape, with_kwargs=True)
         for layer_id, (layer, hook) in zip(self._target_layer_ids, self._taps, strict=True):
             if layer_id == -1:
                 layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -36,7 +43,7 @@ class FeatureCapture:
 
     def restore(self) -> None:
         """Take all hooks off, however many there are; what was captured stays."""
-        for layer, hook in self._taps:
+        for layer, hook in (self._counting, *self._taps):
             remove_hook(layer, hook)
 
     def __enter__(self) -> "FeatureCapture":
@@ -51,13 +58,30 @@ class FeatureCapture:
         self.restore()
         self._captured.clear()
 
+    def _keep_shape(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        self._shape = next((tuple(each.shape[:2]) for each in given if each is not None), None)
+
     def _keep_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         self._captured[-1] = args[0] if args else kwargs["hidden_states"]
 
     def _keep_output(self, layer_id: int, module: nn.Module, args: tuple, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        # Hyper-connections keep several streams for each token, [B, S, streams, d].
-        self._captured[layer_id] = states.mean(dim=2) if states.dim() == 4 else states
+        self._captured[layer_id] = output[0] if isinstance(output, (tuple, list)) else output
+
+    def _features_of(self, layer_id: int) -> torch.Tensor:
+        """Return one vector for each position, `[B, S, d]`; streams are averaged."""
+        states, size = self._captured[layer_id], self._support.text.hidden_size
+        if states.dim() == 4:
+            # Gemma 3n stacks streams first, [streams, B, S, d]; hyper-connections have [B, S, streams, d].
+            are_first = self._shape == states.shape[1:3] and self._shape != states.shape[:2]
+            states = states.mean(dim=0 if are_first else 2)
+        shape = (*(self._shape or states.shape[:2]), size)
+        if states.shape != shape:
+            raise ValueError(
+                f"layer {layer_id} of {self._support.name} gave features of shape {list(states.shape)}, a draft reads "
+                f"one vector for each position, {list(shape)}: make a draft that taps other layers (target_layer_ids)"
+            )
+        return states
 
     def take(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return the features `[B, S, m*d]` of the latest forward pass, and forget them.
@@ -67,7 +91,7 @@ class FeatureCapture:
         missing = [layer_id for layer_id in self._target_layer_ids if layer_id not in self._captured]
         if missing:
             raise RuntimeError(f"the target ran no forward pass through its layers {missing} since the last capture")
-        parts = [self._captured[layer_id].to(device=device, dtype=dtype) for layer_id in self._target_layer_ids]
+        parts = [self._features_of(layer_id).to(device=device, dtype=dtype) for layer_id in self._target_layer_ids]
         self._captured.clear()
         return torch.cat(parts, dim=-1)
 

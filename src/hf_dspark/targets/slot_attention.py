@@ -72,7 +72,7 @@ def slot_attention(
             shape = (1, 1, layout.width, key.shape[2])
             attention_mask = torch.ones(shape, dtype=torch.bool, device=key.device).tril()
         attended = attend_with_extras(rows, key, value, attention_mask, scaling, softcap, s_aux)
-    return layout.to_packed(attended), None
+    return layout.to_packed(attended).contiguous(), None  # some models view it
 
 
 def _attend_singly(

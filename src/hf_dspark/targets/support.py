@@ -24,6 +24,10 @@ INDEXED_LAYERS = {"indexed_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Models that read their whole text again where the frequencies of longrope switch.
 READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
+# Attention by the interface of transformers, with masks that are not those of positions.
+OWN_MASKS = {"doge"}
+# Models that keep no keys and values, or in a form that cannot be taken back.
+NO_CACHE = {"openai-gpt", "reformer", "xlm", "xlnet"}
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,15 @@ class TargetSupport:
     # ---- where things are
 
     @functools.cached_property
+    def decoder(self) -> nn.Module:
+        found = self.target.get_decoder()  # of some families the head, which is called decoder
+        has_layers = any(isinstance(module, nn.ModuleList) for module in found.modules())
+        return found if has_layers else self.target.base_model
+
+    @functools.cached_property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, whatever the family calls them: what a draft taps. A `ValueError` if none are found."""
-        decoder, depth = self.target.get_decoder(), self.text.num_hidden_layers
+        decoder, depth = self.decoder, self.text.num_hidden_layers
         lists = {path: module for path, module in decoder.named_modules() if isinstance(module, nn.ModuleList)}
         found = [path for path, module in lists.items() if len(module) == depth]
         if found:
@@ -192,13 +202,18 @@ class TargetSupport:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether transformers refuses assisted generation for it."""
-        return getattr(self.target, "_is_stateful", False)
+        """Whether transformers' own loop cannot take it back: it says so, or a cache of its own (MiniMax) does."""
+        return getattr(self.target, "_is_stateful", False) or "linear_attention" in self.kinds
 
     @property
     def keeps_states(self) -> bool:
         """Whether it has recurrent layers or convolutions: a mask alone cannot take them back."""
         return self.is_stateful or "conv" in self.kinds
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether its last layers read the keys and values of earlier ones, and skip positions without logits."""
+        return bool(getattr(self.text, "num_kv_shared_layers", None))
 
     @property
     def has_outliers(self) -> bool:
@@ -227,6 +242,12 @@ class TargetSupport:
         return self.text.model_type in READS_AGAIN
 
     @property
+    def longest_window(self) -> int:
+        """Of sliding layers, which may differ; 0 if there are none."""
+        layers = self.text.per_layer_config if getattr(self.text, "is_heterogeneous", False) else [self.text]
+        return max(getattr(layer, "sliding_window", None) or 0 for layer in layers)
+
+    @property
     def num_positions(self) -> int | None:
         return getattr(self.text, "max_position_embeddings", None)
 
@@ -237,6 +258,8 @@ class TargetSupport:
         """Why it cannot attend to a slot cache, as hf_dspark's own loop has one."""
         if self.keeps_states:
             return self._state_obstacle
+        if self.text.model_type in OWN_MASKS:
+            return f"{self.name} masks what it attends to by values, which a slot cache does not know"
         if not getattr(self.target, "_supports_attention_backend", False):
             return f"{self.name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
         others = sorted({*self.kinds} - ATTENTION_LAYERS)
@@ -278,18 +301,26 @@ class TargetSupport:
     def state_obstacle(self) -> str | None:
         """Why no loop can take it back to before a rejected token; transformers' own cannot restore states, either."""
         obstacle = self.slot_obstacle if self.is_stateful else None
+        if self.text.model_type in NO_CACHE:
+            obstacle = f"{self.name} has no cache of keys and values"
         if obstacle is None:
             return None
         return f"{obstacle}, so it cannot go back to before a rejected token: decode it without a draft"
 
-    def draft_obstacles(self, config: PreTrainedConfig) -> list[str]:
+    def draft_obstacles(self, config: PreTrainedConfig, reads_embedding: bool = True) -> list[str]:
         """Return all reasons why it cannot be decoded with a draft of this config."""
+        width = getattr(self.embedding, "embedding_dim", config.hidden_size)
         found = [self.state_obstacle, adapter_obstacle(self.target)]
         try:
             check_fits(config, self.target)
             _ = self.lm_head
         except ValueError as error:
             found.append(str(error))
+        if reads_embedding and width != self.text.hidden_size:
+            found.append(
+                f"the embedding of {self.name} has {width} values for a token and its layers {self.text.hidden_size}, "
+                "and a draft borrows embeddings of their size: use PromptLookup(target)"
+            )
         modules = (self.target, *self.modules)
         if self.target.training and any(getattr(module, "gradient_checkpointing", False) for module in modules):
             found.append(

@@ -66,10 +66,10 @@ def target_states(
         if "flash" in str(target.config._attn_implementation):
             rows = {name: value.reshape(1, -1) for name, value in rows.items()}
     support = TargetSupport.of(target)
-    home, capture = support.input_device, FeatureCapture(support.layers, target_layer_ids)
+    home, capture = support.input_device, FeatureCapture(support, target_layer_ids)
     try:
         with capture:
-            output = target.get_decoder()(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
+            output = support.decoder(use_cache=False, **{name: value.to(home) for name, value in rows.items()})
             features = capture.take(device, dtype)
     finally:
         capture.restore()  # for an interrupt while the capture is left
