@@ -9,8 +9,7 @@ token. So a small draft model proposes a block of tokens, and one pass of the ta
    light head then draws x_1..x_γ from left to right. A confidence threshold may end the block early.
 2. Verify. The target reads the block in one pass. x_k is kept with probability min(1, p_t(x_k) / p_d(x_k)). The first
    token that is not kept is replaced by one from max(p_t - p_d, 0). If all are kept, one more is drawn from p_t. The
-   output then follows the target's own distribution. Greedy output is the target's own, but for ties that rounding
-   decides.
+   output then follows the target's own distribution. Greedy output is the target's own, but for rounded ties.
 3. Commit. The target's cache forgets the rejected tokens. The draft will read the hidden states of the accepted ones.
 
 Equations are those of the DSpark paper; DFlash is the case without heads. The file decodes one sequence at a time. If
@@ -370,8 +369,10 @@ def decode(
 
         # Roll back. What stays in the cache: all tokens but the last one, which is the next anchor.
         kept = ids.shape[1] - 1 - start
-        tapped = [output.hidden_states[layer + 1][:, :kept] for layer in draft.config.target_layer_ids]
-        features = torch.cat([states.to(draft.device) for states in tapped], dim=-1)
+        tapped = [output.hidden_states[layer + 1] for layer in draft.config.target_layer_ids]
+        if tapped[0].dim() == 4:  # streams of states, [streams, 1, S, d] or [1, S, streams, d]
+            tapped = [states.mean(dim=0 if states.shape[1:3] == unread.shape else 2) for states in tapped]
+        features = torch.cat([states[:, :kept].to(draft.device) for states in tapped], dim=-1)
         cache.crop(kept - unread.shape[1])
         draft.rounds += [(len(drafts), k + accepted)] if start else []
     if streamer is not None:
