@@ -259,7 +259,7 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place
 
 
 def wrong_calls():
-    good = {"t": ["up"]}
+    good, several = {"t": ["up"]}, GenerationConfig(do_sample=True, num_return_sequences=2)
     return [
         ({"tasks": {"t": "nowhere.jsonl"}}, "task 't': there is no file nowhere.jsonl: name a JSON Lines file"),
         ({"tasks": {"t": []}}, "t holds no prompt"),
@@ -267,6 +267,8 @@ def wrong_calls():
         ({"tasks": {"all": ["up"]}}, "a task cannot be called 'all'"),
         ({"tasks": good, "batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"tasks": good, "max_length": 5}, "makes max_length itself: use max_new_tokens"),
+        ({"tasks": good, "generation_config": several}, "makes num_return_sequences"),
+        ({"tasks": good, "generation_config": GenerationConfig(return_dict_in_generate=True)}, "makes return_dict"),
         ({"tasks": good, "assistant_confidence_threshold": 0.5}, r"pass policy=ConfidenceThreshold\(...\)"),
         ({"tasks": good, "draft": None, "compare_plain": True}, "compare_plain needs a draft"),
         ({"tasks": good, "draft": None, "policy": ConfidenceThreshold(0.5)}, "a policy needs a draft"),

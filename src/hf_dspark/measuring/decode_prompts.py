@@ -127,7 +127,11 @@ def decode_prompts(
 
 def refuse_made_here(caller: str, generate_kwargs: Mapping[str, Any], **instead: str) -> None:
     """Raise a `ValueError` for arguments of `generate()` that the caller makes itself, and say what to use instead."""
-    for name, value in generate_kwargs.items():
+    asked, config = dict(generate_kwargs), generate_kwargs.get("generation_config")
+    if config is not None:  # its lengths are followed
+        asked.setdefault("num_return_sequences", (config.num_return_sequences or 1) > 1 or None)
+        asked.setdefault("return_dict_in_generate", config.return_dict_in_generate or None)
+    for name, value in asked.items():
         if name in MADE_HERE and value is not None:
             cure = {"max_length": "use max_new_tokens"} | instead
             raise ValueError(f"{caller} makes {name} itself: {cure.get(name, 'drop it')}")
