@@ -194,6 +194,7 @@ REFUSED = {
     ),
     "openai-gpt": ({"n_layer": 4, "n_head": 4, "n_embd": 32}, "OpenAIGPTLMHeadModel has no cache"),
     "xlm": ({"n_layers": 4, "n_heads": 4, "emb_dim": 32}, "XLMWithLMHeadModel has no cache"),
+    "cpmant": ({"dim_head": 8, "dim_ff": 48}, "CpmAntForCausalLM puts tokens of its own"),
     "electra": ({"embedding_size": 16, "is_decoder": True}, "16 values for a token and its layers 32"),
 }
 

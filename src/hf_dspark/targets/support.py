@@ -26,6 +26,7 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
 # Attention by the interface of transformers, with masks that are not those of positions.
 OWN_MASKS = {"doge"}
+OWN_TOKENS = {"cpmant"}
 # Models that keep no keys and values, or in a form that cannot be taken back.
 NO_CACHE = {"openai-gpt", "reformer", "xlm", "xlnet"}
 
@@ -303,6 +304,8 @@ class TargetSupport:
         obstacle = self.slot_obstacle if self.is_stateful else None
         if self.text.model_type in NO_CACHE:
             obstacle = f"{self.name} has no cache of keys and values"
+        if self.text.model_type in OWN_TOKENS:
+            return f"{self.name} puts tokens of its own before each prompt, which a draft knows nothing of"
         if obstacle is None:
             return None
         return f"{obstacle}, so it cannot go back to before a rejected token: decode it without a draft"
