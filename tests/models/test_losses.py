@@ -1,6 +1,7 @@
 """The training objective: parity with DeepSpec's numbers, and with formulas written out here."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -174,6 +175,25 @@ def test_logits_of_some_tokens_equal_those_of_all_without_the_others(chunk_size)
         found.append((losses.loss, losses.l1, losses.acceptance, *torch.autograd.grad(losses.loss, hidden)))
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_data_token_that_the_draft_cannot_propose_has_no_cross_entropy_but_counts_in_all_other_terms():
+    torch.manual_seed(3)
+    hidden, confidence_logits = torch.randn(2, 3, 4, 6, requires_grad=True), torch.randn(2, 3, 4)
+    head, token_ids, target_logits = torch.randn(5, 6), torch.tensor([6, 0, 3, 8, 2]), torch.randn(2, 3, 4, 9)
+    labels = torch.randint(0, 9, (2, 3, 4))
+    can_propose = torch.isin(labels, token_ids)
+    draft = SlotLogits(lambda x: x @ head.T, (hidden,), 9, token_ids=token_ids)
+    target, total = SlotLogits(lambda x: x, (target_logits,), 9), torch.tensor(24.0)
+
+    def found(slots, weights=PLAIN):
+        losses = block_losses(draft, target, labels, slots.float(), weights, confidence_logits, weight_sum=total)
+        return (losses.loss, losses.l1, losses.acceptance, *torch.autograd.grad(losses.loss, hidden))
+
+    whole, others = found(torch.ones_like(can_propose)), replace(PLAIN, cross_entropy_weight=0.0)
+    for ours, *parts in zip(whole, found(can_propose), found(~can_propose, others), strict=True):
+        torch.testing.assert_close(ours, sum(parts), atol=1e-6, rtol=1e-5)
+    assert (whole[2] < 1).all() and whole[2][~can_propose].mean() > 0
 
 
 def test_gradients_in_float16_survive_a_large_step():

@@ -101,15 +101,16 @@ def block_losses(
 ) -> BlockLosses:
     """Return the training objective of a batch of blocks. DSpark Eq. 9-12.
 
-    Labels are the data tokens x*_k, `[..., γ]`; slots of weight 0 cost nothing. `weight_sum` is the denominator of all
-    means, that of these blocks unless given: with the sum over accumulation steps and processes, the losses of the
-    parts add up to the mean over all of them. Logits of `chunk_size` slots exist at a time.
+    Labels are the data tokens x*_k, `[..., γ]`; one that the draft cannot propose has no cross-entropy, but counts in
+    all other terms. Slots of weight 0 cost nothing. `weight_sum` is the denominator of all means, that of these blocks
+    unless given: with the sum over accumulation steps and processes, the losses of the parts add up to the mean over
+    all of them. Logits of `chunk_size` slots exist at a time.
     """
     counted = slot_weights > 0
     own_sum, slot_weights, labels = slot_weights.sum(), slot_weights[counted], labels[counted]
-    if draft.token_ids is not None:  # the place of each label among the tokens that the draft can propose
+    if draft.token_ids is not None:  # the place of each label among the tokens that the draft can propose, or -1
         places = torch.arange(len(draft.token_ids), device=labels.device)
-        labels = labels.new_zeros(draft.vocab_size).scatter(0, draft.token_ids, places)[labels]
+        labels = labels.new_full((draft.vocab_size,), -1).scatter(0, draft.token_ids, places)[labels]
     inverse = 1.0 / ((own_sum if weight_sum is None else weight_sum) + DENOMINATOR_EPSILON)
     draft = draft.select(counted)
     trained = [*draft.inputs, *(parameter for parameter in draft.parameters if parameter.requires_grad)]
@@ -214,9 +215,10 @@ def _slot_losses(
     Written out, because autograd would keep and pass over several tensors of this size. With s = sign(p_d - p_t):
     ∂Σ|p_d - p_t|/∂logits = p_d (s - Σ p_d s).
     """
-    hard, soft = weights.cross_entropy_weight, weights.soft_cross_entropy_weight
+    is_missing, labels = labels < 0, labels.clamp(min=0)
+    hard, soft = weights.cross_entropy_weight * (~is_missing).float(), weights.soft_cross_entropy_weight
     log_probs = logits.log_softmax(dim=-1)
-    cross_entropy = -log_probs.gather(-1, labels[:, None])[:, 0]
+    cross_entropy = -log_probs.gather(-1, labels[:, None])[:, 0].masked_fill(is_missing, 0.0)
     soft_cross_entropy = -_row_products(target_probs, log_probs) if soft > 0 else torch.zeros_like(cross_entropy)
     draft_probs = log_probs.exp_()
     signs = draft_probs - target_probs

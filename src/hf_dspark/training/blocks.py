@@ -43,13 +43,11 @@ def cut_blocks(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
     layout: BlockLayout,
-    draft_token_ids: torch.Tensor | None = None,
     position_decay: float | None = None,
 ) -> AnchoredBlocks:
     """Return the blocks of a layout in rows `[B, S]`, weighted as in [`~losses.position_weights`].
 
-    A block ends before a token that is not supervised, or not in `draft_token_ids [V_d]`, if the draft cannot propose
-    all tokens.
+    A block ends before a token that is not supervised.
     """
     length = input_ids.shape[1]
     positions = label_positions(layout)
@@ -61,8 +59,6 @@ def cut_blocks(
     same_document = inside - at_labels(layout.position_ids) == layout.starts[:, :, None]
     allowed = at_labels(loss_mask.bool()) & (positions < length) & same_document & layout.anchor_mask[:, :, None]
     labels = at_labels(input_ids)
-    if draft_token_ids is not None:
-        allowed &= torch.isin(labels, draft_token_ids.to(labels.device))
     # Contiguous prefix: a slot after an unsupervised one would be trained on a prefix that is never verified.
     supervised = allowed.long().cumprod(dim=-1).bool()
     return AnchoredBlocks(layout, labels, position_weights(supervised, position_decay))

@@ -168,10 +168,7 @@ class DSparkTrainer(Trainer):
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         anchors, real = sample_anchors(batch["loss_mask"], batch["position_ids"], self.args.num_anchors, generator)
         layout = self.draft.block_layout(anchors, real, batch["position_ids"])
-        return cut_blocks(
-            batch["input_ids"], batch["loss_mask"], layout, self.draft.draft_token_ids(),
-            self.loss_weights.position_decay,
-        )  # fmt: skip
+        return cut_blocks(batch["input_ids"], batch["loss_mask"], layout, self.loss_weights.position_decay)
 
     def compute_loss(
         self,
