@@ -12,7 +12,7 @@ from tests.rows import padded
 
 PROMPTS = [[3, 9, 12, 30, 7, 7, 21], [5], [11, 4, 8, 8, 25, 13, 17, 31, 22, 6, 5, 39]]
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None}
-RECURRENT = ["qwen3_5_text", "falcon_mamba", "lfm2"]
+RECURRENT = ["qwen3_5_text", "falcon_mamba", "lfm2", "glm5_next"]
 
 
 def overflow_unless(target, known):
@@ -20,9 +20,13 @@ def overflow_unless(target, known):
     support = TargetSupport.of(target)
     seen = []
     support.embedding.register_forward_pre_hook(lambda _, args: seen.insert(0, args[0]))
-    support.layers[0].register_forward_pre_hook(
-        lambda _, args: (args[0].masked_fill(~torch.isin(seen[0], known)[..., None], torch.inf), *args[1:])
-    )
+
+    def overflow(_, args):
+        states = args[0]  # some families carry several streams
+        unknown = ~torch.isin(seen[0], known)
+        return states.masked_fill(unknown.view(*unknown.shape, *[1] * (states.dim() - 2)), torch.inf), *args[1:]
+
+    support.layers[0].register_forward_pre_hook(overflow)
 
 
 @pytest.fixture(params=[None, "gemma2", "gpt_oss", *RECURRENT])
