@@ -158,6 +158,35 @@ def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     return target
 
 
+# Names that older families have for sizes, and what others need besides.
+OTHER_SIZES = {
+    "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "d_model": 64, "num_layers": 4, "num_heads": 4,
+    "ffn_dim": 64, "word_embed_proj_dim": 64, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "is_decoder": True, "rotary_dim": 8, "qk_rope_head_dim": 16, "laurel_rank": 8, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "use_cache": True,
+}  # fmt: skip
+
+
+def build_any(model_type: str) -> PreTrainedModel:
+    """Return a tiny causal LM of any type that transformers knows; fails as its configuration or model does."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    sizes = SMALL | OTHER_SIZES | TEXT.get(model_type, REFUSED.get(model_type, {}))
+    names = {field.name for field in dataclasses.fields(config_class)}
+    if "num_kv_shared_layers" in names:
+        sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    if "kv_lora_rank" in names:
+        sizes |= {"num_key_value_heads": 4}
+    config = config_class(**_of(config_class, sizes))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if model.num_parameters() > 10**8:
+        raise ValueError("its small configuration is not small")
+    torch.manual_seed(0)
+    target = transformers.AutoModelForCausalLM.from_config(config).eval()
+    target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
+    return target
+
+
 def _of(config_class: type[PreTrainedConfig], sizes: dict[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(config_class)}
     return {name: size for name, size in sizes.items() if name in names}
