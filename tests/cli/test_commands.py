@@ -319,7 +319,9 @@ def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock)
     before = capsys.readouterr().out
     assert main(shlex.split(f"profile {PAIR} --show")) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(before) and "cache/" in shown and "0 days old; repetitions of a pass lay 0% apart" in shown
+    (table,) = Path("cache").glob("*.json")
+    assert shown.startswith(before) and f"\n{table.name}\nmeasured on" in shown
+    assert "0 days old; repetitions of a pass lay 0% apart" in shown
 
 
 @pytest.mark.parametrize("packed", ["", "--packed"])
