@@ -182,7 +182,9 @@ def passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int
         packed(cache, layout, input_ids=tokens.reshape(1, -1), position_ids=position_ids, **options)
         start += math.ceil(part * width) if accepted is None else accepted
 
-    run(prompt.expand(requests, -1), accepted=prompt.shape[1], is_prefill=True, logits_to_keep=1)
+    # By a number, layers that share keys would leave packed rows out.
+    last = torch.tensor([-1], device=prompt.device)
+    run(prompt.expand(requests, -1), accepted=prompt.shape[1], is_prefill=True, logits_to_keep=last)
     return run
 
 
