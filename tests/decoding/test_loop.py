@@ -12,7 +12,6 @@ from transformers import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, Policy
-from hf_dspark.decoding import hook
 from tests.rows import EOS, GREEDY, OPTIONS, alone, assert_as_alone, assert_no_hooks, assert_same_tokens, padded
 
 DRAFTED = OPTIONS | {
@@ -144,7 +143,6 @@ def test_interruption_leaves_target_and_draft_usable(target, draft, prompt_ids):
     with pytest.raises(KeyboardInterrupt):
         target.generate(prompt_ids[0], assistant_model=draft, streamer=Recorder(fail_after=30), **GREEDY)
     assert_no_hooks(target)
-    assert hook._active_generator.get() is None
     assert draft.last_stats.rounds > 0  # what had happened until then
     assert_same_tokens(target, draft, prompt_ids[0])
 
