@@ -102,10 +102,9 @@ def run_regenerate(options: Namespace, console: Console) -> bool:
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
     faults = note_faults(console, read)
     models = load_models(options)
-    prompts = [as_chat(prompt, models.tokenizer) for prompt in read.prompts]
     kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
     kwargs |= generate_kwargs(options, models.target)
-    report = regenerate(models.target, prompts, models.tokenizer, draft=models.draft, **kwargs)
+    report = regenerate(models.target, read.prompts, models.tokenizer, draft=models.draft, **kwargs)
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from hf_dspark.cpu import fast_linears
-from hf_dspark.data.prompts import as_chat, read_prompt_file, suite_files, with_thinking
+from hf_dspark.data.prompts import read_prompt_file, suite_files, with_thinking
 from hf_dspark.formats.checkpoint import Checkpoint
 from hf_dspark.formats.tables import OURS
 from hf_dspark.formats.translate import format_name
@@ -64,7 +64,7 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
     faults = note_faults(console, read)
     models = load_models(options)
     kwargs = generate_kwargs(options, models.target)
-    prompts = [with_thinking(as_chat(prompt, models.tokenizer), options.enable_thinking) for prompt in read.prompts]
+    prompts = [with_thinking(prompt, options.enable_thinking) for prompt in read.prompts]
     output, seed = options.rounds_file, options.seed
     report = calibrate(
         models.target, models.draft, prompts, models.tokenizer, options.domain, output_file=output, seed=seed, **kwargs

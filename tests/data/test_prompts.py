@@ -109,7 +109,7 @@ def test_every_function_that_takes_prompts_reads_all_forms_alike(pair, chat_toke
         return tokens_of(function, *pair, [prompt] * 8, chat_tokenizer, tmp_path / name)
 
     found = decoded("messages", HI)
-    assert len(found) == 8
+    assert len(found) == 8 and decoded("text", "what is") == found
     assert decoded("question", {"question": "what is"}) == decoded("row", {"messages": TALK}) == found
 
 
@@ -128,12 +128,14 @@ def test_files_name_their_faults_and_keep_their_order(tmp_path):
         read_prompt_file("nowhere.jsonl")
 
 
-def test_messages_go_through_the_template_and_texts_are_continued(chat_tokenizer):
+def test_messages_and_texts_go_through_the_template_once(chat_tokenizer):
     asked = chat_tokenizer("user what is <eos> assistant")["input_ids"]
     for prompt in (Prompt(HI), as_chat(Prompt("what is"), chat_tokenizer)):
         assert token_ids(prompt, chat_tokenizer) == asked
     plain = chat_tokenizer("what is")["input_ids"]
     assert token_ids(Prompt("what is"), chat_tokenizer) == plain and token_ids(Prompt([4]), None) == [4]
+    rendered = Prompt("<eos> user what is <eos> assistant")
+    assert as_chat(rendered, chat_tokenizer) is rendered
     chat_tokenizer.chat_template = None
     assert token_ids(Prompt(HI), chat_tokenizer) == plain  # a question without a template
     assert as_chat(Prompt(TALK), chat_tokenizer).content == "what is\n\nup"

@@ -1,6 +1,5 @@
 """Answers in the target's own words: whole files and interrupted ones."""
 
-import copy
 import json
 
 import pytest
@@ -28,13 +27,6 @@ def target(pair):
 @pytest.fixture
 def draft(pair):
     return pair[1]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer) -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture(params=["plain", "draft"])
@@ -95,7 +87,8 @@ def test_samples_of_a_prompt_differ_and_follow_the_seed(run):
     assert torch.equal(torch.get_rng_state(), before)  # it is the caller's
 
 
-def test_prompts_are_rendered_as_they_were_given(run, tokenizer):
+def test_prompts_are_rendered_as_they_were_given(run, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     chat = [{"role": "user", "content": "hi"}]
     answered = [*chat, {"role": "assistant", "content": "ho"}]
     prompts = {
@@ -106,6 +99,8 @@ def test_prompts_are_rendered_as_they_were_given(run, tokenizer):
     lines = run(list(prompts.values()), max_new_tokens=2)
     assert [tokenizer.decode(lines[index, 0]["prompt_ids"]) for index in range(5)] == list(prompts)
     assert lines[0, 0]["prompt"] == chat and lines[3, 0]["prompt"] == "Xy"
+    lines = run(["hi"], name="a text", max_new_tokens=2)
+    assert tokenizer.decode(lines[0, 0]["prompt_ids"]) == "uhi.a" and lines[0, 0]["prompt"] == "hi"
     lines = run([chat], name="not thinking", enable_thinking=False, max_new_tokens=2)
     assert tokenizer.decode(lines[0, 0]["prompt_ids"]) == "uhi.a,,"
 
@@ -239,3 +234,18 @@ def test_stop_strings_end_answers_as_alone(run):
         whole = longest[index]["text"]
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert line["text"] == whole[:end]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 2, "eos_token_id": None}, "6 of 6 answers are unfinished: raise max_new_tokens"),
+        ({"eos_token_id": list(range(64))}, "6 of 6 answers are empty: the target ends at once"),
+    ],
+)
+def test_a_warning_says_that_most_answers_are_empty_or_unfinished(run, monkeypatch, options, words):
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda self, ids, **_: "" if len(ids) == 1 else "words")
+    with pytest.warns(UserWarning, match=words):
+        run(**options)
+    with pytest.warns(UserWarning, match=words):  # of those that were there, too
+        run(**options)

@@ -169,12 +169,17 @@ def as_messages(prompt: Prompt) -> Prompt:
     return prompt
 
 
-def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase) -> Prompt:
-    """Make a text a user's message if there is a chat template; a conversation one text if there is none."""
-    if not prompt.is_token_ids and processing_class.chat_template:
-        return as_messages(prompt)
-    if prompt.is_token_ids or isinstance(prompt.content, str):
+def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) -> Prompt:
+    """Make a text a user's message if there is a chat template; a conversation one text if there is none.
+
+    A text that begins with a special token has gone through the template already.
+    """
+    has_template, is_text = bool(getattr(processing_class, "chat_template", None)), isinstance(prompt.content, str)
+    if prompt.is_token_ids or (is_text and not has_template):
         return prompt
+    if has_template:
+        special = tuple(str(each) for each in processing_class.added_tokens_decoder.values() if each.special)
+        return prompt if is_text and prompt.content.startswith(special) else as_messages(prompt)
     return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
 
 

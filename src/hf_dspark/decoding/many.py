@@ -13,8 +13,8 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from ..data.prompts import as_chat, several, token_ids
 from ..data.prompts import read_prompt as as_prompt
-from ..data.prompts import several, token_ids
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..models.slot_cache import SlotCache
@@ -71,7 +71,8 @@ def generate_many(
     Args:
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`]): Its draft.
-        prompts (`Iterable`): Strings, or token ids `[n]`; read as needed.
+        prompts (`Iterable`): Strings, token ids `[n]`, or messages; read as needed. Where the tokenizer has a chat
+            template, a string is a user's message, unless it begins with a special token.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; needed for strings and stop strings.
         batch_size (`int`): Sequences decoded together at most.
         progress (`bool`): Whether to show a progress bar; none is shown where stderr is no terminal.
@@ -168,7 +169,8 @@ class _Queue:
         return job
 
     def _prepare(self, job: _Job) -> None:
-        job.call = self.prepare(token_ids(as_prompt(job.prompt, several_turns=False), self.tokenizer))
+        chat = as_chat(as_prompt(job.prompt, several_turns=False), self.tokenizer)
+        job.call = self.prepare(token_ids(chat, self.tokenizer))
         prompt = read_prompt(job.call, 0, SlotCache())
         job.prompt_length = len(prompt.token_ids)
         job.request = make_request(job.call, 0, job.index, prompt)

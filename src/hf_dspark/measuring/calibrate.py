@@ -86,9 +86,9 @@ def calibrate(
     Args:
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`]): Its draft, with a confidence head.
-        prompts (`Iterable`): Held-out prompts of the domain: texts, which are continued as they are; token ids;
-            messages; or rows with `prompt`, `question`, `messages`, `conversations`, `input_ids` or `turns`. Of
-            several turns each is answered, and its rounds count.
+        prompts (`Iterable`): Held-out prompts of the domain: texts, token ids, messages, or rows with `prompt`,
+            `question`, `messages`, `conversations`, `input_ids` or `turns`. Where the tokenizer has a chat template,
+            a text is a user's message. Of several turns each is answered, and its rounds count.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
             token ids.
         domain (`str`, *optional*): The name under which the calibration is kept. Unless given, `sampled` or
@@ -245,7 +245,7 @@ def _decode_and_record(
     generate_kwargs: Mapping[str, Any],
 ) -> list[Any]:
     """Return what `record` has written of all rounds, prompt after prompt."""
-    read = [as_chat(row, processing_class) if row.later_turns else row for row in read_prompts(prompts)]
+    read = [as_chat(row, processing_class) for row in read_prompts(prompts)]
     first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
     cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
     if cut_off:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.prompts import Prompt, read_prompts, token_ids, with_thinking
+from ..data.prompts import Prompt, as_chat, read_prompts, token_ids, with_thinking
 from ..decoding.call import effective_config
 from ..files import Journal, digest, plain_json
 from ..models.modeling_draft import DraftModel
@@ -59,9 +59,9 @@ def regenerate(
 
     Args:
         target (`PreTrainedModel`): The model that answers.
-        prompts (`Iterable`): Texts, which are continued as they are; lists of messages; lists of token ids; or rows
-            with `messages`, `conversations`, `prompt` or `question`. A conversation that ends in an answer gets this
-            one anew, and keeps its earlier answers. A question is a user's message.
+        prompts (`Iterable`): Texts, lists of messages, lists of token ids, or rows with `messages`, `conversations`,
+            `prompt` or `question`. Where the tokenizer has a chat template, a text is a user's message, unless it
+            begins with a special token. A conversation that ends in an answer gets this one anew.
         processing_class (`PreTrainedTokenizerBase`): The target's tokenizer.
         output_file (`str`): JSON lines.
         draft ([`DraftModel`], *optional*): Makes it faster, without changing the distribution of the answers.
@@ -105,7 +105,8 @@ def regenerate(
     prompt_ids = []
     for index, prompt in enumerate(read):
         try:
-            prompt_ids.append(token_ids(with_thinking(prompt, enable_thinking), processing_class))
+            chat = with_thinking(as_chat(prompt, processing_class), enable_thinking)
+            prompt_ids.append(token_ids(chat, processing_class))
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from error
     chosen = config.to_diff_dict() | {name: each for name, each in options.items() if name != "generation_config"}
@@ -135,15 +136,24 @@ def regenerate(
         if read[index].is_token_ids:
             content = processing_class.decode(content)
         line = {"index": index, "sample": int(answer.group), "prompt": content, "prompt_ids": prompt_ids[index]}
-        journal.append(line | _outcome(answer, processing_class))
+        line |= _outcome(answer, processing_class)
+        journal.append(line)
         if answer.error is None:
-            finished[answer.key] = answer.finished
+            finished[answer.key] = _ending(line)
         else:
             num_failed += 1
     if num_failed:
         message = f"{num_failed} prompts failed: see 'error' in {journal.path}; the same call tries them again"
         warnings.warn(message, stacklevel=2)
-    return RegenerationReport(journal.path, len(finished), list(finished.values()).count(False), num_failed)
+    num_unfinished = list(finished.values()).count("unfinished")
+    cures = {
+        "empty": "the target ends at once. Is this the form of prompts that it was trained with?",
+        "unfinished": "raise max_new_tokens; a target that never ends may have been trained with other prompts",
+    }
+    for how, cure in cures.items():
+        if (number := list(finished.values()).count(how)) > len(finished) / 2:
+            warnings.warn(f"{number} of {len(finished)} answers are {how}: {cure}", stacklevel=2)
+    return RegenerationReport(journal.path, len(finished), num_unfinished, num_failed)
 
 
 def _outcome(answer: Answer, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -153,5 +163,11 @@ def _outcome(answer: Answer, processing_class: PreTrainedTokenizerBase) -> dict[
     return {"completion_ids": answer.token_ids, "text": text, "finished": answer.finished}
 
 
-def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], bool] | None:
-    return None if "error" in line else ((line["index"], line["sample"]), line["finished"])
+def _ending(line: Mapping[str, Any]) -> str:
+    if not line["finished"]:
+        return "unfinished"
+    return "finished" if line["text"].strip() else "empty"
+
+
+def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], str] | None:
+    return None if "error" in line else ((line["index"], line["sample"]), _ending(line))
