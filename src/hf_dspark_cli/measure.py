@@ -9,8 +9,7 @@ from pathlib import Path
 from hf_dspark.cpu import fast_linears
 from hf_dspark.data.prompts import read_prompt_file, suite_files, with_thinking
 from hf_dspark.formats.checkpoint import Checkpoint
-from hf_dspark.formats.tables import OURS
-from hf_dspark.formats.translate import format_name
+from hf_dspark.formats.translate import recognise
 from hf_dspark.hub.repository import RESULTS_FOLDER
 from hf_dspark.measuring import results
 from hf_dspark.measuring.calibrate import CALIBRATED, calibrate
@@ -119,7 +118,7 @@ def _folder_to_calibrate(options: Namespace) -> Path:
     if options.output_dir is not None:
         return Path(options.output_dir)
     folder = Path(options.draft)
-    if not folder.is_dir() or format_name(Checkpoint(folder)) != OURS:
+    if not folder.is_dir() or recognise(Checkpoint(folder).config) is not None:
         where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
         raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
     return folder

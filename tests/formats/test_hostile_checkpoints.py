@@ -104,19 +104,14 @@ class Explosive:
 # ---- no pickle
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "model.pth", "draft.ckpt", "model.pkl",
-        "adapter_model.bin", "__0_0.distcp", "pytorch_model.bin.index.json",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "__0_0.distcp", "pytorch_model.bin.index.json"])
 def test_pickled_weights_are_refused_and_not_opened(folder, tmp_path, name):
     trace = tmp_path / "exploded"
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Explosive(trace)))
-    message = refused(folder, f"only {name}: pickled weights", "never loaded", "safetensors.torch.save_file")
-    assert "model.safetensors.index.json" in message
+    refused(
+        folder, "no model.safetensors.index.json", "Pickled weights", "never loaded", "safetensors.torch.save_file"
+    )
     assert not trace.exists()
     pickle.loads((folder / name).read_bytes())  # the control: this is what must not happen
     assert trace.exists()
@@ -125,8 +120,8 @@ def test_pickled_weights_are_refused_and_not_opened(folder, tmp_path, name):
 @pytest.mark.parametrize(
     "names",
     [
-        ["pytorch_model.bin"], ["pytorch_model.bin.index.json", "a.bin"], [".metadata", "__0_0.distcp"],
-        ["adapter_config.json", "adapter_model.bin"], ["training_args.bin", "optimizer.pt", "rng_state.pth"],
+        ["pytorch_model.bin.index.json", "a.bin"], ["adapter_config.json", "adapter_model.bin"],
+        ["training_args.bin", "optimizer.pt", "rng_state.pth", ".metadata", "__0_0.distcp"],
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("load", [DSparkDraftModel.from_pretrained, AutoModel.from_pretrained])
@@ -224,14 +219,13 @@ def write_index(folder: Path, files: list[str]) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "{absolute}/outside.safetensors", "../outside.safetensors", "../../outside.safetensors",
-        "inside/../../outside.safetensors", "inside/weights.safetensors", ".safetensors", "..safetensors",
-        "weights.bin", "weights.safetensors.bin", "weights\n.safetensors", "a\\..\\b.safetensors",
+        "{absolute}/outside.safetensors", "../outside.safetensors", "inside/../../outside.safetensors",
+        "inside/weights.safetensors", "..safetensors", "weights.bin", "weights\n.safetensors", "a\\..\\b.safetensors",
     ],
 )  # fmt: skip
 def test_index_that_names_anything_but_a_file_beside_it_is_refused(folder, tmp_path, file):
     write_index(folder, [file.replace("{absolute}", str(tmp_path))])
-    refused(folder, "model.safetensors.index.json", "no name of a safetensors file in the same folder")
+    refused(folder, "model.safetensors.index.json", "weight_map must name a safetensors file in the same folder")
 
 
 def test_index_that_names_a_link_out_of_the_folder_is_refused(folder, tmp_path):
@@ -244,16 +238,14 @@ def test_index_that_names_a_link_out_of_the_folder_is_refused(folder, tmp_path):
 @pytest.mark.parametrize(
     ("weight_map", "found"),
     [
-        *((wrong, "weight_map must name the file of each tensor") for wrong in ({}, None, ["a.safetensors"])),
-        ({"fc.weight": 7}, "weight_map names 7"),
+        *((wrong, "weight_map must name") for wrong in ({}, None, ["a.safetensors"], "a.safetensors")),
+        ({"fc.weight": 7}, "for each tensor, got 7"), ({"fc.weight": ["a.safetensors"]}, "got ['a.safetensors']"),
         ({"fc.weight": "gone.safetensors"}, "names gone.safetensors, which is not there"),
-        ({f"t{i}": f"f{i}.safetensors" for i in range(1001)}, "more than 1000 files"),
     ],
-)
+)  # fmt: skip
 def test_unsound_index_is_refused(folder, weight_map, found):
     (folder / "model.safetensors").unlink()
-    index = {} if weight_map is None else {"weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     refused(folder, "model.safetensors.index.json", found)
 
 
@@ -261,14 +253,10 @@ def test_index_and_files_that_disagree_are_refused(folder):
     write_index(folder, ["a.safetensors", "b.safetensors"])
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     moved = next(name for name, file in index["weight_map"].items() if file == "a.safetensors")
-    for change, found in (
-        ({moved: "b.safetensors"}, f"a.safetensors holds tensors that .* does not list there: {moved}"),
-        ({"stray": "a.safetensors"}, "lists tensors that no file holds: stray"),
-    ):
+    for change, name in (({moved: "b.safetensors"}, moved), ({"stray": "a.safetensors"}, "stray")):
         weight_map = index["weight_map"] | change
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError, match=found):
-            DSparkDraftModel.from_pretrained(folder)
+        refused(folder, f"a.safetensors disagree about {name}")
 
 
 @pytest.mark.parametrize(
@@ -288,41 +276,26 @@ def test_config_that_points_to_other_files_is_refused(folder, key, value):
     [
         *((field, 10**9) for field in (
             "num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "markov_rank",
+            "num_key_value_heads", "head_dim", "block_size", "num_target_layers", "markov_rank", "draft_vocab_size",
         )),
-        *((field, 10**18) for field in ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")),
-        ("num_hidden_layers", 10**30), ("num_hidden_layers", 513),
-        ("num_hidden_layers", 0), ("num_hidden_layers", -1), ("num_hidden_layers", 2.0), ("num_hidden_layers", "2"),
-        ("hidden_size", None), ("hidden_size", [32]), ("hidden_size", 64), ("vocab_size", 49), ("markov_rank", 2**16),
-        ("block_size", 1000), ("head_dim", 8192), ("intermediate_size", 2**20), ("intermediate_size", {"a": 1}),
+        *((field, 10**30) for field in ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")),
+        *(("num_hidden_layers", number) for number in (513, 0, -1, 2.0, "2")),
+        ("hidden_size", None), ("hidden_size", [32]), ("hidden_size", 64), ("vocab_size", 49),
         ("target_layer_ids", list(range(5000))), ("target_layer_ids", [0, 2.5]), ("target_layer_ids", "02"),
-        ("target_layer_ids", [[0], [2]]), ("target_layer_ids", [10**15, 0]),
         ("layer_types", ["full_attention"] * 5000), ("layer_types", {"0": "full_attention"}),
-        ("rms_norm_eps", 0.0), ("rms_norm_eps", -1e-6), ("rms_norm_eps", 1e300), ("rms_norm_eps", "1e-6"),
-        ("initializer_range", -0.1), ("attention_dropout", 1.5), ("attention_dropout", -1),
-        ("embedding_scale", 0), ("embedding_scale", -2.0), ("embedding_scale", 1e39), ("logit_scale", 0.0),
-        ("logit_scale", {"__float__": "NaN"}), ("final_logit_softcapping", 0.0), ("final_logit_softcapping", -30.0),
-        ("attention_scaling", 1e200), ("hidden_act", "eval"), ("hidden_act", 5), ("hidden_act", ["silu"]),
-        ("dtype", "save"), ("dtype", "int8"), ("dtype", "nothing"), ("dtype", 32),
-        ("eos_token_id", "2"), ("eos_token_id", {"a": 2}), ("qk_norm", "yes"), ("mask_token_id", 48),
-        ("markov_head_type", "__class__"), ("draft_vocab_size", 10**9), ("draft_vocab_size", 24),
-        ("rope_parameters", []), ("rope_parameters", "default"),
+        ("rms_norm_eps", 0.0), ("rms_norm_eps", "1e-6"), ("attention_dropout", 1.5), ("initializer_range", -0.1),
+        ("embedding_scale", 0), ("embedding_scale", 1e39), ("logit_scale", {"__float__": "NaN"}),
+        ("final_logit_softcapping", -30.0), ("hidden_act", "eval"), ("hidden_act", ["silu"]), ("dtype", "save"),
+        ("dtype", "int8"), ("eos_token_id", "2"), ("qk_norm", "yes"), ("markov_head_type", "__class__"),
+        ("draft_vocab_size", 24), ("rope_parameters", []), ("rope_parameters", "default"),
         *(("rope_parameters", {"rope_type": "default", "rope_theta": theta})
-          for theta in ("1e6", None, 0, -1e6, 1.0, 1e300, [1e6], True, {"__float__": "Infinity"})),
-        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e6}),
-        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e6, "factor": 0.0}),
+          for theta in ("1e6", None, 0, 1e300, True, {"__float__": "Infinity"})),
         ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e6, "factor": "8"}),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e6}),
         ("rope_parameters", {"rope_type": ["default"], "rope_theta": 1e6}),
-        ("rope_parameters", {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 8.0}),
         ("rope_parameters", {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.01}),
-        ("sts_temperatures", []), ("sts_temperatures", {"default": [1.0] * 5000}), ("sts_temperatures", {}),
-        ("sts_temperatures", {"default": [1.0, 1.0, 0.0, 1.0]}), ("sts_temperatures", {"default": "1111"}),
-        ("sts_temperatures", {"default": [1.0, -1.0, 1.0, 1.0]}),
-        ("confidence_fits", []), ("confidence_fits", {"default": [[1.0, 0.0]] * 5000}),
-        ("confidence_fits", {"default": "1111"}), ("confidence_fits", {"default": [[1.0, None]] * 4}),
-        ("confidence_fits", {"default": [[1.0, {"__float__": "NaN"}]] * 4}),
+        ("sts_temperatures", []), ("sts_temperatures", {"default": [1.0, -1.0, 1.0, 1.0]}),
+        ("confidence_fits", {"default": [[1.0, 0.0]] * 5000}), ("confidence_fits", {"default": [[1.0, None]] * 4}),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -347,19 +320,12 @@ def test_layers_that_are_not_in_the_files_are_refused_before_they_are_built(fold
     refused(folder, "does not match its config", "num_hidden_layers")
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "to_dict", "__post_init__", "check_values", "from_pretrained", "num_slots", "is_autoregressive",
-        "per_layer_config", "validate", "get_text_config", "attribute_map", "confidence_fits_for",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("key", ["to_dict", "check_values", "num_slots", "per_layer_config", "attribute_map"])
 def test_config_cannot_replace_a_part_of_its_class(folder, key):
     change_config(folder, **{key: "x"})
-    if key.startswith("_"):
-        assert callable(getattr(DSparkConfig.from_pretrained(folder), key))
-    else:
-        refused(folder, f"config.json has the key '{key}'", load=DSparkConfig.from_pretrained)
+    refused(folder, f"config.json has the key '{key}'", load=DSparkConfig.from_pretrained)
+    change_config(folder, **{"__post_init__": "x"})
+    assert callable(DSparkConfig.__post_init__)
 
 
 @pytest.mark.parametrize(
@@ -435,20 +401,18 @@ def facts(**changes):
 DAMAGES = {
     "a byte short": lambda header, data: (header, data[:-1]),
     "a byte more": lambda header, data: (header, data + b"x"),
-    "no data": lambda header, data: (header, b""),
-    "empty header": lambda header, data: (b"", b""),
+    "empty": lambda header, data: (b"", b""),
     "header is a list": lambda header, data: (b"[]", data),
     "header is nested deeply": lambda header, data: (b"{" * 100_000, data),
-    "header is no text": lambda header, data: (b"\xff" * 100, data),
     "tensor is a number": lambda header, data: ({"fc.weight": 7}, data),
     "tensor twice": twice,
-    **{f"shape {shape}": facts(shape=shape) for shape in ([33], [-32], [2**40, 2**40], [2**70], "32")},
+    **{f"shape {shape}": facts(shape=shape) for shape in ([33], [-32], [2**40, 2**40], "32")},
     **{f"type {dtype}": facts(dtype=dtype) for dtype in ("F16", "PICKLE", None)},  # of another size, unknown, missing
-    **{f"ends {ends}": facts(data_offsets=ends) for ends in ([0, 128], [128, 0], [0, 2**63], [-1, 127], [1.5, 2])},
+    **{f"ends {ends}": facts(data_offsets=ends) for ends in ([0, 128], [128, 0], [0, 2**63], [-1, 127])},
     # A claimed length of the header allocates nothing.
     **{
         f"length {length}": lambda header, data, length=length: (header, data, length)
-        for length in (0, 1, 2**20, 2**25 + 1, 99_999_999, 2**32, 2**63, 2**64 - 1)
+        for length in (0, 2**20, 99_999_999, 2**32, 2**64 - 1)
     },
 }
 
@@ -459,7 +423,7 @@ def test_damaged_weights_are_refused(folder, damage):
     refused(folder, "model.safetensors is no intact safetensors file", "download or write it again")
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", b"PK\x03\x04" * 100, b"\x80\x04" + b"." * 100])
+@pytest.mark.parametrize("content", [b"1234567", b"\x80\x04" + b"." * 100])
 def test_file_that_is_no_safetensors_is_refused(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "model.safetensors is no intact safetensors file")
@@ -471,15 +435,12 @@ NORM = torch.ones(32)
 @pytest.mark.parametrize(
     ("name", "tensor", "found"),
     [
-        *(("norm.weight", tensor, "of another shape: norm.weight")
-          for tensor in (torch.ones(33), torch.ones(1, 32), torch.ones(0), torch.tensor(1.0))),
-        *(("norm.weight", NORM.to(dtype), "of another type: norm.weight")
-          for dtype in (torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn)),
+        *(("norm.weight", tensor, "of another shape: norm.weight") for tensor in (torch.ones(33), torch.tensor(1.0))),
+        *(("norm.weight", NORM.to(dtype), "of another type: norm.weight") for dtype in (torch.bool, torch.complex64)),
         *(("norm.weight", NORM * value, "norm.weight has values that are not finite")
           for value in (torch.nan, -torch.inf)),
-        ("layers.2.mlp.up_proj.weight", torch.ones(48, 32), "unexpected: layers.2.mlp.up_proj.weight"),
         *((name, NORM[:1], f"unexpected: {name[:3]}")
-          for name in ("layers.99999999999999999999.x", "../../fc.weight", "__class__", "x" * 100_000)),
+          for name in ("layers.2.mlp.up_proj.weight", "../../fc.weight", "__class__", "x" * 100_000)),
         ("", NORM[:1], "does not match its config"), ("d2t", torch.zeros(4, dtype=torch.long), "unexpected: d2t"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else "",
@@ -495,7 +456,7 @@ def test_thousands_of_strange_tensors_give_a_short_error(folder):
     refused(folder, "unexpected: layers.0.strange", "more")
 
 
-@pytest.mark.parametrize("offsets", [[48, 0], [-1, 0], [1, 0], [2**62, 0]])
+@pytest.mark.parametrize("offsets", [[48, 0], [1, 0], [2**62, 0]])
 def test_pruned_vocabulary_with_strange_tokens_is_refused(tmp_path, offsets):
     folder = tmp_path / "pruned"
     draft = DSparkDraftModel(DSparkConfig(**SIZES, draft_vocab_size=2))
@@ -519,25 +480,6 @@ def test_unsound_files_of_a_run_are_refused(folder, content):
 
 
 # ---- fuzzing
-
-
-def test_flipped_bit_in_a_header_is_refused_or_changes_nothing(folder, saved):
-    expected, refusals, draw = DSparkDraftModel.from_pretrained(saved).state_dict(), 0, random.Random(1)
-    content = (folder / "model.safetensors").read_bytes()
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    with bounded(30):
-        for _ in range(250):
-            flipped = bytearray(content)
-            flipped[draw.randrange(end)] ^= 1 << draw.randrange(8)
-            (folder / "model.safetensors").write_bytes(flipped)
-            try:
-                found = DSparkDraftModel.from_pretrained(folder).state_dict()
-            except ValueError as error:
-                refusals += 1
-                assert folder.name in str(error) and len(str(error)) < 1500
-            else:
-                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert refusals > 200
 
 
 @pytest.fixture(params=["hf_dspark", "deepspec", "speculators", "sglang", "eagle3"])
@@ -594,9 +536,9 @@ def test_flipped_bits_of_any_file_are_refused_or_change_no_weight_unseen(whole):
     expected, draw = load_draft(sound).state_dict(), random.Random(5)
     for path in sorted(sound.iterdir()):
         content = path.read_bytes()
-        for _ in range(40):
-            flipped = bytearray(content)
-            for place in draw.choices(range(len(content)), k=draw.choice((1, 1, 4))):
+        for turn in range(60):  # headers come first, and are short
+            flipped, end = bytearray(content), len(content) if turn % 2 else min(len(content), 2000)
+            for place in draw.choices(range(end), k=draw.choice((1, 1, 4))):
                 flipped[place] ^= 1 << draw.randrange(8)
             (folder / path.name).write_bytes(flipped)
             loaded_or_refused(folder, folder / path.name, expected)
@@ -604,7 +546,7 @@ def test_flipped_bits_of_any_file_are_refused_or_change_no_weight_unseen(whole):
 
 
 STRANGE_VALUES = [
-    None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**62, 10**18, 0.0, -0.5, 1e-320, 1e300, 2.5, "", "x", "2", "default",
+    None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**62, 10**30, 0.0, -0.5, 1e-320, 1e300, 2.5, "", "x", "2", "default",
     "full_attention", "../../x", "\ud800", "x" * 5000, [], [0], [0, 0], [1.5], ["full_attention"] * 2, [[]], [None],
     list(range(3000)), {}, {"default": [1.0] * 4}, {"rope_type": "yarn"}, {"a": {"b": {"c": []}}},
 ]  # fmt: skip

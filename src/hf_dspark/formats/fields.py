@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 Source = Mapping[str, Any]  # a foreign config.json
 
 REQUIRED: Any = object()
-OMIT: Any = object()  # what a `write` returns to leave its place empty
+OMIT: Any = object()  # the `write` of a field that has no place there
 
 # Rotary types whose frequencies do not depend on the current length: cached keys stay valid as the context grows.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
@@ -44,14 +44,14 @@ class Field:
     default: Any = REQUIRED  # what a missing value means there
     also: tuple[str, ...] = ()  # other places that checkpoints have used; the first one that is filled counts
     read: Callable[[Source], Any] | None = None  # our value from their configuration, if no single place holds it
-    write: Any = None  # a `Write` of their value from our configuration, if it is not ours; `OMIT` writes none
+    write: Any = None  # a `Write` of their value from our configuration, if it is not ours
 
     @property
     def place(self) -> str:
         return self.path or self.name
 
     def read_from(self, config: Source) -> Any:
-        return (self.read or any_of(self.place, *self.also, default=self.default))(config)
+        return self.read(config) if self.read else look_up(config, self.place, *self.also, default=self.default)
 
 
 # Why a configuration cannot be held or read, and the way out where there is one: whether that applies to it.
@@ -66,7 +66,7 @@ class Format:
     recognise: Callable[[Source], bool]  # whether a `config.json` is of this format
     fields: tuple[Field, ...]  # where our fields stand, both ways
     constants: Mapping[str, Any]  # our fields that all its checkpoints share; it cannot hold others, see `REASONS`
-    engines: Mapping[str, tuple[str, ...]]  # programs that read it, and what each must find in `config.json`
+    engines: tuple[str, ...]  # programs that read it
     base: Callable[[TargetFacts | None], dict[str, Any]]  # what is written before all else
     model_type: str = "dspark"  # of our configuration: the kind of draft
     writes: Mapping[str, Write] = field(default_factory=dict)  # their places that none of our fields fills alone
@@ -83,77 +83,56 @@ class Format:
 # ---- reading places of a configuration
 
 
-def look_up(config: Source, path: str, default: Any = REQUIRED) -> Any:
-    """Return what stands at a dotted place of a foreign configuration."""
-    value: Any = config
-    for name in path.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            if default is REQUIRED:
-                raise ValueError(f"config.json lacks {path!r}, without which the draft cannot be built")
-            return default
-        value = value[name]
+def look_up(config: Source, *places: str, default: Any = None) -> Any:
+    """Return what stands at the first of several dotted places that is filled; null fills none."""
+    for place in places:
+        value: Any = config
+        for name in place.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    if default is REQUIRED:
+        raise ValueError(f"config.json lacks {places[0]!r}, without which the draft cannot be built")
+    return default
+
+
+def integer(config: Source, *places: str) -> int:
+    value = look_up(config, *places, default=REQUIRED)
+    if type(value) is not int:
+        raise ValueError(f"config.json: {places[0]!r} must be an integer, got {value!r}")
     return value
 
 
-def integers(config: Source, path: str) -> list[int]:
-    value = look_up(config, path)
-    if not isinstance(value, list) or not all(type(entry) is int for entry in value):
-        raise ValueError(f"config.json: {path!r} must be a list of integers, got {value!r}")
-    return value
-
-
-def integer(config: Source, path: str, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> Any:
-    value = any_of(path, *also, default=default)(config)
-    if value is not default and type(value) is not int:
-        raise ValueError(f"config.json: {path!r} must be an integer, got {value!r}")
-    return value
-
-
-def any_of(*paths: str, default: Any = REQUIRED) -> Callable[[Source], Any]:
-    """Return a function that reads the first of several places that is filled."""
-
-    def read(config: Source) -> Any:
-        for path in paths:
-            if (value := look_up(config, path, None)) is not None:
-                return value
-        return look_up(config, paths[0], default)
-
-    return read
-
-
-def rope(prefix: str = "") -> Callable[[Source], dict[str, Any]]:
-    """Return a reader of rotary parameters, as transformers 5 or its earlier versions write them."""
-
-    def read(config: Source) -> dict[str, Any]:
-        new, scaling, theta = (
-            look_up(config, prefix + name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")
-        )
-        if not isinstance(new or {}, Mapping) or not isinstance(scaling or {}, Mapping):
-            raise ValueError(f"config.json: {prefix}rope_parameters must be an object, got {new or scaling!r}")
-        parameters = new or {}
-        if not parameters and theta is not None:
-            scaling = dict(scaling or {})
-            parameters = {"rope_type": scaling.pop("type", None) or "default", "rope_theta": theta} | scaling
-        if not parameters:
-            raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
-        # A draft reads text, whose positions are the same in all sections of a multimodal target's.
-        return {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
-
-    return read
+def rope(config: Source, prefix: str = "") -> dict[str, Any]:
+    """Return rotary parameters, as transformers 5 or its earlier versions write them."""
+    names = ("rope_parameters", "rope_scaling", "rope_theta")
+    parameters, scaling, theta = (look_up(config, prefix + name) for name in names)
+    for value in (parameters, scaling):
+        if not isinstance(value or {}, Mapping):
+            raise ValueError(f"config.json: {prefix}rope_parameters must be an object, got {value!r}")
+    if not parameters and theta is not None:
+        older = dict(scaling or {})
+        parameters = {"rope_type": older.pop("type", None) or "default", "rope_theta": theta} | older
+    if not parameters:
+        raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
+    return _of_text(parameters)
 
 
 def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the rotary parameters of a target's full-attention layers, if a draft can use them, else the default."""
-    if rope_parameters is None:
+    # Gemma 3 and 4 keep one set per layer type; layers without rotation have `None`.
+    flat = (rope_parameters or {}).get("full_attention", rope_parameters)
+    if flat is None:
         return None
-    flat = rope_parameters.get("full_attention", rope_parameters)  # Gemma 3 and 4 keep one set per layer type
-    if flat is None:  # layers without rotation
-        return None
-    used = {key: value for key, value in flat.items() if value is not None and not isinstance(value, dict)}
-    flat = {key: value for key, value in used.items() if not key.startswith("mrope_")}
+    flat = {key: value for key, value in flat.items() if value is not None and not isinstance(value, dict)}
     if flat.get("rope_type", "default") not in ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": flat.get("rope_theta", 1_000_000.0)}
-    return flat
+    return _of_text(flat)
+
+
+def _of_text(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft reads text, whose positions are the same in all sections of a multimodal target's."""
+    return {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
 
 
 def of_full_attention(text: PreTrainedConfig) -> PreTrainedConfig:
@@ -165,7 +144,7 @@ def of_full_attention(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def architectures(config: Source) -> list[str]:
-    names = config.get("architectures") or []
+    names = config.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
@@ -174,17 +153,13 @@ def slides(config: PreTrainedConfig) -> bool:
 
 
 def slides_there(config: Source, prefix: str = "") -> bool:
-    layer_types = look_up(config, prefix + "layer_types", None)
+    layer_types = look_up(config, prefix + "layer_types")
     return isinstance(layer_types, list) and "sliding_attention" in layer_types
 
 
-def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
-    return config.sliding_window if slides(config) else None
-
-
-def has_embedding_norm(model_type: str) -> bool:
+def has_embedding_norm(model_type: Any) -> bool:
     """Tell whether targets of a type normalise rows inside their embedding."""
-    return model_type.startswith("muse_glimmer")
+    return str(model_type).startswith("muse_glimmer")
 
 
 # ---- fields that several formats share
@@ -204,8 +179,6 @@ def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ..
         if name not in without
     )
 
-
-HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 # What every format but ours takes for granted, and what most do: Qwen3's layers.
 COMMON = {"logit_scale": 1.0, "mlp_bias": False, "draft_top_k": None}
@@ -237,7 +210,7 @@ ONLY_QWEN3_LAYERS = {
         getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5)
     ),
     "it reads embedding rows without the norm in this target's embedding, this draft with it": lambda c: (
-        has_embedding_norm(str(c.target_model_type)) and c.embedding_norm
+        has_embedding_norm(c.target_model_type) and c.embedding_norm
     ),
     **ONE_BIAS_FLAG,
     "it rotates whole heads and has no field for partial_rotary_factor": lambda c: (

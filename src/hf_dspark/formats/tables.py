@@ -1,17 +1,15 @@
 """The checkpoint formats of other projects, as tables: how each is recognised, where our fields stand in it, and what
-it cannot hold; and what each program that serves drafts must find in it. A new format is a new entry, not new code.
+it cannot hold; and which drafts a program that serves them cannot run. A new format is a new entry, not new code.
 
 Loaders skip keys that they do not know and take defaults for keys that they miss, without a word.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from .fields import (
     COMMON,
-    HEADS,
     NO_FILL_IN,
     NO_WINDOW_FROM_ANCHOR,
     OMIT,
@@ -26,38 +24,20 @@ from .fields import (
     Rules,
     Source,
     TargetFacts,
-    any_of,
     architectures,
     full_attention_rope,
     geometry,
     integer,
-    integers,
     look_up,
     rope,
     slides,
     slides_there,
-    window_if_sliding,
 )
 
 OURS = "hf_dspark"
 
-# ---- engines: what they need in `config.json`, and drafts that they cannot run
+# ---- engines: drafts that they cannot run
 
-_LAYER_KEYS = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "rope_parameters", "layer_types",
-)  # fmt: skip
-_BLOCK_KEYS = ("architectures", "block_size", "mask_token_id", "sample_from_anchor", *HEADS)
-_MODEL_KEYS = ("model_type", "rms_norm_eps", "max_position_embeddings", *_LAYER_KEYS)
-_FLAT_KEYS = ("architectures", "vocab_size", *_MODEL_KEYS, "target_layer_ids")
-_DEEPSPEC_KEYS = (*_FLAT_KEYS, "num_target_layers")
-_DSPARK_KEYS = (*_DEEPSPEC_KEYS, *_BLOCK_KEYS)
-_SPECULATORS_KEYS = (
-    *_BLOCK_KEYS,
-    *("speculators_model_type", "aux_hidden_state_layer_ids", "draft_vocab_size", "speculators_config.algorithm"),
-    *("speculators_config.proposal_methods", "transformer_layer_config.model_type"),
-    *(f"transformer_layer_config.{name}" for name in ("vocab_size", *_LAYER_KEYS)),
-)
 _NEEDS_MARKOV_HEAD = {
     "as DFlash it would drop the anchor's slot, from which a draft with sample_from_anchor predicts its first token, "
     "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0
@@ -90,7 +70,7 @@ def _is_deepspec(config: Source, gemma4: bool) -> bool:
 
 
 def _deepspec_rope(config: Source) -> dict[str, Any] | None:
-    return full_attention_rope(rope()(config))  # the config is a copy of the target's
+    return full_attention_rope(rope(config))  # the config is a copy of the target's
 
 
 def _deepspec_window(config: Source) -> int | None:
@@ -98,26 +78,19 @@ def _deepspec_window(config: Source) -> int | None:
     return config.get("sliding_window") if used else None
 
 
-def _target_model_type(config: PreTrainedConfig, facts: TargetFacts | None) -> Any:
-    return OMIT if config.target_model_type in (None, "qwen3") else config.target_model_type
-
-
-def _target_depth(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
-    unknown = config.num_target_layers is None and facts is not None
-    return facts.text.num_hidden_layers if unknown else config.num_target_layers
+def _target_depth(config: PreTrainedConfig, facts: TargetFacts | None) -> int:
+    depth = config.num_target_layers or (facts and facts.text.num_hidden_layers)
+    if depth is None:
+        raise ValueError("the format says how many layers the target has, the draft does not: pass target=...")
+    return depth
 
 
 _TARGET_DEPTH = Field("num_target_layers", write=_target_depth)
 _DEEPSPEC_BLOCK = (
-    # DeepSpec leaves out what says nothing about a draft without the head.
     Field("markov_rank", default=0),
-    Field("markov_head_type", default="vanilla", write=lambda c, facts: c.markov_head_type if c.markov_rank else OMIT),
+    Field("markov_head_type", default="vanilla"),
     Field("enable_confidence_head"),
-    Field(
-        "confidence_head_with_markov",
-        default=False,
-        write=lambda c, facts: c.confidence_head_with_markov if c.markov_rank or c.enable_confidence_head else OMIT,
-    ),
+    Field("confidence_head_with_markov", default=False),
     _TARGET_DEPTH,
     *map(Field, ("target_layer_ids", "block_size", "mask_token_id")),
     Field("sample_from_anchor", default=True),
@@ -135,7 +108,7 @@ DEEPSPEC_QWEN3 = Format(
         Field("layer_types", default=None),
         Field("sliding_window", read=_deepspec_window, write=OMIT),
         Field("rope_parameters", read=_deepspec_rope),
-        Field("target_model_type", also=("model_type",), write=_target_model_type),
+        Field("target_model_type", also=("model_type",)),
     ),
     constants=QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
@@ -147,12 +120,7 @@ DEEPSPEC_QWEN3 = Format(
         "DeepSpec's attention masks have no sliding windows: every layer would see everything": slides,
     },
     copies=_DEEPSPEC_COPIES,
-    engines={
-        "deepspec": _DEEPSPEC_KEYS,
-        "llama.cpp": (*_FLAT_KEYS, "block_size", "mask_token_id", "markov_rank"),
-        "vllm": _DSPARK_KEYS,
-        "sglang": _DSPARK_KEYS,
-    },
+    engines=("deepspec", "llama.cpp", "vllm", "sglang"),
 )
 
 # Of Gemma 4's own configuration, what a draft of full-attention layers takes from elsewhere or must not inherit.
@@ -186,7 +154,7 @@ DEEPSPEC_GEMMA4 = Format(
         ),
         Field(
             "target_model_type",
-            read=any_of("model_type"),
+            read=lambda c: c["model_type"],
             write=lambda c, facts: facts.text.model_type.removesuffix("_text"),
         ),
     ),
@@ -206,7 +174,7 @@ DEEPSPEC_GEMMA4 = Format(
         **ONE_BIAS_FLAG,
     },
     copies=_DEEPSPEC_COPIES,
-    engines={"deepspec": _DEEPSPEC_KEYS},
+    engines=("deepspec",),
 )
 
 DEEPSPEC_EAGLE3 = Format(
@@ -233,7 +201,7 @@ DEEPSPEC_EAGLE3 = Format(
     unreadable={"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there},
     refusals=ONLY_QWEN3_LAYERS,
     copies=_DEEPSPEC_COPIES,
-    engines={"deepspec": _DEEPSPEC_KEYS},
+    engines=("deepspec",),
 )
 
 
@@ -255,13 +223,23 @@ def _is_fill_in(config: Source) -> bool:
     return not anchored
 
 
-def _speculators_vocab(config: Source) -> int | None:
-    size = integer(config, "draft_vocab_size", None)
+def _speculators_taps(config: Source) -> list[int]:
+    taps = look_up(config, "aux_hidden_state_layer_ids", default=REQUIRED)
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        raise ValueError(f"config.json: 'aux_hidden_state_layer_ids' must be a list of integers, got {taps!r}")
+    return [tap - 1 for tap in taps]
+
+
+def _speculators_vocab(config: Source) -> Any:
+    size = look_up(config, "draft_vocab_size")
     return None if size == look_up(config, _LAYERS + "vocab_size") else size
 
 
-_PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
+def _window(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
+    return config.sliding_window if slides(config) else None
 
+
+_PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
 
 SPECULATORS = Format(
     name="speculators",
@@ -278,7 +256,7 @@ SPECULATORS = Format(
             "sliding_window",
             _LAYERS + "sliding_window",
             read=lambda c: integer(c, _LAYERS + "sliding_window") if slides_there(c, _LAYERS) else None,
-            write=window_if_sliding,
+            write=_window,
         ),
         Field(
             "causal_sliding",
@@ -287,12 +265,12 @@ SPECULATORS = Format(
             write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
         Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), write=OMIT),
-        Field("rope_parameters", _LAYERS + "rope_parameters", read=rope(_LAYERS)),
+        Field("rope_parameters", _LAYERS + "rope_parameters", read=lambda c: rope(c, _LAYERS)),
         Field(
             "target_layer_ids",
             "aux_hidden_state_layer_ids",
-            read=lambda c: [id_ - 1 for id_ in integers(c, "aux_hidden_state_layer_ids")],
-            write=lambda c, facts: [id_ + 1 for id_ in c.target_layer_ids],
+            read=_speculators_taps,
+            write=lambda c, facts: [tap + 1 for tap in c.target_layer_ids],
         ),
         Field("sample_from_anchor", read=lambda c: not _is_fill_in(c)),
         # The anchor's slot counts, whether it predicts or not.
@@ -327,7 +305,7 @@ SPECULATORS = Format(
     },
     unreadable={
         "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
-            c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size", None))
+            c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size"))
         ),
     },
     refusals={
@@ -338,11 +316,7 @@ SPECULATORS = Format(
     },
     names_target=True,
     keeps_target_depth=False,
-    engines={
-        "speculators": _SPECULATORS_KEYS,
-        "vllm": (*_SPECULATORS_KEYS, "speculators_config.verifier.name_or_path"),
-        "sglang": _SPECULATORS_KEYS,
-    },
+    engines=("speculators", "vllm", "sglang"),
 )
 
 
@@ -354,38 +328,31 @@ def _nested(name: str) -> tuple[str, ...]:
     return f"dspark_config.{name}", f"dflash_config.{name}"
 
 
-def _flat(name: str, default: Any = REQUIRED) -> Callable[[Source], Any]:
-    return any_of(name, *_nested(name), default=default)
+def _flat(config: Source, name: str, default: Any = None) -> Any:
+    return look_up(config, name, *_nested(name), default=default)
 
 
 def _is_dflash(config: Source) -> bool:
     """Whether a flat checkpoint is the original DFlash: no Markov head, and an anchor that predicts nothing."""
-    named = look_up(config, "dflash_config.projector_type", None)
-    return not _flat("markov_rank", 0)(config) and named in (None, "dflash")
+    named = look_up(config, "dflash_config.projector_type")
+    return not _flat(config, "markov_rank") and named in (None, "dflash")
 
 
 def _flat_head(name: str, default: Any, without: Any) -> Field:
-    return Field(name, read=lambda c: without if _is_dflash(c) else _flat(name, default)(c))
-
-
-def _flat_causal(config: Source) -> bool:
-    if not slides_there(config):
-        return False
-    explicit = _flat("is_causal", None)(config)
-    return True if explicit is None else bool(explicit)  # sliding layers are causal unless it says otherwise
+    return Field(name, read=lambda c: without if _is_dflash(c) else _flat(c, name, default))
 
 
 def _dflash_config(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
-    names = ("mask_token_id", "target_layer_ids", *HEADS)
-    sinks = {"attention_sink_bias": True} if getattr(config, "attention_sinks", False) else {}
-    return {"projector_type": "dspark"} | {name: getattr(config, name) for name in names} | sinks
+    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    values = {name: getattr(config, name) for name in ("mask_token_id", "target_layer_ids", *heads)}
+    sinks = {"attention_sink_bias": True} if config.attention_sinks else {}
+    return {"projector_type": "dspark"} | values | sinks
 
 
 def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
-    parameters = config.rope_parameters
-    if parameters.get("rope_type", "default") == "default":
-        return None
-    return {name: value for name, value in parameters.items() if name != "rope_theta"}
+    parameters = dict(config.rope_parameters)
+    del parameters["rope_theta"]
+    return parameters if parameters.get("rope_type", "default") != "default" else None
 
 
 SGLANG = Format(
@@ -408,14 +375,15 @@ SGLANG = Format(
         Field(
             "sliding_window",
             read=lambda c: c.get("sliding_window") if slides_there(c) else None,
-            write=window_if_sliding,
+            write=_window,
         ),
-        Field("causal_sliding", read=_flat_causal, write=OMIT),
-        Field("attention_sinks", read=_flat("attention_sink_bias", False), write=OMIT),
-        Field("rope_parameters", read=rope()),
+        # Sliding layers are causal unless it says otherwise.
+        Field("causal_sliding", read=lambda c: slides_there(c) and bool(_flat(c, "is_causal", True)), write=OMIT),
+        Field("attention_sinks", read=lambda c: _flat(c, "attention_sink_bias", False), write=OMIT),
+        Field("rope_parameters", read=rope),
         Field("sample_from_anchor", read=lambda c: not _is_dflash(c)),
-        Field("block_size", read=lambda c: integer(c, "block_size", also=_nested("block_size")) - _is_dflash(c)),
-        Field("target_model_type", also=("model_type",), write=_target_model_type),
+        Field("block_size", read=lambda c: integer(c, "block_size", *_nested("block_size")) - _is_dflash(c)),
+        Field("target_model_type", also=("model_type",)),
     ),
     writes={
         "dflash_config": _dflash_config,
@@ -430,10 +398,9 @@ SGLANG = Format(
     accepts={"dflash_config.projector_type": (None, "dflash", "dspark")},
     unreadable={
         "sample_from_anchor contradicts the layout of flat checkpoints: DSpark's blocks predict from the anchor's "
-        "slot, DFlash's do not": lambda c: _flat("sample_from_anchor", None)(c) is _is_dflash(c),
+        "slot, DFlash's do not": lambda c: _flat(c, "sample_from_anchor") is _is_dflash(c),
         "is_causal is set for full-attention layers, whose slots see the whole block here": lambda c: (
-            _flat("is_causal", None)(c) is True
-            and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"}
+            _flat(c, "is_causal") is True and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"}
         ),
     },
     refusals={
@@ -444,7 +411,7 @@ SGLANG = Format(
             slides(c) and not c.causal_sliding
         ),
     },
-    engines={"sglang": (*_DSPARK_KEYS, *(f"dflash_config.{name}" for name in ("target_layer_ids", "mask_token_id")))},
+    engines=("sglang",),
 )
 
 
@@ -464,7 +431,7 @@ TRANSFORMERS = Format(
             read=lambda c: integer(c, "sliding_window") + 1 if slides_there(c) else None,
             write=lambda c, facts: c.sliding_window - 1 if slides(c) else 2048,
         ),
-        Field("rope_parameters", read=rope()),
+        Field("rope_parameters", read=rope),
     ),
     constants=QWEN3_LAYERS
     | {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False, "draft_vocab_size": None}
@@ -485,7 +452,7 @@ TRANSFORMERS = Format(
     renamed={"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
     needs_target=True,
     keeps_target_depth=False,
-    engines={"transformers": (*_MODEL_KEYS, "sliding_window", "block_size", "mask_token_id", "target_layer_ids")},
+    engines=("transformers",),
 )
 
 FORMATS = (DEEPSPEC_QWEN3, DEEPSPEC_GEMMA4, DEEPSPEC_EAGLE3, SPECULATORS, SGLANG, TRANSFORMERS)

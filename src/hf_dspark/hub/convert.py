@@ -20,9 +20,16 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..files import listed, naming
 from ..formats.checkpoint import CONFIG_FILE, STS_FILE, Checkpoint, kept_tokens_mask
-from ..formats.fields import Format, TargetFacts, look_up
-from ..formats.tables import ENGINE_REFUSALS, OURS
-from ..formats.translate import config_to_format, find_format, format_name, read_draft_config, reasons_of, recognise
+from ..formats.fields import Format, TargetFacts
+from ..formats.tables import FORMAT_NAMES, OURS
+from ..formats.translate import (
+    config_to_format,
+    draft_model_type,
+    engines_of,
+    find_format,
+    read_draft_config,
+    recognise,
+)
 from ..models.auto import DRAFTS, is_draft
 from ..models.configuration_draft import DraftConfig, embedding_scale
 from ..models.modeling_draft import DraftModel, check_fits
@@ -121,13 +128,17 @@ def read_checkpoint(
     those of [`convert_checkpoint`].
     """
     checkpoint = Checkpoint(source, **hub_kwargs)
-    format_name(checkpoint)
+    entry, kind = recognise(checkpoint.config), draft_model_type(checkpoint.config)
+    if kind not in DRAFTS:
+        raise ValueError(
+            f"{checkpoint.name}/{CONFIG_FILE} (model_type {kind!r}, architectures "
+            f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {FORMAT_NAMES}"
+        )
     facts = None if target is None else target_facts(target)
     ours = read_draft_config(checkpoint, facts, sample_from_anchor)
     ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
-    model = DRAFTS[ours["model_type"]]
-    config, entry = model.config_class.from_dict(ours), recognise(checkpoint.config)
-    return config, model.read_tensors(config, checkpoint, {} if entry is None else entry.renamed)
+    config = DRAFTS[kind].config_class.from_dict(ours)
+    return config, DRAFTS[kind].read_tensors(config, checkpoint, {} if entry is None else entry.renamed)
 
 
 def target_facts(target: Target) -> TargetFacts:
@@ -160,7 +171,7 @@ def _write_foreign(
     entry = find_format(format, config)
     facts = _required_facts(config, entry, target)
     written = config_to_format(config, entry, facts)
-    engines, notes = _engines(config, entry, engine)
+    engines, notes = engines_of(config, entry, engine)
     theirs = {entry.renamed.get(name, name): tensor for name, tensor in tensors.items()}
     if entry.copies:
         theirs |= _target_copies(target, entry)
@@ -170,7 +181,7 @@ def _write_foreign(
     written["transformers_version"] = transformers.__version__
     _write_json(folder / CONFIG_FILE, written)
     save_torch_state_dict(theirs, folder)
-    if entry.names_target and Path(str(facts.name_or_path)).is_dir():
+    if entry.names_target and Path(facts.name_or_path).is_dir():
         notes += (
             f"it names its target by the local path {facts.name_or_path}: to share it, convert with the name that the "
             "target has on the Hub",
@@ -182,13 +193,6 @@ def _write_foreign(
             f"the format has no field for the temperatures of the confidence head: they are in {STS_FILE}, as SGLang "
             "reads them (--speculative-dspark-confidence-sts-path). Slopes and offsets (confidence_fits) are left out",
         )
-    Checkpoint(folder).compare(theirs, ignored=())
-    for name in engines:
-        if lacking := [key for key in entry.engines[name] if look_up(written, key, None) is None]:
-            raise ValueError(
-                f"{name} needs {', '.join(lacking)} in config.json, which this draft's configuration does not hold: "
-                "pass target=..., which tells it"
-            )
     return engines, notes
 
 
@@ -213,20 +217,6 @@ def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -
     return facts
 
 
-def _engines(config: DraftConfig, entry: Format, wanted: str | None) -> Written:
-    """Return the engines that read a format and can run the draft, and notes about those that cannot."""
-    reasons = {name: reasons_of(ENGINE_REFUSALS.get(name, {}), config) for name in entry.engines}
-    if wanted is not None and wanted not in reasons:
-        raise ValueError(f"the format {entry.name!r} is read by {', '.join(reasons)}, not by {wanted!r}")
-    if wanted is not None and reasons[wanted]:
-        raise ValueError(f"{wanted} cannot run this draft: {'; '.join(reasons[wanted])}")
-    notes = tuple(f"{name} cannot run it: {'; '.join(found)}" for name, found in reasons.items() if found)
-    able = tuple(name for name, found in reasons.items() if not found)
-    if not able:
-        raise ValueError(f"no engine that reads the format {entry.name!r} can run this draft: {'; '.join(notes)}")
-    return able if wanted is None else (wanted,), notes
-
-
 def _target_copies(target: Target, entry: Format) -> Tensors:
     """Return the target's tensors that a format holds copies of, in the type that the target has them in."""
     if isinstance(target, PreTrainedModel):
@@ -234,17 +224,17 @@ def _target_copies(target: Target, entry: Format) -> Tensors:
         found, has_bias = [borrowed.embedding.weight, borrowed.lm_head.weight], borrowed.lm_head.bias is not None
     else:
         files = Checkpoint(target)
-        names, heads, biases = (
+        embeddings, heads, biases = (
             [name for name in files.tensors if f".{name}".endswith(f".{ending}")]
             for ending in (*entry.copies, "lm_head.bias")
         )
-        heads = heads or names  # a tied head is not stored
-        if len(names) != 1 or len(heads) != 1:
+        heads = heads or embeddings  # a tied head is not stored
+        if len(embeddings) != 1 or len(heads) != 1:
             raise ValueError(
                 f"the embedding and the LM head of {files.name} cannot be told by their names: pass the loaded model"
             )
-        stored = files.load({*names, *heads})
-        found, has_bias = [stored[names[0]], stored[heads[0]]], bool(biases)
+        stored = files.load({*embeddings, *heads})
+        found, has_bias = [stored[embeddings[0]], stored[heads[0]]], bool(biases)
     if has_bias:
         raise ValueError(
             f"the format {entry.name!r} has no place for the bias of the target's LM head, without which drafts would "

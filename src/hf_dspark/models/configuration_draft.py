@@ -267,7 +267,7 @@ class DraftConfig(PreTrainedConfig):
         """Read a checkpoint's `config.json`. Nothing that it names is followed or run.
 
         Args:
-            pretrained_model_name_or_path (`str` or `PathLike`): A folder, a JSON file, or a repository on the Hub.
+            pretrained_model_name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
             kwargs: As in transformers; fields of the configuration override what is read.
 
         Raises:
