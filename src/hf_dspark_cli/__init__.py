@@ -4,7 +4,9 @@ A package beside hf_dspark and not a folder in it: whatever is imported from the
 generation stack, which takes seconds. Here nothing does before the words are understood.
 """
 
+import errno
 import json
+import logging
 import os
 import shutil
 import sys
@@ -12,7 +14,7 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     console = Console(sys.stdout, options.json, options.quiet)
     try:
+        if not (getattr(options, "load_in_8bit", False) or getattr(options, "load_in_4bit", False)):
+            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # transformers imports it to train
         with redirect_stdout(sys.stderr):  # what libraries print is no answer
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
             if not console.progress:
@@ -67,28 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             with warnings.catch_warnings():
                 warnings.showwarning = lambda warning, *_: print(f"warning: {said(warning)}", file=sys.stderr)
                 return DONE if run(options, console) else FAILED
+    except BrokenPipeError:  # `| head` has read enough
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except KeyboardInterrupt:
-        message, code = f"interrupted; {options.kept}", INTERRUPTED
+        message, code = f"interrupted; {_kept(options)}", INTERRUPTED
     except Exception as error:
         # The package's own errors say what was given and what is needed; files and networks fail without a bug.
         is_input = isinstance(error, (ValueError, TypeError, ImportError))
         message, code = f"error: {said(error)}", WRONG_WORDS if is_input else FAILED
         full = None if is_input else _full_disk(error, options)
         if not is_input:
-            message = f"{f'error: {full}' if full else message}; {options.kept}"
+            message = f"{f'error: {full}' if full else message}; {_kept(options)}"
         if not (is_input or full or isinstance(error, OSError)) or os.environ.get("HF_DSPARK_DEBUG"):
             traceback.print_exc()
     print(f"{PROGRAM} {options.command}: {message}", file=sys.stderr, flush=True)
     return code
 
 
+def _kept(options: Namespace) -> str:
+    """Return what a command that did not end has left."""
+    return options.kept if any(path.exists() for path in options.places(options)) else "nothing is kept"
+
+
 def _full_disk(error: Exception, options: Namespace) -> str | None:
     """Return which disk is full, if that is what stopped a command: libraries say it in many ways, or not at all."""
+    if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC):
+        return None
     given = (getattr(options, name, None) for name in ("output_dir", "output_file", "result_file", "destination"))
     place = next((Path(path) for path in given if path), Path(gettempdir()))
-    free = shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists())).free
-    if "No space left on device" not in str(error) and free >= 2**16:
+    disk = shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists()))
+    if "No space left on device" not in str(error) and (disk.free >= 2**16 or not disk.total):  # /proc has no size
         return None
+    free = disk.free
     return f"the disk of {place} is full ({free / 2**20:.1f} MiB free). Make room there, or name another place"
 
 

@@ -63,13 +63,21 @@ def load_target(options: Namespace) -> Models:
     """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer."""
     hub = {"revision": options.target_revision, "trust_remote_code": options.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **hub)
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ValueError(f"--target {options.target} has no tokenizer files, such as tokenizer.json: add its own")
     if getattr(options, "no_chat_template", False):
         tokenizer.chat_template = None
     if options.load_in_8bit or options.load_in_4bit:
         bits = values_of(options, "load_in_8bit", "load_in_4bit")
         hub["quantization_config"] = BitsAndBytesConfig(**bits)
     device_map = options.device_map
-    if device_map is None and torch.accelerator.is_available():
+    kind, is_there = (device_map or "").partition(":")[0], torch.accelerator.is_available()
+    if kind in ("cuda", "mps", "xpu") and not (is_there and torch.accelerator.current_accelerator().type == kind):
+        raise ValueError(
+            f"--device_map {device_map}: PyTorch {torch.__version__} finds no {kind} device here. Give cpu, or leave "
+            "it out; for a GPU, install a build of PyTorch for it"
+        )
+    if device_map is None and is_there:
         device_map = str(torch.accelerator.current_accelerator())
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype, device_map=device_map, **hub)
     if target.device.type == "cpu" and target.dtype == torch.bfloat16 and lacks_bfloat16():

@@ -3,11 +3,15 @@
 Imports the standard library alone, so that help and mistakes are answered at once.
 """
 
+import os
+import re
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import cleandoc
 from pathlib import Path
 from textwrap import fill
@@ -54,8 +58,18 @@ def parse(words: Sequence[str]) -> Namespace:
     parser, parsers = build_parsers()
     options, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
     options.trainer_words = unknown
-    if unknown and options.command != "train":
-        parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    known = parsers[options.command]._option_string_actions.keys()
+    if options.command != "train":
+        _refuse_unknown(parsers[options.command], unknown, known)
+    elif names := [word for word in unknown if word.startswith("--")]:
+        trainers = _trainer_options()
+        others = [name for name in names if name.partition("=")[0].replace("--no_", "--") not in trainers]
+        _refuse_unknown(parsers["train"], others, [*known, *trainers])
+    if options.command == "calibrate" and options.output_dir is None and Path(options.draft).is_dir():
+        try:
+            writable(options.draft)
+        except ArgumentTypeError as error:
+            parsers["calibrate"].error(f"{error} with --output_dir")
     for name in ("top_k", "top_p", "min_p"):
         if getattr(options, name, None) is not None and options.temperature == 0:
             parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
@@ -63,6 +77,21 @@ def parse(words: Sequence[str]) -> Namespace:
     if shaped and options.draft is not None:
         parsers[options.command].error(f"--draft has its shape already: leave {', '.join(shaped)} out")
     return options
+
+
+def _refuse_unknown(parser: Parser, unknown: Sequence[str], known: Collection[str]) -> None:
+    if unknown:
+        near = (get_close_matches(word.partition("=")[0], known, 1) for word in unknown if word.startswith("--"))
+        hint = ", ".join(dict.fromkeys(name for names in near for name in names))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {hint}?' if hint else ''}")
+
+
+def _trainer_options() -> set[str]:
+    """Return the names of the training's arguments, and some more, from sources: importing them takes seconds."""
+    files = {"transformers": ("training_args.py",), "hf_dspark": ("training/arguments.py", "models/losses.py")}
+    folders = {package: Path(find_spec(package).submodule_search_locations[0]) for package in files}
+    sources = ((folders[package] / name).read_text("utf-8") for package in files for name in files[package])
+    return {f"--{name}" for source in sources for name in re.findall(r"^    (\w+): ", source, re.MULTILINE)}
 
 
 def build_parsers() -> tuple[Parser, dict[str, Parser]]:
@@ -85,7 +114,7 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.set_defaults(module=module, kept="nothing was written")
+        command.set_defaults(module=module, kept="", places=lambda options: ())
         declare(command)
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         command.add_argument("--quiet", action="store_true", help="show neither progress nor notes")
@@ -113,12 +142,12 @@ def generate(parser: ArgumentParser) -> None:
     add = parser.add_argument
     given = parser.add_mutually_exclusive_group().add_argument
     given("prompts", nargs="*", default=[], metavar="PROMPT", help="one on stdin unless given")
-    given("--prompts_file", metavar="FILE", help=PROMPTS)
+    given("--prompts_file", type=file, metavar="FILE", help=PROMPTS)
     add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
     add("--compare", action="store_true", help=f"{COMPARED}; show both times, equal answers, and best tokens")
     _add_models(parser)
-    parser.set_defaults(kept="finished answers stand above")
+    parser.set_defaults(kept="finished answers stand above", places=lambda options: [Path()])
 
 
 def regenerate(parser: ArgumentParser) -> None:
@@ -131,13 +160,14 @@ def regenerate(parser: ArgumentParser) -> None:
       --prompts_file examples/gsm8k_pair/prompts.jsonl --output_file out/answers.jsonl --temperature 1
     """
     add = parser.add_argument
-    add("--prompts_file", required=True, metavar="FILE", help=PROMPTS)
-    add("--output_file", required=True, metavar="FILE", help="JSON Lines of answers")
+    add("--prompts_file", type=file, required=True, metavar="FILE", help=PROMPTS)
+    add("--output_file", type=writable, required=True, metavar="FILE", help="JSON Lines of answers")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
     add("--num_samples", type=count, default=1, metavar="N", help="answers per prompt (%(default)s)")
     add("--batch_size", type=count, default=8, metavar="N", help="prompts answered at a time (%(default)s)")
     _add_models(parser, "; slower without one")
-    parser.set_defaults(kept=f"finished answers are kept: {GOES_ON}")
+    places = lambda options: [Path(options.output_file)]  # noqa: E731
+    parser.set_defaults(kept=f"finished answers are kept: {GOES_ON}", places=places)
 
 
 def train(parser: ArgumentParser) -> None:
@@ -153,9 +183,15 @@ def train(parser: ArgumentParser) -> None:
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")
     add = parser.add_argument_group("data and draft").add_argument
     held_out = "rows to hold out of the file, and with each all answers to its prompt (%(default)s)"
-    add("--train_file", required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
+    add("--train_file", type=file, required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
-    add("--output_dir", required=True, metavar="FOLDER", help="where draft, card, checkpoints and results go")
+    add(
+        "--output_dir",
+        type=writable,
+        required=True,
+        metavar="FOLDER",
+        help="where draft, card, checkpoints and results go",
+    )
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
     add("--draft_kind", choices=("dspark", "dflash", "eagle3"), help="of a new draft (dspark)")
     add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
@@ -164,7 +200,9 @@ def train(parser: ArgumentParser) -> None:
     add("--markov_head_type", metavar="TYPE", help="of a new dspark draft: vanilla (default), gated or rnn")
     add("--target_layer_ids", type=int, nargs="+", metavar="LAYER", help="of the target, that a new draft reads")
     _add_target(parser)
-    parser.set_defaults(kept="checkpoints are kept: --resume_from_checkpoint last goes on from the newest")
+    places = lambda options: Path(options.output_dir).glob("checkpoint-*/dspark_run.json")  # noqa: E731
+    kept = "checkpoints are kept: --resume_from_checkpoint last goes on from the newest"
+    parser.set_defaults(kept=kept, places=places)
 
 
 def calibrate(parser: ArgumentParser) -> None:
@@ -178,13 +216,19 @@ def calibrate(parser: ArgumentParser) -> None:
       --prompts_file examples/gsm8k_pair/prompts.jsonl --temperature 0 --output_dir out/calibrated
     """
     add = parser.add_argument
-    add("--prompts_file", required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
+    add("--prompts_file", type=file, required=True, metavar="FILE", help=f"some hundred held-out ones. {PROMPTS}")
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
     add("--domain", metavar="NAME", help="to keep the calibration under; greedy or sampled unless given")
     add("--output_dir", type=new, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
-    add("--rounds_file", metavar="FILE", help="where rounds are recorded; the same command goes on from there")
+    add(
+        "--rounds_file",
+        type=writable,
+        metavar="FILE",
+        help="where rounds are recorded; the same command goes on from there",
+    )
     _add_models(parser)
-    parser.set_defaults(kept=f"rounds in --rounds_file are kept: {GOES_ON}")
+    places = lambda options: [Path(options.rounds_file)] if options.rounds_file else []  # noqa: E731
+    parser.set_defaults(kept=f"rounds in --rounds_file are kept: {GOES_ON}", places=places)
 
 
 def profile(parser: ArgumentParser) -> None:
@@ -228,7 +272,8 @@ def eval_(parser: ArgumentParser) -> None:
     add("--packed", action="store_true", help="on a CPU, packed copies of the weights, without the draft, too")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
-    parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}")
+    places = lambda options: [Path(f"{options.result_file}.partial.jsonl")]  # noqa: E731
+    parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}", places=places)
 
 
 def convert(parser: ArgumentParser) -> None:
@@ -241,7 +286,7 @@ def convert(parser: ArgumentParser) -> None:
     """
     add = parser.add_argument
     add("source", type=model, metavar="SOURCE", help="Hub id or folder of the draft")
-    add("destination", metavar="DESTINATION", help="folder to write")
+    add("destination", type=writable, metavar="DESTINATION", help="folder to write")
     add("--to", choices=FORMATS, required=True, help="format to write")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
     add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
@@ -354,16 +399,31 @@ def model(name: str) -> str:
     return name
 
 
+def file(path: str) -> str:
+    """Accept a file that is there, and stdin."""
+    if path != "-" and not Path(path).is_file():
+        raise ArgumentTypeError(f"there is no file {path}")
+    return path
+
+
+def writable(path: str) -> str:
+    """Accept a place that can be written to."""
+    place = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
+    if not os.access(place, os.W_OK):
+        raise ArgumentTypeError(f"{place} cannot be written to: name another place")
+    return path
+
+
 def new(path: str) -> str:
     if Path(path).exists():
         raise ArgumentTypeError(f"{path} exists: name another, or delete it")
-    return path
+    return writable(path)
 
 
 def task(word: str) -> tuple[str, str]:
     """Read NAME=FILE, or FILE, whose name is then the task's."""
     name, _, path = word.rpartition("=") if not Path(word).is_file() else ("", "", word)
-    return name or Path(path).stem, path
+    return name or Path(path).stem, file(path)
 
 
 def policy(text: str) -> str:

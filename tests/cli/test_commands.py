@@ -6,6 +6,7 @@ import json
 import runpy
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from hf_dspark.data.prompts import SUITES
 from hf_dspark.measuring import decode_prompts as driver
 from hf_dspark.measuring.results import read_results
 from hf_dspark.scheduling import step_costs
-from hf_dspark_cli import Console, main, train
+from hf_dspark_cli import Console, _full_disk, main, train
 from hf_dspark_cli.parser import parse
 from tests.measuring.interruption import interrupt_third_call
 
@@ -355,8 +356,10 @@ def test_commands_that_need_cores_say_when_others_hold_them(capsys, monkeypatch,
         f"generate {PAIR} --max_new_tokens 2 up",
     ):
         assert main(shlex.split(words)) == 0
-        told = "other processes hold the cores (load 99.0 on" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        told = "other processes hold the cores (load 99.0 on" in said
         assert told == (load > 50 and not words.startswith("generate"))
+        assert ("OMP_NUM_THREADS" in said) == (told and torch.get_num_threads() > 1)
     assert main(shlex.split(f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 8 --quiet")) == 0
     assert "other processes" not in capsys.readouterr().err
 
@@ -426,7 +429,7 @@ WRONG = {
     ),
     "a target to convert": ("convert --to deepspec target out", "target/config.json (model_type 'qwen3'"),
     "a table that is not there": (
-        f"{TRAIN} --train_file nowhere.parquet --output_dir o", "nowhere.parquet: there is no such file",
+        f"{TRAIN} --train_file nowhere.parquet --output_dir o", "--train_file: there is no file nowhere.parquet",
     ),
     "a folder for a file": (
         "regenerate --target target --prompts_file prompts.jsonl --output_file target", "target is a folder",
@@ -434,7 +437,7 @@ WRONG = {
     "a draft as target": ("eval --target draft --prompts prompts.jsonl", "--target draft is a draft"),
     "draft of another target": ("generate --target other --draft draft up", "does not fit the target other"),
     "no prompts": (f"eval {PAIR} --prompts empty.jsonl", "empty.jsonl holds no prompt"),
-    "missing prompts": (f"generate {PAIR} --prompts_file nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+    "missing prompts": (f"generate {PAIR} --prompts_file nowhere.jsonl", "there is no file nowhere.jsonl"),
     "two tasks of one name": (f"eval {PAIR} --prompts a=prompts.jsonl a=empty.jsonl", "names a task twice"),
     "empty prompt": (f"generate {PAIR} ''", "a prompt is empty"),
     "full folder": ("convert --to deepspec draft target", "target holds something already"),
@@ -444,7 +447,8 @@ WRONG = {
     "no checkpoint": (
         f"{TRAIN} --train_file prompts.jsonl --output_dir out --resume_from_checkpoint last", "no whole checkpoint",
     ),
-    "argument of nothing": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --speed 9", "['--speed', '9']"),
+    "no device": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --device_map xpu:0", "finds no xpu device here"),
+    "no tokenizer": ("generate --target bare --draft draft up", "--target bare has no tokenizer files"),
     "wrong argument": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --num_anchors 0", "must be at least 1"),
     "rows held out": (f"{TRAIN} --train_file prompts.jsonl --output_dir o --eval_rows 9", "nothing to train on"),
     "damaged draft": ("generate --target target --draft damaged up", "damaged"),
@@ -458,6 +462,7 @@ def test_wrong_models_and_files_are_one_line_and_end_with_two(refusal, make_targ
     weights = Path("damaged/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
     Path("empty.jsonl").write_text("\n")
+    make_target().save_pretrained("bare")
     for words, said in WRONG.values():
         assert said in refusal(words)
     foreign = next(path.parent for path in sorted((fixtures / "speculators").rglob("config.json")))
@@ -474,7 +479,9 @@ def test_a_full_disk_is_named_with_what_is_kept(refusal, monkeypatch):
     monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
     line = refusal(f"{TRAIN} --train_file rows.jsonl --output_dir out", code=1)
     assert "error: the disk of out is full" in line and "free" in line and "Make room" in line
-    assert line.endswith("checkpoints are kept: --resume_from_checkpoint last goes on from the newest")
+    assert line.endswith("nothing is kept")
+    assert _full_disk(FileNotFoundError(2, "No such file"), Namespace(output_dir="/proc/none")) is None
+    assert _full_disk(RuntimeError("not this"), Namespace(output_dir="/proc/none")) is None
 
 
 @pytest.mark.parametrize("named", [("index", "prompt", "prompt_ids"), ("index",), ("prompt",)])

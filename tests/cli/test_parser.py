@@ -38,13 +38,14 @@ def run(words: str) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_help_of_every_command_describes_all_options_and_shows_an_example_that_parses(capsys, monkeypatch, name):
     monkeypatch.chdir(PACKAGE.parents[1])
-    monkeypatch.setattr("hf_dspark_cli.parser.model", str)
+    for kind in ("model", "file"):
+        monkeypatch.setattr(f"hf_dspark_cli.parser.{kind}", str)
     assert run(f"{name} --help") == 0
     printed = capsys.readouterr().out
     assert f"usage: hf-dspark {name} " in printed and "--json" in printed and "--quiet" in printed
     text = printed.partition("example: hf-dspark ")[2].partition("\n\n")[0]
     options = parse(shlex.split(text.replace("\n", " ").replace("$'", "'")))
-    assert options.command == name and options.module and options.kept
+    assert options.command == name and options.module and callable(options.places)
     assert all(action.help for action in build_parsers()[1][name]._actions)
     lines = printed.partition("\noptions:")[2].split("\n")
     listed = [line.split()[0].strip("-") for line in lines if line.startswith("  --")]
@@ -82,7 +83,12 @@ def test_the_script_and_the_module_run_main(capsys, monkeypatch):
 PAIR = "--target target --draft draft"
 WRONG = {
     "no command": ("", "required: COMMAND"),
-    "unknown option": (f"generate {PAIR} --speed 9 up", "unrecognized arguments: --speed"),
+    "unknown option": (f"generate {PAIR} --sead 9 up", "unrecognized arguments: --sead; did you mean --seed?"),
+    "unknown option of a training": (
+        "train --target target --train_file prompts.jsonl --output_dir o --learning_rat 1 --no_bf16",
+        "unrecognized arguments: --learning_rat; did you mean --learning_rate?",
+    ),
+    "no such file": (f"eval {PAIR} --prompts math=maths.jsonl", "--prompts: there is no file maths.jsonl"),
     "unknown folder": ("generate --target ./nowhere --draft draft up", "--target: there is no folder ./nowhere"),
     "unknown draft": ("generate --target target --draft no/such/draft up", "no folder no/such/draft"),
     "wrong policy": (f"generate {PAIR} --policy fastest up", "must be one of default, full, scheduled, threshold=T"),
@@ -104,6 +110,34 @@ def test_wrong_words_are_one_line_on_stderr_and_end_with_two(files, capsys, name
     assert printed.out == "" and line.startswith("hf-dspark") and said in line
 
 
+READ_ONLY = {
+    "regenerate": "regenerate --target target --prompts_file prompts.jsonl --output_file locked/answers.jsonl",
+    "train": "train --target target --train_file prompts.jsonl --output_dir locked/draft",
+    "calibrate": f"calibrate {PAIR} --prompts_file prompts.jsonl --output_dir locked/draft",
+    "rounds": f"calibrate {PAIR} --prompts_file prompts.jsonl --rounds_file locked/rounds.jsonl",
+    "in place": "calibrate --target target --draft locked --prompts_file prompts.jsonl",
+    "profile": f"profile {PAIR} --output_file locked/sps.json",
+    "eval": f"eval {PAIR} --prompts prompts.jsonl --result_file locked/deep/result.json",
+    "convert": "convert --to deepspec draft locked/deepspec",
+}
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_places_that_cannot_be_written_to_are_refused_before_work(files, capsys, monkeypatch, name):
+    Path("locked").mkdir()
+    Path("locked/config.json").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: "locked" not in str(path))  # the superuser may write anywhere
+    assert run(READ_ONLY[name]) == 2
+    assert "locked cannot be written to: name another place" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly(files, capfd, monkeypatch):
+    monkeypatch.setattr("hf_dspark_cli.share.run_convert", lambda *_: (_ for _ in ()).throw(BrokenPipeError(32, "")))
+    monkeypatch.setattr("os.dup2", lambda *descriptors: None)
+    assert run("convert --to deepspec draft out") == 1
+    assert capfd.readouterr() == ("", "")
+
+
 def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files):
     options = parse(shlex.split(f"generate {PAIR} --max-new-tokens=8 --batch-size 2 a-prompt"))
     assert (options.max_new_tokens, options.batch_size, options.prompts) == (8, 2, ["a-prompt"])
@@ -116,10 +150,10 @@ def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files)
     ("error", "code", "said", "traced"),
     [
         (ValueError("give\nanother"), 2, "error: give another", False),
-        (ConnectionError("no answer"), 1, "error: no answer; nothing was written", False),
-        (RuntimeError("a bug"), 1, "error: a bug; nothing was written", True),
-        (AssertionError(), 1, "error: AssertionError; nothing was written", True),
-        (KeyboardInterrupt(), 130, "interrupted; nothing was written", False),
+        (ConnectionError("no answer"), 1, "error: no answer; nothing is kept", False),
+        (RuntimeError("a bug"), 1, "error: a bug; nothing is kept", True),
+        (AssertionError(), 1, "error: AssertionError; nothing is kept", True),
+        (KeyboardInterrupt(), 130, "interrupted; nothing is kept", False),
     ],
 )
 def test_exit_codes_tell_wrong_input_from_what_failed(files, capsys, monkeypatch, error, code, said, traced):

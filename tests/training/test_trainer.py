@@ -379,7 +379,7 @@ def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_d
     plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     with pytest.raises(TypeError, match="args must be DSparkTrainingArguments, got TrainingArguments"):
         DSparkTrainer(make_draft(target), target, plain, train_dataset=[])
-    with pytest.raises(TypeError, match="a DSparkDraftModel or a Eagle3DraftModel is needed, got Qwen3ForCausalLM"):
+    with pytest.raises(TypeError, match="a DSparkDraftModel or an Eagle3DraftModel is needed, got Qwen3ForCausalLM"):
         make_trainer(target, make_draft(target))
     for row, message in (
         ({"prompt": "a", "completion": "b"}, "the examples are not tokenised, and there is no tokenizer"),

@@ -3,7 +3,7 @@ Then rounds with trees, and what to expect of their nodes."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ class CalibrationReport:
     num_rounds: int
     temperatures: list[float]  # by position, for serving engines
     fits: LogitFits  # slope and offset by position, which `generate()` uses; (1, 0) where no fit is better
-    before: list[PositionCalibration]  # raw
-    after: list[PositionCalibration]  # calibrated
+    before: list[PositionCalibration] = field(repr=False)  # raw
+    after: list[PositionCalibration] = field(repr=False)  # calibrated
     auc: float | None  # of c_k against acceptance over all reached slots
 
     @property

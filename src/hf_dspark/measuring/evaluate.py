@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,10 @@ class Evaluation:
     """What evaluating showed."""
 
     metrics: dict[str, Metrics]  # of each task, and of `all` together
-    answers: list[Answer]  # every answered turn with its rounds, by task (`group`), prompt and turn
+    # Every answered turn with its rounds, by task (`group`), prompt and turn.
+    answers: list[Answer] = field(repr=False)
     failed: list[FailedPrompt]  # what was left out
-    facts: dict[str, Any]  # who was measured, and how: the rest of the result file
+    facts: dict[str, Any] = field(repr=False)  # who was measured, and how: the rest of the result file
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the result file holds; kind and provenance only if a file was written."""

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Metrics:
     ece_mean: float | None  # over the positions that were proposed
     brier: float | None  # mean squared error over the same positions
     auc: float | None  # of c_k against acceptance, over all slots after an accepted prefix
-    calibration: list[PositionCalibration]  # with the bins of a reliability diagram
+    calibration: list[PositionCalibration] = field(repr=False)  # with the bins of a reliability diagram
     tokens_per_second: float | None  # over all turns, prefill included
     seconds_per_round: dict[str, float] | None  # draft, verify, rest, total; a round of several requests counts once
     time_to_first_token: float | None  # median over the turns, in seconds

@@ -54,7 +54,7 @@ def require_pair(target: Any, draft: Any) -> None:
 def require_draft(draft: Any) -> None:
     """Raise a `TypeError` unless this is a draft."""
     if not is_draft(draft):
-        raise _not_loaded(" or ".join(f"a {kind.__name__}" for kind in DRAFTS.values()), draft, "DSparkDraftModel")
+        raise _not_loaded("a DSparkDraftModel or an Eagle3DraftModel", draft, "DSparkDraftModel")
 
 
 def _not_loaded(wanted: str, given: Any, loader: str) -> TypeError:
