@@ -92,5 +92,5 @@ class _Late(type):
 for _model, _config in (("DSparkDraftModel", DSparkConfig), ("Eagle3DraftModel", Eagle3Config)):
     AutoConfig.register(_config.model_type, _config)
     AutoModel.register(_config, _Late(_model, (), {"config_class": _config}))
-publisher.load = lambda: import_module(".hub.publishing", __name__)
+publisher.load = lambda: import_module(".hub.repository", __name__)
 install()

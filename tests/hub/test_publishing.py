@@ -57,7 +57,7 @@ def test_checkpoints_are_uploaded_from_copies_and_a_failure_stops_nothing(traine
         seen.append(Path(folder, "README.md").read_text())
         raise OSError("the network is gone")
 
-    monkeypatch.setattr("hf_dspark.hub.publishing.upload_repository", upload)
+    monkeypatch.setattr("hf_dspark.hub.repository.upload_repository", upload)
     monkeypatch.setattr(trained, "hub_model_id", "me/my-draft", raising=False)
     monkeypatch.setattr(trained, "push_in_progress", None, raising=False)
     trained._push_from_checkpoint(str(checkpoint))

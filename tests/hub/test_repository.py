@@ -17,13 +17,13 @@ from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.hub.convert import convert_checkpoint
 from hf_dspark.hub.repository import (
     DECODER,
-    _copy_results,
     load_draft,
     save_repository,
     upload_repository,
     write_card,
     write_remote_code,
 )
+from hf_dspark.measuring.results import describe_draft, describe_target, write_result
 from tests.hub.loopback_hub import TOKEN, LoopbackHub
 
 pytestmark = pytest.mark.xdist_group("hub")  # one server, one publication
@@ -212,14 +212,14 @@ def test_what_shall_be_private_goes_into_no_public_repository(tmp_path, monkeypa
     assert api.upload_folder.called
 
 
-def test_result_files_keep_their_content_whatever_their_names(tmp_path):
-    files = [tmp_path / name for name in ("a/eval.json", "b/eval.json", "c/eval_2.json", "math")]
-    for number, file in enumerate(files):
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(str(number))
-    _copy_results(files, tmp_path / "results")
-    copied = {file.name: file.read_text() for file in (tmp_path / "results").iterdir()}
-    assert sorted(copied.values()) == list("0123") and all(name.endswith(".json") for name in copied)
+def test_result_files_of_one_name_are_all_published(target, draft, tmp_path):
+    files = [tmp_path / name / "eval.json" for name in ("greedy", "sampled")]
+    for file in files:
+        found = {"sampling": {}, "policy": "FullBlock()", "domains": {file.parent.name: {"tau": 3.25}}}
+        write_result(file, "acceptance", describe_target(target), describe_draft(draft), **found)
+    save_repository(draft, tmp_path / "draft", files)
+    copied = [path.read_bytes() for path in (tmp_path / "draft" / "results").glob("*.json")]
+    assert sorted(copied) == sorted(path.read_bytes() for path in files)
 
 
 def test_settings_of_an_interrupted_evaluation_are_not_uploaded(tmp_path, monkeypatch):

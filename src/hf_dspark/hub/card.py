@@ -1,10 +1,10 @@
 """The model card of a draft, made of its config and of result files: a number that no result file holds is not shown.
 
-The text is in `card.md`; here are the numbers, tables and metadata that fill it.
+Text and tables are in `card.md`; here are the facts and the metadata that fill it.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,9 @@ from transformers import PreTrainedConfig
 
 from ..files import differences
 from ..measuring.results import describe_draft, read_results, regime_of, short_policy
-from ..measuring.tables import markdown_table, number
+from ..measuring.tables import ABSENT, number
 from ..models.modeling_draft import DraftModel
 
-NAMES = ("name", "revision")  # of describe_draft: how a draft is called; the rest is what it is
 # Of a training's arguments, those that a reader looks for; all of them are in its result file.
 SHOWN_ARGUMENTS = (
     "learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "processes",
@@ -71,16 +70,17 @@ def model_card(
         revision=_text(revision) if revision else None,
         started_from=_link(earlier) if earlier else None,
         headline=_headline(decoded, training),
-        decoding=_table([_speed_row(*task) for task in decoded]),
-        speed_measured=any(part.get("speedup") for _, _, part in decoded),
+        decoded=decoded,
+        calibrations=[result for result in found if result["kind"] == "calibration"],
+        trainings=[_training_facts(result) for result in training],
         devices=_text(" and ".join(dict.fromkeys(_device(result) for result, _, _ in decoded))),
-        config=config,
-        pruned=getattr(config, "draft_vocab_size", None),
-        num_parameters=f"{facts['num_parameters']:,}",
-        acceptance=_table([_acceptance_row(*task) for task in decoded if task[2].get("acceptance")]),
-        calibration=_table([_calibration_row(result) for result in found if result["kind"] == "calibration"]),
-        training=[_training_table(result) for result in training],
         origins=_origins(found),
+        config=config,
+        num_parameters=f"{facts['num_parameters']:,}",
+        text=_text,
+        number=number,
+        regime_of=regime_of,
+        short_policy=short_policy,
     )
 
 
@@ -99,11 +99,10 @@ def draft_kind(config: PreTrainedConfig) -> str:
 
 def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
     """Refuse results of other weights or another geometry. A name is no identity: drafts are renamed when trained."""
-    needed = {name: value for name, value in facts.items() if name not in NAMES}
+    needed = {name: value for name, value in facts.items() if name not in ("name", "revision")}
     for result in results:
         theirs = result["draft"]
-        wrong = differences({name: theirs.get(name, "not said") for name in needed}, needed)
-        if wrong:
+        if wrong := differences({name: theirs.get(name, "not said") for name in needed}, needed):
             raise ValueError(
                 f"a result of the kind {result['kind']!r} belongs to another draft, "
                 f"{theirs.get('name') or 'without a name'}, which differs in {wrong}: measure this draft"
@@ -135,87 +134,47 @@ def _held_out_sets(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _headline(decoded: list[Decoded], training: list[dict]) -> str:
-    def estimated(part: str) -> list[float]:
+    def estimated(part: str) -> list[float | None]:
         metrics = [result.get(part, {}) for result in training]
-        found = [values[f"{prefix}tau"] for values in metrics for prefix in _held_out_sets(values)]
-        return [tau for tau in found if tau is not None]
+        return [values[f"{prefix}tau"] for values in metrics for prefix in _held_out_sets(values)]
 
-    ratios = [part["speedup"]["ratio_of_medians"] for _, _, part in decoded if part.get("speedup")]
-    if ratios:
-        return f"it makes `generate()` **{_span(ratios)} times as fast**."
-    taus = [part["tau"] for _, _, part in decoded if part.get("tau") is not None]
-    how = ""
-    if not taus:
-        taus, before = estimated("metrics"), estimated("before")
-        how = f", as estimated on held-out rows of its training{f' ({_span(before)} before it)' if before else ''}"
-    if not taus:
+    if faster := _span(part["speedup"]["ratio_of_medians"] for _, _, part in decoded if part.get("speedup")):
+        return f"it makes `generate()` **{faster} times as fast**."
+    tau, how = _span(part.get("tau") for _, _, part in decoded), ""
+    if not tau and (tau := _span(estimated("metrics"))):
+        before = _span(estimated("before"))
+        how = f", as estimated on held-out rows of its training{f' ({before} before it)' if before else ''}"
+    if not tau:
         return "its speed was not measured for this card."
-    return f"**{_span(taus)} tokens** per pass of the target{how}. Its speed was not measured for this card."
+    return f"**{tau} tokens** per pass of the target{how}. Its speed was not measured for this card."
 
 
-def _span(values: Sequence[float]) -> str:
-    low, high = number(min(values)), number(max(values))
-    return low if low == high else f"{low} to {high}"
+def _span(values: Iterable[float | None]) -> str:
+    """Return the least and the largest number; an empty text if there are none."""
+    found = [value for value in values if value is not None]
+    return " to ".join(dict.fromkeys(number(pick(found)) for pick in (min, max) if found))
 
 
-def _table(rows: list[dict[str, Any]]) -> str | None:
-    return markdown_table([*rows[0]], (row.values() for row in rows)) if rows else None
-
-
-def _speed_row(result: dict, task: str, part: dict) -> dict[str, Any]:
-    speedup = None
-    if found := part.get("speedup"):
-        quartiles = f"{number(found['lower_quartile'])} to {number(found['upper_quartile'])}"
-        speedup = f"**{number(found['ratio_of_medians'])}** ({quartiles})"
-    return {
-        "task": _text(task),
-        "sampling": regime_of(result["sampling"]),
-        "batch": result.get("batch_size"),
-        "speed-up": speedup,
-        "tau": number(part.get("tau")),
-        "tokens/s": number(part.get("tokens_per_second"), 1),
-    }
-
-
-def _acceptance_row(result: dict, task: str, part: dict) -> dict[str, Any]:
-    return {
-        "task": _text(task),
-        "sampling": regime_of(result["sampling"]),
-        "policy": short_policy(result["policy"]),
-        "prompts": part.get("prompts"),
-        "rounds": part.get("rounds"),
-        **{str(position): number(rate) for position, rate in enumerate(part["acceptance"], start=1)},
-    }
-
-
-def _calibration_row(result: dict) -> dict[str, Any]:
-    errors = {
-        f"mean ECE, {name}": result[f"ece_{part}"] for name, part in (("raw", "before"), ("calibrated", "after"))
-    }
-    return {
-        "domain": _text(result["domain"]),
-        "prompts": result["num_prompts"],
-        **{name: f"{100 * sum(values) / len(values):.1f} %" for name, values in errors.items()},
-        "AUC of c_k": number(result["auc"]),
-    }
-
-
-def _training_table(result: dict) -> str:
+def _training_facts(result: dict) -> dict[str, str]:
     metrics, before, arguments = result["metrics"], result.get("before", {}), result["arguments"]
     facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
     facts |= {f"`{name}`": arguments[name] for name in SHOWN_ARGUMENTS if name in arguments}
+    titles = {
+        "loss": "loss on {}",
+        "tau": "tau on {}, estimated",
+        "acceptance": "acceptance by position on {}, estimated",
+    }
     for prefix, where in (_held_out_sets(metrics) or {"": "the last batches"}).items():
-        then, now = (_reported(values, prefix, where) for values in (before, metrics))
-        facts |= {name: f"{then[name]} before, {text} after" if name in then else text for name, text in now.items()}
-    return markdown_table(("", ""), ((name, _text(value)) for name, value in facts.items()))
+        for name, title in titles.items():
+            then, now = (_reported(values, prefix + name) for values in (before, metrics))
+            if now:
+                facts[title.format(where)] = f"{then} before, {now} after" if then else now
+    return {name: _text(value) for name, value in facts.items()}
 
 
-def _reported(metrics: Mapping[str, Any], prefix: str, where: str) -> dict[str, str]:
-    """Return what a training reported of a set, loss, tau and acceptance by position."""
-    named = {f"loss on {where}": f"{prefix}loss", f"tau on {where}, estimated": f"{prefix}tau"}
-    found = {title: number(metrics[name]) for title, name in named.items() if name in metrics}
-    rates = [number(value) for name, value in metrics.items() if prefix and name.startswith(f"{prefix}acceptance_")]
-    return found | ({f"acceptance by position on {where}, estimated": " ".join(rates)} if rates else {})
+def _reported(metrics: Mapping[str, Any], name: str) -> str:
+    """Return a metric, or its values by position; an empty text if a training did not report it."""
+    return " ".join(number(value) for key, value in metrics.items() if key.rstrip("0123456789") in (name, f"{name}_"))
 
 
 def _origins(results: list[dict]) -> str:
@@ -284,5 +243,5 @@ def _link(name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as it may stand in a line of Markdown."""
-    return " ".join(str(value).split()).replace("<", "&lt;")
+    """Return a value as it may stand in a line or a table of Markdown."""
+    return ABSENT if value is None else " ".join(str(value).split()).replace("<", "&lt;").replace("|", "\\|")

@@ -2,33 +2,40 @@
 
 A repository holds the draft's weights and config, a model card with the result files that it is made of, and one file
 of code, with which transformers alone decodes with the draft. There is no `generation_config.json`: how to sample
-belongs to the target.
+belongs to the target. The package's root hands this module to drafts and trainers as their publisher.
 """
 
 import json
+import math
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard
+from transformers.utils import logging
 
 from ..files import replace_text
 from ..formats.checkpoint import CONFIG_FILE, read_json
-from ..measuring.results import UNFINISHED, result_files
+from ..measuring.results import UNFINISHED, describe_draft, describe_target, read_results, result_files, write_result
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
 from .card import missing_facts, model_card
 
+if TYPE_CHECKING:
+    from ..training.trainer import DSparkTrainer
+
+logger = logging.get_logger(__name__)
+
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
 DECODER_HEADS = ("vanilla", "gated", "rnn")  # the Markov heads that this file knows
-RESULTS_FOLDER = "results"
-CARD_FILE = "README.md"
+CARD_FILE, RESULTS_FOLDER = "README.md", "results"
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
 # All that is published; a training's folder has more in it, pickled arguments among others.
@@ -36,6 +43,13 @@ REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, f"{RESUL
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
 UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
+# What a result file says about a training; no paths, no tokens.
+REPORTED_ARGUMENTS = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
+    "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "seed", "data_seed",
+    "num_anchors", "cross_entropy_weight", "l1_weight", "confidence_weight", "soft_cross_entropy_weight",
+    "position_decay", "max_length", "packing", "chat_template_kwargs",
+)  # fmt: skip
 
 
 def push_draft(
@@ -74,7 +88,15 @@ def save_repository(
         warnings.warn(lacking, stacklevel=2)
     draft.save_pretrained(folder, max_shard_size=max_shard_size)
     write_remote_code(folder)
-    _copy_results(files, folder / RESULTS_FOLDER)
+    contents: dict[str, bytes] = {}  # all are read before one is written: they may lie in this folder
+    for file in files:
+        name = f"{file.stem}.json"
+        while name in contents:
+            name = f"other_{name}"
+        contents[name] = file.read_bytes()
+    for name, content in contents.items():
+        (folder / RESULTS_FOLDER).mkdir(exist_ok=True)
+        (folder / RESULTS_FOLDER / name).write_bytes(content)
     replace_text(folder / CARD_FILE, str(readme))
     return folder
 
@@ -86,6 +108,10 @@ def write_card(
     folder = Path(folder).resolve()
     replace_text(folder / CARD_FILE, str(_card(_loaded(draft), result_files(results), folder, card)))
     return folder / CARD_FILE
+
+
+def _loaded(draft: DraftModel | str | Path) -> DraftModel:
+    return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
 
 
 def _card(draft: DraftModel, results: list[Path], folder: Path, facts: Mapping[str, Any]) -> ModelCard:
@@ -156,18 +182,74 @@ def upload_repository(
     return done.pr_url or done.commit_url
 
 
-def _loaded(draft: DraftModel | str | Path) -> DraftModel:
-    """Return the draft of a folder or repository, in the dtype it was saved in; a draft is returned as it is."""
-    return draft if isinstance(draft, DraftModel) else load_draft(draft, dtype="auto")
+# ---- what trainers publish
 
 
-def _copy_results(files: list[Path], folder: Path) -> None:
-    contents: dict[str, bytes] = {}  # all are read before one is written: they may lie in this folder
-    for file in files:
-        names = (
-            f"{file.stem}{ending}.json" for ending in ("", *(f"_{number}" for number in range(2, len(files) + 2)))
-        )
-        contents[next(name for name in names if name not in contents)] = file.read_bytes()
-    for name, content in contents.items():
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
+def write_training_card(
+    trainer: "DSparkTrainer", model_name: str | None, dataset: str | list[str] | None, **card: Any
+) -> None:
+    """Write a run's result file, the model card and the one-file decoder; see `DSparkTrainer.create_model_card`."""
+    folder = Path(trainer.args.output_dir)
+    # With FSDP, this process holds a shard of the weights; what was saved is whole.
+    draft = load_draft(folder, dtype="auto") if trainer.is_fsdp_enabled else trainer.draft
+    results, facts = folder / RESULTS_FOLDER, describe_draft(draft)
+    target = {} if trainer.target is None else describe_target(trainer.target)
+    write_result(results / "training.json", "training", target, facts, **_run_report(trainer))
+    for path in result_files(results):
+        weights = read_results([path])[0]["draft"].get("weights")
+        if weights != facts["weights"]:  # no card shows it, and no push publishes it
+            outdated = path.replace(path.with_suffix(f".json.of-{weights}"))
+            warnings.warn(
+                f"{path.name} was measured before this training, and is now {outdated.name}: measure again",
+                stacklevel=3,
+            )
+    write_remote_code(folder)
+    named = {"datasets": [dataset] if isinstance(dataset, str) else dataset} if dataset else {}
+    write_card(draft, folder, [results], repo_id=trainer.hub_model_id or model_name, **named, **card)
+
+
+def _run_report(trainer: "DSparkTrainer") -> dict[str, Any]:
+    """Return arguments, number of rows and steps, and the last metrics of the weights that are kept, for all sets.
+
+    With `eval_on_start`, also the metrics before the first step.
+    """
+    args, state, held_out = trainer.args, trainer.state, trainer.eval_dataset
+    best = state.best_model_checkpoint if args.load_best_model_at_end else None
+    kept = state.global_step if best is None else int(best.rpartition("-")[2])
+    sets = [f"eval_{name}_loss" for name in held_out] if isinstance(held_out, dict) else ["eval_loss"]
+    metrics: dict[str, Any] = {}
+    before: dict[str, Any] = {}
+    for entry in (entry for entry in state.log_history if entry["step"] <= kept and entry.keys() & {"loss", *sets}):
+        # A norm of gradients may be anything, JSON cannot hold all of it.
+        finite = {name: value if math.isfinite(value) else None for name, value in entry.items()}
+        metrics |= finite
+        before |= finite if entry["step"] == 0 else {}
+    arguments = args.to_dict()
+    return {
+        "arguments": {name: arguments[name] for name in REPORTED_ARGUMENTS} | {"processes": args.world_size},
+        "num_rows": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
+        "steps": state.global_step,
+        "before": before,
+        "metrics": metrics,
+    }
+
+
+def push_checkpoint(trainer: "DSparkTrainer", checkpoint_folder: str, repo_id: str, **upload: Any) -> Future:
+    """Upload the draft of a checkpoint in the background, with a card but no results; a failure is only logged."""
+    # A copy: the checkpoint may be deleted before it is uploaded. Nothing was measured with these weights.
+    copied = tempfile.TemporaryDirectory(prefix=".upload-", dir=trainer.args.output_dir)
+    for pattern in (CONFIG_FILE, *WEIGHT_FILES):
+        for file in Path(checkpoint_folder).glob(pattern):
+            shutil.copyfile(file, Path(copied.name, file.name))
+    write_remote_code(copied.name)
+    write_card(copied.name, copied.name, repo_id=repo_id)
+
+    def upload_copy() -> str | None:
+        with copied:
+            try:
+                return upload_repository(copied.name, repo_id, **upload)
+            except OSError as error:
+                logger.warning(f"{upload['commit_message']}: {error}")
+                return None
+
+    return HfApi().run_as_future(upload_copy)

@@ -3,5 +3,5 @@
 from collections.abc import Callable
 from types import ModuleType
 
-# Loads `hub.publishing`. Set by the package's root, so that models and training import nothing of the hub.
+# Loads `hub.repository`. Set by the package's root, so that models and training import nothing of the hub.
 load: Callable[[], ModuleType]
