@@ -48,7 +48,7 @@ MIXERS: dict[str, _Mixers] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "nemotron_h"), _Mixers(("mixer",))),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), _Mixers(("conv",))),
     **dict.fromkeys(
-        ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+        ("lara_mini", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
         _Mixers(("linear_attn",), takes_chunk_size=True),
     ),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _Mixers(("self_attn",), takes_chunk_size=True)),
