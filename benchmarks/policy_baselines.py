@@ -3,11 +3,9 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from hf_dspark.scheduling.costs import Load, ThroughputTable
-from hf_dspark.scheduling.policies import RoundOutcome
-from hf_dspark.scheduling.ranking import Ranking
+from hf_dspark.scheduling.ranking import Ranking, first_drop
+from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.scheduler import Scheduler
 
 SLO_MODES = ("step", "expected", "running")
@@ -19,12 +17,6 @@ def linear_cost(per_token: float, constant: float, drafting: float) -> Throughpu
     last = 10**6
     seconds = [constant + drafting + per_token * tokens for tokens in (1, last)]
     return ThroughputTable((1, last), tuple(1 / each for each in seconds), drafting)
-
-
-def first_drop(throughput: np.ndarray) -> int:
-    """Return the index before the first one that does not exceed its predecessor."""
-    rises = throughput[1:] > throughput[:-1]
-    return len(rises) if rises.all() else int(rises.argmin())
 
 
 @dataclass

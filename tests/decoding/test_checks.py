@@ -329,7 +329,7 @@ def test_options_that_need_confidences_need_a_confidence_head(target, prompt_ids
 
 def test_temperatures_set_by_hand_and_domains_are_checked(target, draft, prompt_ids):
     draft.config.sts_temperatures = {"default": [2.0]}
-    with pytest.raises(ValueError, match="1 temperatures for blocks of"):
+    with pytest.raises(ValueError, match=r"temperatures must be \d positive numbers, got .2.0."):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
     draft.config.sts_temperatures, draft.decoding = None, DecodingOptions(domain="poems")
     with pytest.raises(ValueError, match="no calibration for the domain 'poems'"):

@@ -228,7 +228,7 @@ def test_a_calibration_that_is_repeated_replaces_the_default_that_came_from_it(t
 
 
 def test_a_fit_that_is_worse_than_the_raw_confidence_is_not_kept(target, draft, monkeypatch):
-    monkeypatch.setattr(collection, "fit_confidence", lambda rounds, realised: [(-1.5, 0.0)] * rounds.block_size)
+    monkeypatch.setattr(collection, "fit_confidence", lambda rounds: [(-1.5, 0.0)] * rounds.block_size)
     with pytest.warns(UserWarning, match=r"raw confidence is kept at draft positions \[1, 2, 3, 4\]"):
         report = calibrate(target, draft, PROMPTS, max_new_tokens=24)
     assert report.fits == [(1.0, 0.0)] * 4 and report.before == report.after

@@ -18,7 +18,7 @@ SGLANG_1D = {"sample_batch_tokens": [1, 8, 64], "sample_steps_per_sec": [95.1, 9
 
 
 def seconds(cost, *tokens):
-    return cost.curve.at(np.array(tokens)).tolist()
+    return cost.seconds_of(np.array(tokens)).tolist()
 
 
 # ---- tables
@@ -64,7 +64,7 @@ def test_table_refuses_what_is_no_curve(tokens, rates, message):
 
 def brute_force_hull(cost, first, last, horizon=2000):
     """The largest convex function below the monotone curve from `first` on: the lowest of all chords over a point."""
-    times = [float(value) for value in cost.curve.at(np.arange(horizon))]
+    times = [float(value) for value in cost.seconds_of(np.arange(horizon))]
     times = [min(times[b:]) for b in range(first, horizon)]
     ends = [*range(60), horizon - first - 1]
     return [
@@ -80,28 +80,26 @@ def brute_force_hull(cost, first, last, horizon=2000):
 
 @pytest.mark.parametrize("first", [1, 5, 12, 16, 20])
 def test_hull_is_the_largest_convex_curve_below_the_measured_one(first):
-    hull = JAGGED.curve.window(first, 39).hull
+    hull, _ = JAGGED.hull(first, 39)
     expected = brute_force_hull(JAGGED, first, 39)
     np.testing.assert_allclose(hull, expected, atol=2e-5, rtol=1e-3)  # the horizon is finite here
 
 
 def test_hull_at_a_token_does_not_depend_on_where_the_window_ends():
-    assert JAGGED.curve.window(1, 60).next_vertex(0) == 15
+    assert JAGGED.hull(1, 60)[1][0] == 15
     for first in (1, 7, 16, 30, 31, 32, 33, 500):
-        long = JAGGED.curve.window(first, first + 300)
+        hull, vertices = JAGGED.hull(first, first + 300)
         for length in (0, 1, 2, 5, 40):
-            short = JAGGED.curve.window(first, first + length)
-            np.testing.assert_allclose(short.hull, long.hull[: length + 1], atol=1e-12, rtol=0)
-            assert all(min(long.next_vertex(b), length) == short.next_vertex(b) for b in range(length))
+            short, own = JAGGED.hull(first, first + length)
+            np.testing.assert_allclose(short, hull[: length + 1], atol=1e-12, rtol=0)
+            assert own == vertices[: len(own)] and all(vertex > length for vertex in vertices[len(own) :])
 
 
 def test_hull_of_a_straight_line_is_the_line():
-    line = linear_cost(0.25, 1.0, 0.0).curve.window(3, 50)
-    np.testing.assert_allclose(line.measured, 1.0 + 0.25 * np.arange(3, 51))
-    huge = JAGGED.curve.window(10**9, 10**9 + 7)  # costs no more time or memory
-    assert len(huge.measured) == 8
-    for window in (line, huge):
-        np.testing.assert_allclose(window.hull, window.measured)
+    line = linear_cost(0.25, 1.0, 0.0)
+    np.testing.assert_allclose(line.hull(3, 50)[0], 1.0 + 0.25 * np.arange(3, 51))
+    for cost, first, last in ((line, 3, 50), (JAGGED, 10**9, 10**9 + 7)):  # costs no more time or memory
+        np.testing.assert_allclose(cost.hull(first, last)[0], seconds(cost, *range(first, last + 1)))
     assert pickle.loads(pickle.dumps(JAGGED)) == JAGGED
 
 
@@ -161,9 +159,8 @@ def test_a_table_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
     [
         ("{", "is not JSON"),
         ("[]", "is a JSON object, got list"),
-        ("{}", "lacks max_batch_tokens, sample_batch_tokens, sample_steps_per_sec"),
+        ("{}", "lacks sample_batch_tokens, sample_steps_per_sec"),
         ('{"bias_seconds": 0.01}', "SGLang's additive form is not read: measure its 1-D one"),
-        (json.dumps(SGLANG_1D | {"max_batch_tokens": 9}), "max_batch_tokens=9 is smaller than the last probe 64"),
         (json.dumps(SGLANG_1D | {"sample_batch_tokens": []}), "0 token counts and 3 rates"),
         (json.dumps(SGLANG_1D | {"sample_batch_tokens": [8, 8, 64]}), "strictly increasing"),
         (json.dumps(SGLANG_1D | {"context_seconds": -1}), "not negative, got -1"),

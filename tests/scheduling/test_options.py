@@ -50,8 +50,8 @@ def test_a_domain_may_be_calibrated_for_one_regime(pair):
     ("temperatures", "message"),
     [
         ({"greedy": [1.0] * 7}, "have a 'default' entry"),
-        ({"default": [1.0]}, "1 temperatures for blocks of 7"),
-        ({"default": [0.0] * 7}, "positive numbers"),
+        ({"default": [1.0]}, "7 positive numbers, got .1.0.: calibrate"),
+        ({"default": [0.0] * 7}, "7 positive numbers"),
     ],
 )
 def test_config_refuses_impossible_temperatures(temperatures, message):

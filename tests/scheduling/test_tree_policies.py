@@ -9,14 +9,13 @@ import torch
 
 from hf_dspark import Scheduler
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees
-from hf_dspark.scheduling.calibration import SiblingTest, fit_siblings, recorded_tests
+from hf_dspark.scheduling.calibration import SiblingTest, check_siblings, fit_siblings, recorded_tests
 from hf_dspark.scheduling.costs import Load, ThroughputTable
 from hf_dspark.scheduling.rounds import RoundOutcome
 from hf_dspark.scheduling.tree_plans import (
     BudgetPlan,
     SiblingAcceptance,
     TreePlan,
-    check_siblings,
     usual_acceptance,
 )
 

@@ -17,7 +17,7 @@ from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
 from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
-from ..scheduling.tree_plans import TreePlan, no_acceptance
+from ..scheduling.tree_plans import SiblingAcceptance, TreePlan
 from ..targets.support import TargetSupport
 from .logits_processing import DraftProcessor
 from .request import Call, Request
@@ -67,10 +67,9 @@ class Drafter:
         # Who limits the tokens of a block means a chain.
         may_grow = grows_trees and draft.grows_trees and support.tree_obstacle is None
         self._grows_trees = may_grow and call.max_drafts is None
-        self._siblings = None
-        if self._grows_trees:
-            expected = draft.config.siblings_for if draft.drafts_blocks else no_acceptance
-            self._siblings = expected(self._do_sample)
+        self._siblings = SiblingAcceptance(self._do_sample, ((1.0, 0.0),), ((0.0,),))  # of who proposes nothing
+        if self._grows_trees and draft.drafts_blocks:
+            self._siblings = draft.config.siblings_for(self._do_sample)
         self._noise_width = max(draft.config.block_size, self.policy.most_nodes * self._grows_trees)
         self._matchers: dict[int, NgramMatcher] = {}
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow

@@ -72,7 +72,6 @@ def calibrate(
     prompts: Iterable[Any],
     processing_class: PreTrainedTokenizerBase | None = None,
     domain: str | None = None,
-    realised: bool = False,
     output_file: str | Path | None = None,
     seed: int = 0,
     **generate_kwargs: Any,
@@ -95,7 +94,6 @@ def calibrate(
             `greedy`, as these rounds are decoded; calls that decode so use them by themselves. Another name is used
             where the draft's `domain` says so; `math/greedy` comes before `math`. The first calibration also becomes
             the default, and so does each later one of its domain.
-        realised (`bool`): Fit on realised acceptance instead of the one with the last uniform integrated out.
         output_file (`str`, *optional*): Where rounds are recorded, to resume.
         seed (`int`): Of all draws.
         generate_kwargs: For `generate()`, such as `do_sample=True, temperature=0.7`; `max_new_tokens=128` unless
@@ -128,9 +126,9 @@ def calibrate(
         )
     if domain is None:
         domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
-    temperatures = fit_temperatures(rounds, realised)
-    found = fit_confidence(rounds, realised)
-    fits = without_worse(found, rounds, realised)
+    temperatures = fit_temperatures(rounds)
+    found = fit_confidence(rounds)
+    fits = without_worse(found, rounds)
     raw = [position for position, (fit, kept) in enumerate(zip(found, fits, strict=True), start=1) if fit != kept]
     if raw:
         warnings.warn(

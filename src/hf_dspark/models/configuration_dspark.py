@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from ..scheduling.calibration import check_logit_fits, check_temperatures
-from ..scheduling.tree_plans import SiblingAcceptance, check_siblings, usual_acceptance
+from ..scheduling.calibration import check_logit_fits, check_siblings, check_temperatures
+from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
 from .configuration_draft import DraftConfig, text_config
 
 if TYPE_CHECKING:

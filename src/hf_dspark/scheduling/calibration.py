@@ -1,8 +1,9 @@
 """Calibration on recorded rounds: of the confidence head, by temperatures and by slopes with offsets, the measures of
 how calibrated it is, and the expected acceptance of the nodes of trees."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,50 +99,69 @@ class CalibrationRounds:
 
 def check_temperatures(temperatures: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are γ positive numbers."""
-    numbers = isinstance(temperatures, Sequence) and all(
-        isinstance(value, (int, float)) and math.isfinite(value) and value > 0 for value in temperatures
-    )
-    if not numbers:
-        raise ValueError(f"temperatures must be a list of positive numbers, got {temperatures}")
-    if len(temperatures) != block_size:
+    if not (_are_numbers(temperatures, block_size) and min(temperatures) > 0):
         raise ValueError(
-            f"got {len(temperatures)} temperatures for blocks of {block_size} tokens: they were fitted for another "
-            "draft. Calibrate this one."
+            f"temperatures must be {block_size} positive numbers, got {temperatures}: calibrate the draft"
         )
 
 
 def check_logit_fits(fits: Any, block_size: int) -> None:
     """Raise a `ValueError` unless these are γ pairs of finite numbers."""
-    pairs = isinstance(fits, Sequence) and all(
-        isinstance(pair, Sequence)
-        and len(pair) == 2
-        and all(isinstance(number, (int, float)) and math.isfinite(number) for number in pair)
-        for pair in fits
-    )
-    if not pairs or len(fits) != block_size:
+    if not _are_numbers(fits, block_size, 2):
         raise ValueError(
             f"confidence fits must be {block_size} pairs of slope and offset, got {fits}: calibrate again"
         )
 
 
-def fit_confidence(rounds: CalibrationRounds, realised: bool = False) -> LogitFits:
+def check_siblings(entry: Any, block_size: int) -> None:
+    """Raise a `ValueError` unless these are the fields of [`SiblingAcceptance`] for γ positions."""
+    known = dict(entry) if isinstance(entry, Mapping) else {}
+    fits, means, best, chain = (known.pop(name, []) for name in ("fits", "means", "best", "chain"))
+    ranks = len(means[0]) if _are_numbers(means, block_size, None) else 0
+    sound = (
+        1 <= ranks <= MOST_SIBLINGS
+        and _are_numbers(fits, None, 2)
+        and 1 <= len(fits) <= MOST_SIBLINGS
+        and _are_numbers(best, None)
+        and _are_numbers(chain, block_size if chain else 0)
+        and all(list(each) == sorted(each, reverse=True) for each in (best, chain))
+        and all(0 <= share <= 1 for share in [*itertools.chain(*means), *best, *chain])
+    )
+    if known or not sound:
+        raise ValueError(
+            f"acceptances must be 'fits', 1 to {MOST_SIBLINGS} pairs, and 'means', {block_size} rows of probabilities, "
+            f"perhaps falling ones of the 'best' nodes and a 'chain', got {entry!r}: calibrate the draft again"
+        )
+
+
+def _are_numbers(values: Any, *shape: int | None) -> bool:
+    """Tell whether lists are an array of finite numbers of a shape; `None` stands for any size."""
+    try:
+        found = np.array(values)
+    except ValueError:  # rows of several lengths
+        return False
+    sizes = zip(shape, found.shape, strict=False)
+    is_shape = found.ndim == len(shape) and all(size in (None, own) for size, own in sizes)
+    return is_shape and found.dtype.kind in "if" and bool(np.isfinite(found).all())
+
+
+def fit_confidence(rounds: CalibrationRounds) -> LogitFits:
     """Fit a slope and an offset per position by maximum likelihood, on the rounds that accepted all slots before it.
 
     A temperature never moves a confidence past one half. An offset does, which a head needs that promises too much.
     Platt 1999, position by position as the temperatures of DSpark Section 3.2.1 are.
     """
-    labels = rounds.realised_labels() if realised else rounds.integrated_labels()
-    fits = []
+    labels, fits = rounds.integrated_labels(), []
     for position in range(1, rounds.block_size + 1):
         reached = (rounds.proposed >= position) & (rounds.num_accepted >= position - 1)
         fits.append(fit_logits(rounds.logits[reached, position - 1].double(), labels[reached, position - 1]))
     return fits
 
 
-def without_worse(fits: LogitFits, rounds: CalibrationRounds, realised: bool = False) -> LogitFits:
+def without_worse(fits: LogitFits, rounds: CalibrationRounds) -> LogitFits:
     """Return fits with the raw confidence instead of those that fall, or raise the ECE of the survival up to their
     position; all raw if the mean ECE rises."""
-    labels = rounds.realised_labels() if realised else rounds.integrated_labels()
+    labels = rounds.integrated_labels()
 
     def error(chosen: LogitFits) -> float:
         position = len(chosen)
@@ -177,13 +197,12 @@ def fit_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float
     return round(slope, 4), round(offset, 4)
 
 
-def fit_temperatures(rounds: CalibrationRounds, realised: bool = False) -> list[float]:
+def fit_temperatures(rounds: CalibrationRounds) -> list[float]:
     """Fit one temperature per position, left to right, each minimising the ECE of the survival up to it, `[γ]`.
 
-    Of temperatures that are equally good, the one nearest 1 wins. `realised` labels with the realised acceptance
-    instead of the integrated one. DSpark Section 3.2.1.
+    Of temperatures that are equally good, the one nearest 1 wins. DSpark Section 3.2.1.
     """
-    labels = rounds.realised_labels() if realised else rounds.integrated_labels()
+    labels = rounds.integrated_labels()
     before, temperatures = torch.ones(len(labels), dtype=torch.double), []
     ordered = sorted(TEMPERATURE_GRID, key=lambda temperature: abs(math.log(temperature)))
     for position in range(1, rounds.block_size + 1):

@@ -1,6 +1,5 @@
 """Price decoding rounds: measured steps per second at each number of verified tokens, and their convex hulls."""
 
-import bisect
 import itertools
 import json
 import math
@@ -37,75 +36,6 @@ class Load:
     def base_tokens(self) -> int:
         """Tokens of the forward pass when no draft is verified."""
         return self.other_tokens + len(self.request_ids)
-
-
-@dataclass(frozen=True)
-class CurveWindow:
-    """A curve between two B."""
-
-    measured: np.ndarray  # seconds, [n]
-    # [n], the lower convex hull from the first B onwards, as if the curve had no end: the hull at a B does not depend
-    # on where the window ends.
-    hull: Sequence[float]
-    vertices: list[int]  # offsets in the window at which the hull bends; the last one may lie after its end
-
-    def next_vertex(self, offset: int) -> int:
-        """Return the first vertex after an offset, or the window's last offset if that comes first."""
-        index = bisect.bisect_right(self.vertices, offset)
-        last = len(self.hull) - 1
-        return min(self.vertices[index], last) if index < len(self.vertices) else last
-
-
-class CostCurve:
-    """Seconds against verified tokens B, and its lower convex hulls from any first B onwards.
-
-    Between knots the seconds are linear, below the first they are the first, beyond the last they grow in proportion
-    to B. Measured step times are jagged: a search that stops at the first drop of throughput is trapped before the
-    first cliff. On the hull the throughput of tokens admitted in descending survival is unimodal.
-
-    Args:
-        tokens (`Sequence[int]`): B of the knots, increasing.
-        seconds (`Sequence[float]`): At the knots.
-    """
-
-    def __init__(self, tokens: Sequence[int], seconds: Sequence[float]) -> None:
-        self._tokens, self._seconds, self._slope = np.array(tokens), np.array(seconds), seconds[-1] / tokens[-1]
-        # A hull that falls somewhere would price verification below zero. Where a larger B was measured faster, the
-        # smaller one could be padded to it.
-        self._lows = np.minimum.accumulate(self._seconds[::-1])[::-1]
-        self._windows: dict[tuple[int, int], CurveWindow] = {}
-
-    def at(self, verify_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the seconds at B, `[n]`, for B of shape `[n]`."""
-        return self._through(self._tokens, self._seconds, np.asarray(verify_tokens))
-
-    def window(self, first: int, last: int) -> CurveWindow:
-        """Return curve and hull at B = first..last."""
-        if (first, last) not in self._windows:
-            if len(self._windows) >= 256:
-                self._windows.clear()
-            self._windows[first, last] = self._compute(first, last)
-        return self._windows[first, last]
-
-    def _compute(self, first: int, last: int) -> CurveWindow:
-        places = np.arange(first, last + 1)
-        measured = self.at(places)
-        later = bisect.bisect_right(self._tokens, first)
-        tokens, lows = self._tokens[later:], self._lows[later:]
-        vertices, heights = [first], [min([float(measured[0]), *lows[:1].tolist()])]
-        while len(tokens) and vertices[-1] <= last:  # to the knot with the least rise; of equals to the last one
-            rises = (lows - heights[-1]) / (tokens - vertices[-1])
-            best = int(np.flatnonzero(rises == rises.min())[-1])
-            if rises[best] >= self._slope:
-                break
-            vertices.append(int(tokens[best]))
-            heights.append(float(lows[best]))
-            tokens, lows = tokens[best + 1 :], lows[best + 1 :]
-        hull = self._through(vertices, heights, places)
-        return CurveWindow(measured, hull.tolist(), [vertex - first for vertex in vertices[1:]])
-
-    def _through(self, tokens: Sequence[int], seconds: Sequence[float], verify_tokens: np.ndarray) -> np.ndarray:
-        return np.interp(verify_tokens, tokens, seconds) + self._slope * np.maximum(verify_tokens - tokens[-1], 0)
 
 
 @dataclass(frozen=True)
@@ -178,15 +108,59 @@ class ThroughputTable:
             )
 
     @cached_property
-    def curve(self) -> CostCurve:
-        """Seconds of a round against its verified tokens, without what the context costs."""
-        return CostCurve(self.verify_tokens, [1 / rate for rate in self.steps_per_second])
-
-    @cached_property
     def name(self) -> str:
         """Where the table comes from, if that is known, and a hash of its numbers."""
         numbers = {key: value for key, value in self.to_sglang().items() if key != "provenance"}
         return f"{self.provenance.get('table', 'table')} [{digest(numbers)[:8]}]"
+
+    @cached_property
+    def _probes(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.verify_tokens), 1 / np.array(self.steps_per_second)
+
+    @cached_property
+    def _hulls(self) -> dict[tuple[int, int], tuple[np.ndarray, list[int]]]:
+        return {}
+
+    def seconds_of(self, verify_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the seconds of rounds over so many tokens, `[n]`, without what the context costs."""
+        return self._through(*self._probes, np.asarray(verify_tokens))
+
+    def _through(self, tokens: Sequence[int], seconds: Sequence[float], verify_tokens: np.ndarray) -> np.ndarray:
+        slope = self._probes[1][-1] / self._probes[0][-1]
+        return np.interp(verify_tokens, tokens, seconds) + slope * np.maximum(verify_tokens - tokens[-1], 0)
+
+    def hull(self, first: int, last: int) -> tuple[np.ndarray, list[int]]:
+        """Return the lower convex hull of the seconds at B = first..last, and the offsets from `first` at which it
+        bends; the last one may lie after its end.
+
+        Measured step times are jagged: a search that stops at the first drop of throughput is trapped before the first
+        cliff. On the hull the throughput of tokens admitted in descending survival is unimodal. It begins at `first`
+        and goes on as if the curve had no end: the hull at a B does not depend on `last`.
+        """
+        if (first, last) not in self._hulls:
+            if len(self._hulls) >= 256:
+                self._hulls.clear()
+            self._hulls[first, last] = self._hull(first, last)
+        return self._hulls[first, last]
+
+    def _hull(self, first: int, last: int) -> tuple[np.ndarray, list[int]]:
+        tokens, seconds = self._probes
+        # A hull that falls somewhere would price verification below zero. Where a larger B was measured faster, the
+        # smaller one could be padded to it.
+        lows = np.minimum.accumulate(seconds[::-1])[::-1]
+        later, slope = tokens > first, seconds[-1] / tokens[-1]
+        tokens, lows = tokens[later], lows[later]
+        vertices, heights = [first], [float(min([self.seconds_of([first])[0], *lows[:1]]))]
+        while len(tokens) and vertices[-1] <= last:  # to the knot with the least rise; of equals to the last one
+            rises = (lows - heights[-1]) / (tokens - vertices[-1])
+            best = int(np.flatnonzero(rises == rises.min())[-1])
+            if rises[best] >= slope:
+                break
+            vertices.append(int(tokens[best]))
+            heights.append(float(lows[best]))
+            tokens, lows = tokens[best + 1 :], lows[best + 1 :]
+        hull = self._through(vertices, heights, np.arange(first, last + 1))
+        return hull, [vertex - first for vertex in vertices[1:]]
 
     def context_cost(self, load: Load) -> float:
         """Return the seconds that the cached tokens add to a round."""
@@ -194,8 +168,7 @@ class ThroughputTable:
 
     def round_seconds(self, load: Load, num_drafts: int) -> np.ndarray:
         """Return the seconds of a round that drafts and verifies 0..`num_drafts` draft tokens, `[num_drafts + 1]`."""
-        first = load.base_tokens
-        return self.curve.window(first, first + num_drafts).measured + self.context_cost(load)
+        return self.seconds_of(load.base_tokens + np.arange(num_drafts + 1)) + self.context_cost(load)
 
     def plain_seconds(self, load: Load) -> float:
         """Return the seconds of a step without drafting: every request gets one token."""
@@ -208,17 +181,14 @@ class ThroughputTable:
         if not self.trees:
             return chains + (USUAL_GROWTH - 1) * self.drafting
         nodes, seconds = np.array(self.trees if is_drawn else self.best_trees or self.trees).T
-        one = Load((0,))
-        if load.base_tokens == 1:
-            chain = self.round_seconds(one, num_nodes)
-            first = min(float(chain[min(len(chain) - 1, int(nodes[0]))]), float(seconds[0]))
-            grown = np.interp(np.arange(num_nodes + 1), nodes, seconds)
-            few = np.arange(num_nodes + 1) < nodes[0]
-            grown[few] = (chain + float(seconds[0]) - first)[few]
-            return grown + self.context_cost(load)
-        # Of several requests the growth is known, of one tree as large as the smallest that was measured.
-        growth = max(0.0, float(seconds[0] - self.round_seconds(one, int(nodes[0]))[-1]))
-        return chains + growth * load.num_requests
+        if load.base_tokens > 1:
+            # Of several requests the growth is known, of one tree as large as the smallest that was measured.
+            growth = max(0.0, float(seconds[0] - self.seconds_of([1 + int(nodes[0])])[0]))
+            return chains + growth * load.num_requests
+        chain, counts = self.seconds_of(1 + np.arange(num_nodes + 1)), np.arange(num_nodes + 1)
+        first = min(chain[min(num_nodes, int(nodes[0]))], seconds[0])
+        grown = np.where(counts < nodes[0], chain + seconds[0] - first, np.interp(counts, nodes, seconds))
+        return grown + self.context_cost(load)
 
     def to_sglang(self) -> dict[str, Any]:
         """Return SGLang's 1-D table; fields that its reader ignores carry the rest."""
@@ -242,15 +212,12 @@ class ThroughputTable:
         """
         if not isinstance(table, Mapping):
             raise ValueError(f"a throughput table is a JSON object, got {type(table).__name__}")
-        lacking = {"sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"} - table.keys()
+        lacking = {"sample_batch_tokens", "sample_steps_per_sec"} - table.keys()
         if lacking:
             additive = " (SGLang's additive form is not read: measure its 1-D one)" if "bias_seconds" in table else ""
             raise ValueError(f"the throughput table lacks {', '.join(sorted(lacking))}{additive}")
-        tokens, most = tuple(table["sample_batch_tokens"]), table["max_batch_tokens"]
-        if tokens and most < tokens[-1]:
-            raise ValueError(f"max_batch_tokens={most} is smaller than the last probe {tokens[-1]}")
         return cls(
-            verify_tokens=tokens,
+            verify_tokens=tuple(table["sample_batch_tokens"]),
             steps_per_second=tuple(table["sample_steps_per_sec"]),
             drafting=table.get("draft_seconds", 0.0),
             context_seconds=table.get("context_seconds", 0.0),

@@ -8,7 +8,7 @@ are not causal say so in `is_causal` and are refused when drafts are sampled.
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,8 @@ class Policy:
         return True
 
     def fresh(self) -> "Policy":
-        """Return the same policy without memory of earlier rounds; each `generate()` call works with its own.
-
-        A dataclass is made anew from its fields; any other object is copied as it is.
-        """
+        """Return the same policy without memory of earlier rounds, a dataclass made anew from its fields and any other
+        object copied: each `generate()` call works with its own."""
         return dataclasses.replace(self) if dataclasses.is_dataclass(self) else copy.deepcopy(self)
 
     def plan_draft(self, load: Load) -> bool:
@@ -111,32 +109,6 @@ class Policy:
         named = {name: each.name if isinstance(each, ThroughputTable) else each for name, each in values.items()}
         return {"name": type(self).__name__, **plain_json(named)}
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any], cost: ThroughputTable | None = None) -> "Policy":
-        """Return the policy that `to_dict` described.
-
-        Args:
-            data (`Mapping`): What `to_dict` returned.
-            cost ([`ThroughputTable`], *optional*): The table that `data` names.
-
-        Raises:
-            ValueError: If no policy has that name, or another table is needed.
-        """
-        arguments = dict(data)
-        name, known = arguments.pop("name", None), {kind.__name__: kind for kind in _kinds(Policy)}
-        if name not in known:
-            raise ValueError(f"{name!r} is no policy that is known here, those are {', '.join(sorted(known))}")
-        if arguments.get("cost") is not None:
-            if cost is None or cost.name != arguments["cost"]:
-                given = "no table" if cost is None else cost.name
-                raise ValueError(f"{name} decided by the table {arguments['cost']}, got {given}: pass it as cost")
-            arguments["cost"] = cost
-        return known[name](**arguments)
-
-
-def _kinds(kind: type[Policy]) -> list[type[Policy]]:
-    return [kind, *(each for child in kind.__subclasses__() for each in _kinds(child))]
-
 
 @dataclass(frozen=True)
 class FullBlock(Policy):
@@ -180,6 +152,6 @@ class ConfidenceThreshold(Policy):
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
         confidence = checked_confidence(confidence)
-        score = survival(confidence) if self.cumulative else confidence
+        score = survival(confidence) if self.cumulative else confidence.cpu()
         run = (score >= self.threshold).long().cumprod(dim=-1).sum(dim=-1)
-        return torch.minimum(run.cpu(), max_lengths)
+        return torch.minimum(run, max_lengths)

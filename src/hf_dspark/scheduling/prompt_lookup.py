@@ -28,17 +28,15 @@ class MatchAcceptance:
     committed tokens are compared with what would have been proposed."""
 
     def __init__(self) -> None:
-        self._tests = [float(PRIOR_TESTS)] * len(USUAL)
-        self._hits = [PRIOR_TESTS * rate for _, rate in USUAL]
+        self._kinds = [[PRIOR_TESTS * rate, float(PRIOR_TESTS)] for _, rate in USUAL]  # right ones, and all
 
     def of(self, length: int) -> float:
-        kind = bisect.bisect_right(SHORTEST, length) - 1
-        return self._hits[kind] / self._tests[kind]
+        hits, tests = self._kinds[bisect.bisect_right(SHORTEST, length) - 1]
+        return hits / tests
 
     def add(self, length: int, was_right: bool) -> None:
-        kind = bisect.bisect_right(SHORTEST, length) - 1
-        self._tests[kind] += 1
-        self._hits[kind] += was_right
+        kind = self._kinds[bisect.bisect_right(SHORTEST, length) - 1]
+        kind[:] = kind[0] + was_right, kind[1] + 1
 
 
 class NgramMatcher:
@@ -53,11 +51,10 @@ class NgramMatcher:
     def find(self, token_ids: torch.Tensor, most: int) -> LookupMatch:
         """Return what followed the longest match of a sequence's end, at most so many tokens."""
         self._read(token_ids[len(self._token_ids) :].tolist())
-        tokens, end = self._token_ids, len(self._token_ids)
+        self._found, tokens, end = LookupMatch(), self._token_ids, len(self._token_ids)
         keys = (tuple(tokens[-size:]) for size in MATCHES)
         place = next((self._places[key] for key in keys if key in self._places), None)
         if place is None or most < 1:
-            self._length, self._found = 0, LookupMatch()
             return self._found
         length = 1
         while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:

@@ -15,7 +15,7 @@ import torch
 from ..sampling.drafts import DraftTrees
 from .costs import Load, ThroughputTable
 from .policies import Policy
-from .ranking import Ranking, early_stop
+from .ranking import Ranking, first_drop
 from .rounds import RoundOutcome
 from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, SiblingAcceptance, TreePlan
 
@@ -31,27 +31,23 @@ PRIOR_TOKENS = 8.0  # of a request, promised and kept, before its first round
 SAME_CONTEXT = 256  # cached tokens: so many more do not change the choice
 LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are no better than that
 
-_limits_warned_of: set[float] = set()
-
 
 @dataclass
 class Scheduler(Policy):
     """Draft when it pays, and verify the tokens that pay: DSpark's Algorithm 1 on this machine's measured step times.
 
-    **Whether.** The survivals of each request's coming block are predicted by the mean of its past ones, times how
-    many of the promised tokens came so far. It drafts if the best throughput with drafting beats that of a plain step,
-    or if the last drafted round would have: good blocks come in runs. A request starts with the benefit of the doubt.
-    Skipped rounds give no confidences, so every 17th is drafted to look again.
+    **Whether.** A request's coming block is expected to be like its past ones. Drafting must beat a plain step by that
+    forecast, or have done so in the last drafted round: good blocks come in runs. Every 17th round is drafted anyway.
 
     **How many, chains.** Algorithm 1 on the lower convex hull of the step time, where its early stop finds the
-    maximum. The measured time at the stop may lie far above the hull. Then admission goes on towards the next vertex,
-    where the measured curve touches the hull again, as far as it pays if the tokens there survive like the first one
-    left out, less a fixed decay. Both decisions read nothing after that token, which makes them causal.
+    maximum. Then admission goes on towards the hull's next vertex as far as it pays by the measured time, if the
+    tokens there survive like the first one left out, less a fixed decay. Nothing after that token is read: it is
+    causal.
 
     **How many, trees.** What a place in the pass is worth follows from the mean tree of the draft and the cost, before
-    anything is drawn. Every node whose survival reaches that price is admitted, level by level, in all requests: a
-    loaded machine gets shorter trees, then chains, then nothing. Where drafts are the best tokens, the grown nodes are
-    sorted, and the best number of them is verified. Where prompt lookup alone promises more, the draft does not run.
+    anything is drawn. Every node whose survival reaches that price is admitted, level by level, in all requests. Of
+    trees of best tokens the best number of the grown nodes is verified. Where prompt lookup alone promises more, the
+    draft does not run.
 
     Args:
         cost ([`ThroughputTable`], *optional*): What a round costs on this machine. Without one, each round drafts the
@@ -62,9 +58,9 @@ class Scheduler(Policy):
         skip (`bool`): Whether rounds go without drafting where it does not pay.
         lag (`int`): If positive, the number of verified tokens follows from the confidences of so many rounds ago, by
             an unconstrained search, and this round's best tokens fill it. Chains only. DSpark Section 5.2.
-        tpot_seconds (`float`, *optional*): Limit of the time per output token of every request, in seconds: caps what
-            is verified, so that the round over the tokens that uncut rounds lately brought stays below it. If a plain
-            step breaks it, too, a warning says so once. AdaSpec Algorithm 3.
+        tpot_seconds (`float`, *optional*): Limit of the time per output token of every request, in seconds: caps the
+            latency of a round by the tokens that uncut rounds lately brought. If a plain step breaks it, too, a
+            warning says so. AdaSpec Algorithm 3.
 
     Raises:
         TypeError: If there is neither a cost nor a number of nodes, or the cost is something else.
@@ -100,14 +96,14 @@ class Scheduler(Policy):
         limit = self.tpot_seconds
         if limit is not None and not (math.isfinite(limit) and limit > 0):
             raise ValueError(f"tpot_seconds must be a positive number, got {limit}")
-        self._forecasts: dict[int, RequestForecast] = {}
+        self._forecasts: dict[int, BlockForecast] = {}
         self._latest: dict[int, Sequence[float]] = {}  # survivals of the last round; empty if it was skipped
         self._block_size = 0  # the longest block so far
         self._gain = 1.0  # of the last round's trees over chains
         self._skipped, self._cut = ReprobeCounter(), ReprobeCounter()
         self._rankings: deque[Ranking] = deque(maxlen=self.lag)  # of the last rounds
         self._block_tokens = math.inf  # that uncut rounds lately brought a request
-        # What to expect of trees by the load, without prompt lookup: it is the same in most rounds.
+        # What to expect by the load, without prompt lookup: it is the same in most rounds.
         self._usual: tuple[tuple, float, TreeForecast, TreeForecast] | None = None
 
     def _check_cost(self) -> None:
@@ -118,10 +114,12 @@ class Scheduler(Policy):
                 raise ValueError("lag and tpot_seconds need to know what a round costs: pass cost")
             return
         got = "None" if self.cost is None else type(self.cost).__name__
+        has_table = isinstance(getattr(self.cost, "table", None), ThroughputTable)
         cure = "hf_dspark.profile_throughput(target, draft).table, or ThroughputTable.load(file)"
-        if isinstance(getattr(self.cost, "table", None), ThroughputTable):
-            cure = "its table"
-        raise TypeError(f"{type(self).__name__} needs the cost of a step on this machine, got {got}: pass {cure}")
+        raise TypeError(
+            f"{type(self).__name__} needs the cost of a step on this machine, got {got}: pass "
+            f"{'its table' if has_table else cure}"
+        )
 
     @property
     def requires_confidence(self) -> bool:
@@ -155,10 +153,12 @@ class Scheduler(Policy):
         biases = [self._forecasts[request].acceptance_bias for request in known]
         columns = zip(*known.values(), strict=True)
         means = [sum(map(operator.mul, biases, column)) / len(biases) for column in columns]
-        kept = itertools.accumulate((load.num_requests * mean for mean in means), initial=load.base_tokens)
-        seconds = self.cost.round_seconds(load, load.num_requests * len(means))[:: load.num_requests].tolist()
-        best = max(map(operator.truediv, kept, seconds))
+        best = (_kept(load, np.array(means)) / self._seconds_by_size(load, len(means))).max()
         return self._gain * best > load.base_tokens / self.cost.plain_seconds(load)
+
+    def _seconds_by_size(self, load: Load, most: int) -> np.ndarray:
+        """Return the seconds of rounds that verify 0..most tokens of each request."""
+        return self.cost.round_seconds(load, most * load.num_requests)[:: load.num_requests]
 
     def _meets_limit(self, load: Load) -> bool:
         looks_again = self._cut.look_again()
@@ -166,11 +166,10 @@ class Scheduler(Policy):
         if float(self.cost.round_seconds(load, 1)[1]) <= self.allowed_seconds(load) or looks_again:
             return True
         plain = self.cost.plain_seconds(load)
-        if plain > self.tpot_seconds and self.tpot_seconds not in _limits_warned_of:
-            _limits_warned_of.add(self.tpot_seconds)
+        if plain > self.tpot_seconds:
             warnings.warn(
-                f"the limit of {self.tpot_seconds:g} s per token cannot be met: a step of {load.base_tokens} tokens "
-                f"without drafting takes {plain:.3g} s. Decoding without drafting.",
+                f"the limit of {self.tpot_seconds:g} s per token cannot be met: a step without drafting takes longer. "
+                "Decoding without drafting.",
                 stacklevel=3,
             )
         return False
@@ -211,26 +210,28 @@ class Scheduler(Policy):
             searched = int(old.throughput(self.cost, replace(load, request_ids=range(old.num_requests))).argmax())
             capacity = round(searched * load.num_requests / old.num_requests)  # requests may have come or gone
             return min(capacity, ranking.num_candidates)
-        # The window holds all tokens that could be sent. One that ended after the last possible survivor would not be
+        # The hull covers all tokens that could be sent. One that ended after the last possible survivor would not be
         # causal.
-        window = self.cost.curve.window(load.base_tokens, load.base_tokens + all_tokens)
-        fixed = self.cost.context_cost(load)
-        stop, kept = early_stop(ranking.survivals, load.base_tokens, [seconds + fixed for seconds in window.hull])
+        hull, vertices = self.cost.hull(load.base_tokens, load.base_tokens + all_tokens)
+        kept = ranking.kept(load)
+        stop = first_drop(kept / (hull[: len(kept)] + self.cost.context_cost(load)))
         if stop < ranking.num_candidates:
+            last = min([*(vertex for vertex in vertices if vertex > stop), all_tokens])
+            seconds = self.cost.round_seconds(load, last)[stop:]
             hoped = ranking.survivals[stop] * FILL_DECAY
-            bucket = window.measured[stop : window.next_vertex(stop) + 1].tolist()
-            predicted = [(kept + more * hoped) / (seconds + fixed) for more, seconds in enumerate(bucket)]
-            stop += predicted.index(max(predicted))
+            stop += int(((kept[stop] + hoped * np.arange(len(seconds))) / seconds).argmax())
         return stop
 
     def plan_tree(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]] = ()
     ) -> TreePlan | None:
-        plan, every = None, self.num_nodes * load.num_requests
-        in_all = self._capacity(every, load)
-        if self.cost is None and self.most_nodes > 0:
+        if self.most_nodes == 0:
+            return None
+        if self.cost is None:
             return BudgetPlan(self.num_nodes, siblings)
-        if self.most_nodes > 0 and (self.trees or siblings.is_measured):
+        every, plan = self.num_nodes * load.num_requests, None
+        in_all = self._capacity(every, load)
+        if self.trees or siblings.is_measured:
             plan = self._priced_plan(siblings, load, matches, in_all)
         self._gain = 1.0 if plan is None else plan.gain
         if plan is not None and in_all == every:
@@ -240,13 +241,15 @@ class Scheduler(Policy):
     def _priced_plan(
         self, siblings: SiblingAcceptance, load: Load, matches: Sequence[Sequence[float]], in_all: int
     ) -> TreePlan | None:
-        chain_rate, trees, alone = self._usual_forecasts(siblings, load)
-        best = trees
+        key = siblings, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
+        if self._usual is None or self._usual[0] != key:
+            self._usual = key, *self._forecasts_without_matches(siblings, load)
+        _, chain_rate, best, alone = self._usual
         # A match that is not better than the last place brings nothing.
         matches = [chances if len(chances) and chances[0] > best.last else () for chances in matches]
         if any(map(len, matches)):
             # The draft may propose the same: a match never makes the trees that are usual worse.
-            joined = (replace(each, survivals=_with_matches(each.survivals, matches)) for each in (trees, alone))
+            joined = (replace(each, survivals=_with_matches(each.survivals, matches)) for each in (best, alone))
             best = max([best, *joined], key=lambda forecast: forecast.rate)
         gain = best.rate / chain_rate
         if gain <= LEAST_GAIN:
@@ -258,20 +261,15 @@ class Scheduler(Policy):
         cut = best.price * BELOW_EXPECTATION
         return TreePlan(cut, self.num_nodes, in_all, load.base_tokens, of_all, best.drafts, gain)
 
-    def _usual_forecasts(
+    def _forecasts_without_matches(
         self, siblings: SiblingAcceptance, load: Load
     ) -> tuple[float, "TreeForecast", "TreeForecast"]:
         """Return tokens per second of the best chains, and the forecasts of trees and of rounds without the draft."""
-        key = siblings, load.num_requests, load.other_tokens, load.context_tokens // SAME_CONTEXT
-        if self._usual is None or self._usual[0][0] is not siblings or self._usual[0][1:] != key[1:]:
-            of_chain = siblings.of_chain()
-            chains = self.cost.round_seconds(load, load.num_requests * len(of_chain))[:: load.num_requests]
-            grown = self.cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
-            looked_up = self.cost.round_seconds(load, self.num_nodes * load.num_requests)[:: load.num_requests]
-            trees = TreeForecast(siblings.best_nodes(self.num_nodes), grown, load)
-            alone = TreeForecast(np.zeros(self.num_nodes), looked_up - self.cost.drafting, load, drafts=False)
-            self._usual = key, float((_kept(load, of_chain) / chains).max()), trees, alone
-        return self._usual[1:]
+        of_chain, grown = siblings.of_chain(), self.cost.tree_seconds(load, self.num_nodes, siblings.is_drawn)
+        chain_rates = _kept(load, of_chain) / self._seconds_by_size(load, len(of_chain))
+        looked_up = self._seconds_by_size(load, self.num_nodes) - self.cost.drafting
+        trees = TreeForecast(siblings.best_nodes(self.num_nodes), grown, load)
+        return float(chain_rates.max()), trees, TreeForecast(np.zeros(self.num_nodes), looked_up, load, drafts=False)
 
     # ---- what rounds teach
 
@@ -296,9 +294,10 @@ class Scheduler(Policy):
             promised = [sum(row[:sent]) for row, sent in zip(survivals, outcome.lengths.tolist(), strict=True)]
         kept = outcome.num_accepted.tolist()
         for request, row, *tokens in zip(outcome.request_ids, survivals, promised, kept, strict=True):
-            before = self._forecasts.get(request, RequestForecast.unknown(self._block_size))
             self._latest[request] = _extended(row, self._block_size)
-            self._forecasts[request] = before.after(self._latest[request], *tokens)
+            self._forecasts[request] = self._forecasts.get(request, BlockForecast()).after(
+                self._latest[request], *tokens
+            )
 
 
 @dataclass
@@ -316,31 +315,26 @@ class ReprobeCounter:
 
 
 @dataclass(frozen=True)
-class RequestForecast:
+class BlockForecast:
     """Expected survival of the blocks of one request, by its rounds so far."""
 
     # Mean of a_k, [γ]. A mean of products, as good slots come together: the product of means would promise too little.
-    survival: Sequence[float]
+    survival: Sequence[float] = ()
     rounds: int = 0  # how many it rests on, beside the prior
     promised: float = PRIOR_TOKENS  # draft tokens: the sum of the survivals of those that were verified
     kept: float = PRIOR_TOKENS  # draft tokens that were accepted
-
-    @classmethod
-    def unknown(cls, block_size: int) -> "RequestForecast":
-        """Return the forecast of a request before its first round."""
-        return cls([PRIOR_ACCEPTANCE**slot for slot in range(1, block_size + 1)])
 
     @property
     def acceptance_bias(self) -> float:
         """Ratio of accepted to predicted tokens: a text may be harder than it looks."""
         return self.kept / self.promised
 
-    def after(self, survival: Sequence[float], promised: float, kept: float) -> "RequestForecast":
+    def after(self, survival: Sequence[float], promised: float, kept: float) -> "BlockForecast":
         """Return the forecast after one more round; survivals of older rounds fade."""
         weight = max(1 / RECENT_ROUNDS, 1 / (PRIOR_ROUNDS + self.rounds + 1))
         pairs = zip(_extended(self.survival, len(survival)), survival, strict=True)
         mean = [(1 - weight) * before + weight * now for before, now in pairs]
-        return RequestForecast(mean, self.rounds + 1, self.promised + promised, self.kept + kept)
+        return BlockForecast(mean, self.rounds + 1, self.promised + promised, self.kept + kept)
 
 
 @dataclass(frozen=True)
@@ -353,32 +347,30 @@ class TreeForecast:
     drafts: bool = True
 
     @functools.cached_property
-    def _best(self) -> tuple[float, int]:
-        rates = _kept(self.load, self.survivals) / self.seconds[: 1 + len(self.survivals)]
-        return float(rates.max()), int(rates.argmax())
+    def _rates(self) -> np.ndarray:
+        return _kept(self.load, self.survivals) / self.seconds[: 1 + len(self.survivals)]
 
     @property
     def rate(self) -> float:
         """Tokens per second of the best size."""
-        return self._best[0]
+        return float(self._rates.max())
 
     @property
     def last(self) -> float:
         """The survival of the last place of the best size; 0 where none pays."""
-        count = self._best[1]
-        return float(self.survivals[count - 1]) if count else 0.0
+        return float([0.0, *self.survivals][self._rates.argmax()])
 
     @property
     def price(self) -> float:
         """The survival that pays for the last place of the best size."""
-        count = self._best[1]
-        return (self.last + [*self.survivals, 0.0][count]) / 2 if count else 1.0
+        size = int(self._rates.argmax())
+        return (self.last + float([*self.survivals, 0.0][size])) / 2 if size else 1.0
 
 
 def _extended(survivals: Sequence[float], block_size: int) -> Sequence[float]:
     """Return survivals `[n]` as `[block_size]`: in later slots as expected of an unknown request."""
-    later = range(1, block_size - len(survivals) + 1)
-    return [*survivals, *(survivals[-1] * PRIOR_ACCEPTANCE**slot for slot in later)]
+    last, later = survivals[-1] if survivals else 1.0, range(1, block_size - len(survivals) + 1)
+    return [*survivals, *(last * PRIOR_ACCEPTANCE**slot for slot in later)]
 
 
 def _with_matches(expected: np.ndarray, matches: Sequence[Sequence[float]]) -> np.ndarray:

@@ -5,12 +5,9 @@ A level is decided from survivals, confidences and distributions of the levels a
 
 import functools
 import heapq
-import itertools
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +18,8 @@ MOST_NODES = 63  # of one request
 LEAST_PROBABILITY = 1e-6
 # Best tokens are grown down to this part of the survival that the last node sent is expected to have.
 BELOW_EXPECTATION = 0.5
+USUAL_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)  # of a draft for which nothing was measured
+USUAL_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
 
 
 @dataclass(frozen=True)
@@ -54,20 +53,19 @@ class SiblingAcceptance:
         slopes, offsets = np.array(self.fits, dtype=float).T
         return slopes, np.exp(-offsets)
 
-    @functools.cached_property
-    def _means(self) -> tuple[tuple[float, ...], ...]:
-        return tuple(map(tuple, self.means))
-
     def shares(self, known: np.ndarray) -> np.ndarray:
         """Return the expectation for each rank, `[F, ranks]`: of the draft's probabilities of its best tokens,
         `[F, ranks]`, or of confidences `[F, 1]`."""
         slopes, factors = self._fits
-        inside = np.minimum(np.maximum(known, LEAST_PROBABILITY), 1 - LEAST_PROBABILITY)
+        inside = known.clip(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)
         chances = 1.0 / (1.0 + factors * ((1.0 - inside) / inside) ** slopes)
         if self.is_drawn:
-            before = np.cumprod(1.0 - chances, axis=1)
-            chances[:, 1:] *= before[:, :-1]
+            chances[:, 1:] *= np.cumprod(1.0 - chances, axis=1)[:, :-1]
         return np.minimum.accumulate(chances, axis=1)
+
+    @functools.cached_property
+    def _means(self) -> tuple[tuple[float, ...], ...]:
+        return tuple(map(tuple, self.means))
 
     def descendants(self, depth: int, most: int) -> np.ndarray:
         """Return the expected survivals of the descendants of a node at a depth given its own, the best first."""
@@ -82,56 +80,26 @@ class SiblingAcceptance:
         return np.array(self.chain) if self.chain else np.cumprod([row[0] for row in self.means])
 
     def to_dict(self) -> dict[str, list]:
-        rows = {name: [list(row) for row in getattr(self, name)] for name in ("fits", "means")}
-        return rows | {"best": list(self.best), "chain": list(self.chain)}
-
-
-def check_siblings(entry: Any, block_size: int) -> None:
-    """Raise a `ValueError` unless these are pairs of numbers, and γ rows of probabilities."""
-    if not isinstance(entry, Mapping) or set(entry) | {"best", "chain"} != {"fits", "means", "best", "chain"}:
-        raise ValueError(f"acceptances must have 'fits' and 'means', got {entry!r}: calibrate the draft again")
-    pairs, rows, best, chain = entry["fits"], entry["means"], entry.get("best", ()), entry.get("chain", ())
-    numbers = [number for row in [*pairs, *rows, best, chain] for number in row]
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
-        raise ValueError("expected acceptances must be finite numbers: calibrate the draft again")
-    if not 1 <= len(pairs) <= MOST_SIBLINGS or any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"fits of acceptances must be 1 to {MOST_SIBLINGS} pairs, got {pairs!r}")
-    if len(rows) != block_size or not all(row and 0 <= min(row) and max(row) <= 1 for row in rows):
-        raise ValueError(f"mean acceptances must be {block_size} rows of probabilities, got {len(rows)} rows")
-    for name, counted in (("the best nodes", best), ("a chain", chain)):
-        if list(counted) != sorted(counted, reverse=True) or (counted and not 0 <= counted[-1] <= counted[0] <= 1):
-            raise ValueError(f"acceptances of {name} must be falling probabilities, got {counted!r}")
-    if chain and len(chain) != block_size:
-        raise ValueError(f"acceptances of a chain must be {block_size} probabilities, got {len(chain)}")
-
-
-DEFAULT_BEST = (0.72, 0.10, 0.045, 0.025, 0.015, 0.01)
-DEFAULT_DRAWN = ((1.0, 0.0), (0.7, -1.0), (0.7, -1.5), (0.2, -1.6))
-
-
-def no_acceptance(is_drawn: bool) -> SiblingAcceptance:
-    """Return the acceptance of a draft that proposes nothing."""
-    return SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.0,),))
+        return {name: np.array(getattr(self, name)).tolist() for name in ("fits", "means", "best", "chain")}
 
 
 def usual_acceptance(is_drawn: bool, block_size: int) -> SiblingAcceptance:
     """Return what holds for many drafts, for one of which nothing was measured."""
-    fits = DEFAULT_DRAWN if is_drawn else ((1.0, 0.0),)
-    return SiblingAcceptance(is_drawn, fits, (DEFAULT_BEST,) * block_size, is_measured=False)
+    fits = USUAL_DRAWN if is_drawn else ((1.0, 0.0),)
+    return SiblingAcceptance(is_drawn, fits, (USUAL_BEST,) * block_size, is_measured=False)
 
 
 @functools.lru_cache(maxsize=256)
 def _descendants(means: tuple[tuple[float, ...], ...], depth: int, most: int) -> np.ndarray:
     """Walk down the mean tree, best first."""
     found: list[float] = []
-    waiting = [(-share, depth, rank) for rank, share in enumerate(means[depth])] if depth < len(means) else []
-    heapq.heapify(waiting)
-    while waiting and len(found) < most:
-        negative, level, _ = heapq.heappop(waiting)
+    waiting = [(-1.0, depth - 1)]
+    while waiting and len(found) <= most:
+        negative, level = heapq.heappop(waiting)
         found.append(-negative)
-        for rank, share in enumerate(means[level + 1] if level + 1 < len(means) else ()):
-            heapq.heappush(waiting, (negative * share, level + 1, rank))
-    return np.array(found)
+        for share in means[level + 1] if level + 1 < len(means) else ():
+            heapq.heappush(waiting, (negative * share, level + 1))
+    return np.array(found[1:])
 
 
 @dataclass
@@ -167,13 +135,8 @@ class TreePlan:
             trees (`Sequence[DraftTree]`): Of each request, so far.
         """
         grown = np.array([tree.num_nodes for tree in trees])
-        left, left_in_all = self.num_nodes - grown, self.in_all - grown.sum()
-        reached = survivals >= self.cut
-        counts = reached.sum(axis=1)
-        if counts.sum() <= min(left.min(), left_in_all):
-            return counts
-        reached = _best_of_each(survivals, reached, np.asarray(rows), left)
-        return _best(survivals, reached, left_in_all).sum(axis=1)
+        reached = _best(survivals, survivals >= self.cut, self.num_nodes - grown, np.asarray(rows))
+        return _best(survivals, reached, np.array([self.in_all - grown.sum()])).sum(axis=1)
 
     def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
         """Tell whether one more node of such a survival, known before, may join a tree that is otherwise grown."""
@@ -182,8 +145,7 @@ class TreePlan:
 
     def kept(self, trees: Sequence[DraftTree]) -> list[list[int]]:
         """Return the places that are sent, of trees of best tokens. Of drawn nodes all must be sent."""
-        every = itertools.chain.from_iterable(tree.survivals for tree in trees)
-        survivals = np.sort(np.fromiter(every, dtype=float))[::-1]
+        survivals = np.sort([survival for tree in trees for survival in tree.survivals])[::-1]
         count = len(survivals)
         if self.seconds is not None:
             tokens = self.base_tokens + np.concatenate([[0.0], survivals.cumsum()])
@@ -200,24 +162,22 @@ class BudgetPlan(TreePlan):
         self._siblings = siblings
 
     def admit(self, depth: int, rows: Sequence[int], survivals: np.ndarray, trees: Sequence[DraftTree]) -> np.ndarray:
-        counts, rows, cuts = np.zeros(len(rows), dtype=int), np.asarray(rows), []
-        for row in sorted(set(rows.tolist())):
-            of_row = rows == row
-            children, tree = survivals[of_row], trees[row]
-            left, above = self.num_nodes - tree.num_nodes, ()
-            if not self._siblings.is_drawn:  # a better node may take the place of one that was grown
-                left, above = self.num_nodes, tree.survivals
+        counts, rows, self.cut = np.zeros(len(rows), dtype=int), np.asarray(rows), 1.0
+        for row in np.unique(rows).tolist():
+            children, above, left = survivals[rows == row], trees[row].survivals, self.num_nodes
+            if self._siblings.is_drawn:
+                above, left = (), left - len(above)
             if left < 1:
                 continue
             flat, below = children.ravel(), self._siblings.descendants(depth + 1, left)
             pool = np.concatenate([above, flat, np.multiply.outer(flat, below).ravel()])
             cut = np.partition(pool, len(pool) - left)[len(pool) - left] if left < len(pool) else 0.0
-            if not self._siblings.is_drawn:
+            if not self._siblings.is_drawn:  # a better node may take the place of one that was grown
                 cut *= BELOW_EXPECTATION
-            reached = children >= max(cut, LEAST_PROBABILITY)
-            counts[of_row] = _best(children, reached, left).sum(axis=1)
-            cuts.append(cut)
-        self.cut = min(cuts, default=1.0)
+            counts[rows == row] = _best(children, children >= max(cut, LEAST_PROBABILITY), np.array([left])).sum(
+                axis=1
+            )
+            self.cut = min(self.cut, cut)
         return counts
 
     def has_room(self, tree: DraftTree, trees: Sequence[DraftTree], survival: float) -> bool:
@@ -229,16 +189,10 @@ class BudgetPlan(TreePlan):
         return [sorted((1 + order[: self.num_nodes]).tolist()) for order in orders]
 
 
-def _best(survivals: np.ndarray, reached: np.ndarray, most: int) -> np.ndarray:
-    """Return the best of those that are reached, `most` in all, `[F, ranks]`."""
-    if np.count_nonzero(reached) <= most:
-        return reached
-    return _best_of_each(survivals, reached, np.zeros(len(survivals), dtype=int), np.array([most]))
-
-
-def _best_of_each(survivals: np.ndarray, reached: np.ndarray, owners: np.ndarray, most: np.ndarray) -> np.ndarray:
+def _best(survivals: np.ndarray, reached: np.ndarray, most: np.ndarray, owners: np.ndarray | int = 0) -> np.ndarray:
     """Return the best of those that are reached, `most[owner]` of each owner, `[F, ranks]`. Of equals the first are
     taken, and survivals fall with the rank: so no child is left out before one that is taken."""
+    owners = np.broadcast_to(owners, len(survivals))
     if (np.bincount(owners, reached.sum(axis=1), len(most)) <= most).all():
         return reached
     places = np.flatnonzero(reached)
