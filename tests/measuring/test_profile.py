@@ -178,6 +178,6 @@ def test_what_scatters_to_the_end_is_not_kept(target, draft, clock):
 def test_one_token_slower_than_a_block_is_not_believed(target, draft, clock):
     # Of one request there are 14 in turns: passes over 1 to 5 tokens, one of the draft, and whole rounds.
     clock(lambda number: 5.0 if number % 14 == 0 and number < 3 * 5 * 14 else 1.0)
-    with pytest.warns(UserWarning, match="is not kept: .* over 1 token took 5.0 times as long as one over"):
+    with pytest.warns(UserWarning, match="is not kept: .* over 1 tokens took 5.0 times as long as one over"):
         profile_throughput(target, draft, **SETTINGS)
     assert find_cost(target, draft) is None

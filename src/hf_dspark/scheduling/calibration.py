@@ -129,8 +129,8 @@ def check_siblings(entry: Any, block_size: int) -> None:
     )
     if known or not sound:
         raise ValueError(
-            f"acceptances must be 'fits', 1 to {MOST_SIBLINGS} pairs, and 'means', {block_size} rows of probabilities, "
-            f"perhaps falling ones of the 'best' nodes and a 'chain', got {entry!r}: calibrate the draft again"
+            f"acceptances must have 'fits', 1 to {MOST_SIBLINGS} pairs, and 'means', {block_size} rows of "
+            f"probabilities; those of 'best' and 'chain' must fall. Got {entry!r}: calibrate the draft again"
         )
 
 
@@ -140,8 +140,7 @@ def _are_numbers(values: Any, *shape: int | None) -> bool:
         found = np.array(values)
     except ValueError:  # rows of several lengths
         return False
-    sizes = zip(shape, found.shape, strict=False)
-    is_shape = found.ndim == len(shape) and all(size in (None, own) for size, own in sizes)
+    is_shape = found.ndim == len(shape) and all(map(lambda size, own: size in (None, own), shape, found.shape))
     return is_shape and found.dtype.kind in "if" and bool(np.isfinite(found).all())
 
 
@@ -169,25 +168,26 @@ def without_worse(fits: LogitFits, rounds: CalibrationRounds) -> LogitFits:
         predicted = calibrated_confidence(rounds.logits[seen, :position], chosen).double().prod(dim=-1)
         return expected_calibration_error(predicted, labels[seen, position - 1])
 
+    def all_errors(chosen: LogitFits) -> float:
+        return sum(error(chosen[:place]) for place in range(1, len(chosen) + 1))
+
     kept: list[tuple[float, float]] = []
     for fit in fits:
-        choices = [[*kept, RAW], *([[*kept, fit]] if fit[0] > 0 else [])]
-        kept = min(choices, key=error)
-    places, raw = range(1, len(fits) + 1), [RAW] * len(fits)
-    is_better = sum(error(kept[:place]) for place in places) <= sum(error(raw[:place]) for place in places)
-    return kept if is_better else raw
+        kept = min([[*kept, each] for each in (RAW, fit) if each[0] > 0], key=error)
+    return min(kept, [RAW] * len(fits), key=all_errors)
 
 
 def fit_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
     """Return the slope and the offset under which sigmoid(slope logit + offset) makes labels in [0, 1] most likely."""
-    weights = torch.tensor([1.0, 0.0], dtype=torch.double, requires_grad=True)
+    raw = torch.tensor(RAW, dtype=torch.double)
+    weights = raw.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         predicted = logits * weights[0] + weights[1]
         misfit = torch.nn.functional.binary_cross_entropy_with_logits(predicted, labels, reduction="sum")
-        total = (misfit + RIDGE * ((weights[0] - 1.0) ** 2 + weights[1] ** 2)) / max(1, len(labels))
+        total = (misfit + RIDGE * (weights - raw).square().sum()) / max(1, len(labels))
         total.backward()
         return total
 
@@ -239,21 +239,13 @@ def measure_calibration(rounds: CalibrationRounds, fits: LogitFits | None = None
     if fits is not None:
         check_logit_fits(fits, rounds.block_size)
     predicted = calibrated_confidence(rounds.logits, fits).double().cumprod(dim=-1)
-    integrated, realised = rounds.integrated_labels(), rounds.realised_labels()
-    measured = []
+    tables, measured = (predicted, rounds.integrated_labels(), rounds.realised_labels()), []
     for position in range(1, rounds.block_size + 1):
         seen = rounds.proposed >= position
-        scores, soft, hard = (table[seen, position - 1] for table in (predicted, integrated, realised))
-        measured.append(
-            PositionCalibration(
-                position=position,
-                num_rounds=int(seen.sum()),
-                ece=expected_calibration_error(scores, soft),
-                brier=float((scores - hard).square().mean()),
-                auc=roc_auc(scores, hard),
-                bins=reliability_bins(scores, soft),
-            )
-        )
+        scores, soft, hard = (table[seen, position - 1] for table in tables)
+        ece, brier = expected_calibration_error(scores, soft), float((scores - hard).square().mean())
+        bins = reliability_bins(scores, soft)
+        measured.append(PositionCalibration(position, len(scores), ece, brier, roc_auc(scores, hard), bins))
     return measured
 
 
@@ -276,7 +268,7 @@ def reliability_bins(predicted: torch.Tensor, labels: torch.Tensor) -> list[tupl
 def expected_calibration_error(predicted: torch.Tensor, labels: torch.Tensor) -> float:
     """Return the ECE: the mean gap between prediction and label over equal-width bins, weighted by their counts.
 
-    Labels may be probabilities. Naeini et al. 2015.
+    Labels may be probabilities; 1 belongs to the last bin. Naeini et al. 2015.
     """
     if len(predicted) == 0:
         return float("nan")
@@ -296,7 +288,6 @@ def roc_auc(scores: torch.Tensor, labels: torch.Tensor) -> float | None:
 
 
 def _bins(predicted: torch.Tensor) -> torch.Tensor:
-    """Return the equal-width bin of each prediction in [0, 1]; 1 belongs to the last one."""
     return (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
 
 

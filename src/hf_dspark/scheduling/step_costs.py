@@ -97,16 +97,15 @@ class Sample:
 
 def fault_of(samples: Iterable[Sample]) -> str | None:
     """Return why passes of target or draft cannot be believed; `None` if they can. Other work slows some of them."""
-    settings: dict[tuple[int, int], list[Sample]] = {}
+    samples = list(samples)
     for sample in samples:
         if sample.spread > LARGEST_SPREAD:
             return f"repetitions of one pass lay {sample.spread:.0%} of its time apart"
-        settings.setdefault((sample.requests, sample.context_tokens), []).append(sample)
-    for few, many in (pair for part in settings.values() for pair in itertools.permutations(part, 2)):
-        if few.verify_tokens < many.verify_tokens and few.seconds > LARGEST_FALL * many.seconds:
-            tokens = f"{few.verify_tokens} token{'s' * (few.verify_tokens > 1)}"
-            times = few.seconds / many.seconds
-            return f"a pass over {tokens} took {times:.1f} times as long as one over {many.verify_tokens}"
+    for few, many in itertools.permutations(samples, 2):
+        is_alike = (few.requests, few.context_tokens) == (many.requests, many.context_tokens)
+        if is_alike and few.verify_tokens < many.verify_tokens and few.seconds > LARGEST_FALL * many.seconds:
+            times = f"{few.seconds / many.seconds:.1f} times as long"
+            return f"a pass over {few.verify_tokens} tokens took {times} as one over {many.verify_tokens}"
     return None
 
 
@@ -147,16 +146,13 @@ def cache_folder() -> Path:
 
 @lru_cache(maxsize=1)
 def known_profiles() -> dict[str, ThroughputProfile]:
-    """Return the profiles that can be believed, read once; `known_profiles.cache_clear()` has them read again."""
+    """Return all profiles, read once; `known_profiles.cache_clear()` has them read again."""
     paths = {path.name: path for path in sorted(cache_folder().glob("*.json"))}
     paths |= {f"shipped {path.name}": path for path in sorted(SHIPPED_TABLES.glob("*.json"))}
     profiles = {}
     for name, path in paths.items():
         try:
-            profile = ThroughputProfile.from_dict(json.loads(path.read_text()), name)
-            if profile.fault is not None:
-                raise ValueError(f"{profile.fault}. Measure again when nothing else runs")
-            profiles[name] = profile
+            profiles[name] = ThroughputProfile.from_dict(json.loads(path.read_text()), name)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("ignoring the throughput table %s: %s", path, error)
     return profiles
@@ -174,19 +170,17 @@ def find_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTabl
     name = min(fitting, key=distances.get, default=None)
     if machine.key not in _logged:
         _logged.add(machine.key)
-        here = f"{machine.device}, {machine.dtype}, {machine.threads} threads"
-        if name is None:
-            logger.info(
-                f"no throughput table fits these models on this machine ({here}): verifying full blocks. A table is "
-                "optional: with one, only what pays is drafted and verified. `hf-dspark profile --target ... "
-                "--draft ...` or hf_dspark.profile_throughput(target, draft) measures one."
-            )
-        else:
+        found = (
+            "no throughput table fits these models: verifying full blocks. `hf-dspark profile` or "
+            "hf_dspark.profile_throughput(target, draft) measures one"
+        )
+        if name is not None:
             measured_on = profiles[name].machine
-            logger.info(
+            found = (
                 f"scheduling verification by the throughput table {name}, measured on {measured_on.device} with "
-                f"{measured_on.threads} threads; this is {here}"
+                f"{measured_on.threads} threads"
             )
+        logger.info("%s. This is %s, %s, %d threads", found, machine.device, machine.dtype, machine.threads)
     return None if name is None else profiles[name].table
 
 
