@@ -1,6 +1,5 @@
 """Policies: whether to draft and how much of the blocks is verified, decided by confidences and costs alone."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -40,12 +39,11 @@ def plan(policy, confidence, max_lengths=None, load=None):
     return policy.plan_verify(confidence, limits, load or Load(range(len(confidence)))).tolist()
 
 
-def outcome(confidence, accepted=0, seconds=1.0, request_ids=(0,)):
-    rows = len(request_ids)
-    return RoundOutcome(
-        request_ids, None if confidence is None else torch.tensor(confidence), torch.zeros(rows, dtype=torch.long),
-        torch.full((rows,), accepted), seconds,
-    )  # fmt: skip
+def outcome(confidence, accepted=0, seconds=1.0, request_ids=(0,), sent=0):
+    """A round; without confidence one that was skipped."""
+    confidence = None if confidence is None else torch.tensor(confidence)
+    lengths, accepted = (torch.full((len(request_ids),), each) for each in (sent, accepted))
+    return RoundOutcome(request_ids, confidence, lengths, accepted, seconds, drafted=confidence is not None)
 
 
 def literal_algorithm_one(confidence, seconds, base=0):
@@ -67,15 +65,10 @@ def literal_algorithm_one(confidence, seconds, base=0):
 # ---- full block and threshold
 
 
-def test_full_block_verifies_every_draft_also_without_a_confidence_head():
-    for num_drafts in (0, 3, 5):
-        assert plan(FullBlock(), [[0.0] * 5] * 2, [num_drafts] * 2) == [num_drafts] * 2
-    assert FullBlock().plan_verify(None, torch.tensor([4, 2]), Load((0, 1))).tolist() == [4, 2]
-
-
 @pytest.mark.parametrize(
     ("policy", "confidence", "max_lengths", "lengths"),
     [
+        (FullBlock(), [[0.0] * 5] * 2, [0, 3], [0, 3]),
         (ConfidenceThreshold(0.5), [[0.9, 0.6, 0.4, 0.99], [0.3, 0.9, 0.9, 0.9], [0.8] * 4], None, [2, 0, 4]),
         (ConfidenceThreshold(0.5), [[0.5, 0.5, 0.25]], None, [2]),  # reached exactly
         (ConfidenceThreshold(0.0), [[0.0, 0.1, 0.0]], None, [3]),
@@ -84,7 +77,7 @@ def test_full_block_verifies_every_draft_also_without_a_confidence_head():
         (ConfidenceThreshold(0.1), [[0.9] * 4] * 3, [0, 1, 2], [0, 1, 2]),
     ],
 )
-def test_confidence_threshold_stops_before_the_first_doubtful_slot(policy, confidence, max_lengths, lengths):
+def test_policies_of_fixed_rules_verify_up_to_the_first_doubtful_slot(policy, confidence, max_lengths, lengths):
     assert plan(policy, confidence, max_lengths) == lengths
 
 
@@ -95,12 +88,6 @@ def test_confidence_threshold_matches_deepspecs_proposal_lengths(golden, name):
             assert plan(ConfidenceThreshold(float(threshold)), [expected["confidence_probs"]]) == [length]
 
 
-def test_confidence_threshold_refuses_values_outside_the_unit_interval():
-    for threshold in (-0.1, 1.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got"):
-            ConfidenceThreshold(threshold)
-
-
 # ---- schedulers
 
 
@@ -109,19 +96,31 @@ def chains(cost, **how):
     return Scheduler(cost, trees=False, skip=False, **how)
 
 
-def test_the_scheduler_says_where_the_cost_of_a_step_comes_from():
-    for wrong, found in ((None, "None"), ({"sample_batch_tokens": [1]}, "dict"), ("sps.json", "str")):
-        with pytest.raises(TypeError, match=rf"Scheduler needs the cost .*, got {found}: .*Table.load"):
-            Scheduler(wrong)
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        *((ConfidenceThreshold, {"threshold": each}, r"must lie in \[0, 1\], got") for each in (-0.1, 1.1, math.nan)),
+        *((Scheduler, {"cost": LINEAR, "tpot_seconds": each}, "tpot_seconds must be a positive number")
+          for each in (0.0, -1.0, math.nan, math.inf)),
+        *((Scheduler, {"num_nodes": each}, "num_nodes must be a whole number from 1 to 63")
+          for each in (0, 64, 2.5, "7")),
+        *((Scheduler, {"cost": LINEAR, **each}, "lag must be 0, or a number of rounds with trees=False")
+          for each in ({"lag": -1}, {"lag": 1, "trees": True})),
+        (EliminationScheduler, {"cost": LINEAR, "mode": "average"}, "mode must be one of"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_arguments_are_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
 
-    class Profile:
-        table = ThroughputTable([1, 2], [2.0, 1.0])
 
-    with pytest.raises(TypeError, match=r"got Profile: pass its table"):
-        Scheduler(Profile())
-    for how in ({"lag": 1}, {"tpot_seconds": 1.0}):
-        with pytest.raises(ValueError, match="need to know what a round costs: pass cost"):
-            Scheduler(num_nodes=7, **how)
+@pytest.mark.parametrize(
+    "how", [{}, {"cost": "sps.json"}, {"num_nodes": 7, "lag": 1}, {"num_nodes": 7, "tpot_seconds": 1.0}]
+)
+def test_the_scheduler_says_where_the_cost_of_a_step_comes_from(how):
+    with pytest.raises(TypeError, match="Scheduler needs the cost .*, got (str|NoneType): .*Table.load"):
+        Scheduler(**how)
 
 
 def test_survival_is_the_product_of_the_confidences_and_never_rises():
@@ -170,10 +169,7 @@ def test_prefix_scheduler_is_not_trapped_before_a_cliff_and_fills_the_bucket_it_
     load = Load((0,), other_tokens=7)  # B = 8 fills the first bucket: the next token costs half a step
     lengths = [plan(rule(JAGGED), confidence, load=load) for rule in (EarlyStopScheduler, chains, GlobalScheduler)]
     assert lengths == [[0], [7], [7]]
-    assert plan(chains(JAGGED), [[0.9, 0.3, 0.3, 0.3]] * 2) == [
-        3,
-        3,
-    ]  # 2 + 6 tokens: one bucket of 8
+    assert plan(chains(JAGGED), [[0.9, 0.3, 0.3, 0.3]] * 2) == [3, 3], "2 + 6 tokens are one bucket of 8"
 
 
 def test_schedulers_verify_less_as_the_engine_fills():
@@ -203,9 +199,6 @@ def test_lagged_scheduler_takes_its_capacity_from_older_rounds():
     policy = chains(FREE, lag=1)
     policy.observe(outcome([[0.9] * 4] * 4, request_ids=range(4)))
     assert plan(policy, [[0.9] * 4] * 2) == [4, 4]  # capacity follows the number of requests
-    for how in ({"lag": -1}, {"lag": 1, "trees": True}):
-        with pytest.raises(ValueError, match="lag must be 0, or a number of rounds with trees=False"):
-            Scheduler(JAGGED, **how)
 
 
 def test_fresh_policies_forget():
@@ -274,7 +267,7 @@ def test_limit_caps_the_tokens_of_a_round_and_gives_them_to_the_likeliest():
     assert limited.limit_lengths(torch.tensor([7]), Load()).tolist() == [3]
     assert plan(limited, [[0.9] * 4, [0.95, 0.1, 0.1, 0.1]]) == [1, 1]  # the likeliest two
     assert plan(limited, [[0.9, 0.0]]) == [1]  # no more than without the limit
-    limited.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    limited.observe(outcome(None))  # a skipped round teaches nothing
     assert limited.allowed_seconds(Load()) == pytest.approx(0.16)
     dip = ThroughputTable((1, 2, 3, 4), (10.0, 1.0, 10.0, 10.0))  # B = 2 takes a second, B = 3 a tenth again
     limited = chains(dip, tpot_seconds=0.5)
@@ -294,12 +287,6 @@ def test_limit_that_cannot_be_met_warns_and_decodes_without_drafting():
         assert not only_plain.plan_draft(Load())
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
-def test_impossible_limits_are_refused(limit):
-    with pytest.raises(ValueError, match="tpot_seconds must be a positive number"):
-        Scheduler(LINEAR, tpot_seconds=limit)
-
-
 def test_modes_of_adaspecs_limit_differ_in_what_a_round_may_take():
     modes = {mode: EliminationScheduler(LINEAR, tpot_seconds=0.13, mode=mode) for mode in SLO_MODES}
     for limited in modes.values():
@@ -310,8 +297,6 @@ def test_modes_of_adaspecs_limit_differ_in_what_a_round_may_take():
     late = modes["running"]
     late.observe(outcome([[0.9] * 7], seconds=9.0))  # beyond rescue: nothing is capped
     assert late.allowed_seconds(Load()) == math.inf and late.plan_draft(Load())
-    with pytest.raises(ValueError, match="mode must be one of"):
-        EliminationScheduler(LINEAR, mode="average")
 
 
 # ---- draft or skip
@@ -329,19 +314,13 @@ def test_drafting_stops_when_history_says_it_does_not_pay():
 
 @pytest.mark.parametrize(("accepted", "pays"), [(0, False), (2, True)])
 def test_drafting_stops_when_promised_tokens_do_not_come(accepted, pays):
-    policy = Scheduler(LINEAR, trees=False)
-    promising = torch.tensor([[0.9] * 4])
+    policy, cautious = Scheduler(LINEAR, trees=False), Scheduler(LINEAR, trees=False)
     for _ in range(30):
-        policy.observe(RoundOutcome((0,), promising, torch.tensor([4]), torch.tensor([accepted]), 1.0))
+        policy.observe(outcome([[0.9] * 4], accepted, sent=4))
+        cautious.observe(outcome([[1.0] * 4], 1, sent=1))  # what was not verified was not promised
     assert policy.plan_draft(Load()) == pays
     assert policy._forecasts[0].acceptance_bias < 0.8  # 3.1 tokens of four were promised
-
-
-def test_tokens_that_were_not_verified_were_not_promised():
-    policy = Scheduler(LINEAR, trees=False)
-    for _ in range(30):
-        policy.observe(RoundOutcome((0,), torch.tensor([[1.0] * 4]), torch.tensor([1]), torch.tensor([1]), 1.0))
-    assert policy._forecasts[0].acceptance_bias == 1.0
+    assert cautious._forecasts[0].acceptance_bias == 1.0
 
 
 def poor_history():
@@ -355,7 +334,7 @@ def test_a_good_block_is_followed_by_another_whatever_came_before():
     policy = poor_history()
     policy.observe(outcome([[0.9] * 4]))
     assert policy.plan_draft(Load())
-    policy.observe(dataclasses.replace(outcome(None), drafted=False))
+    policy.observe(outcome(None))
     assert not policy.plan_draft(Load())
 
 
@@ -412,18 +391,16 @@ def test_history_is_a_mean_that_starts_with_a_prior_and_forgets():
     policy.observe(outcome([[0.5]]))
     assert policy._forecasts[0].survival == pytest.approx([(3 * 0.8 + 0.5) / 4])
     policy.observe(outcome([[1.0]]))
-    policy.observe(dataclasses.replace(outcome(None), drafted=False))  # a skipped round teaches nothing
+    policy.observe(outcome(None))  # a skipped round teaches nothing
     assert policy._forecasts[0].survival == pytest.approx([(3 * 0.8 + 0.5 + 1.0) / 5])
     for _ in range(60):
         policy.observe(outcome([[0.25]]))
     assert policy._forecasts[0].survival == pytest.approx([0.25], abs=0.01)
 
 
-def test_adaptive_drafting_learns_from_blocks_of_different_lengths():
+def test_forecasts_reach_as_far_as_the_longest_block():
     policy = Scheduler(JAGGED)
     for width in (2, 4, 1):
-        confidence = torch.full((2, width), 0.5)
-        lengths = torch.full((2,), width)
-        policy.observe(RoundOutcome((0, 1), confidence, lengths, lengths, 1.0))
+        policy.observe(outcome([[0.5] * width] * 2, width, request_ids=(0, 1), sent=width))
         assert isinstance(policy.plan_draft(Load((0, 1))), bool)
     assert {len(prospect.survival) for prospect in policy._forecasts.values()} == {4}

@@ -258,12 +258,6 @@ def test_shares_of_siblings_never_rise_with_the_rank():
     assert (np.diff(shares, axis=1) <= 0).all() and (shares.sum(axis=1) <= 1).all()
 
 
-@pytest.mark.parametrize("num_nodes", [0, 64, 2.5, "7"])
-def test_impossible_budgets_are_refused(num_nodes):
-    with pytest.raises(ValueError, match="num_nodes must be a whole number from 1 to 63"):
-        Scheduler(num_nodes=num_nodes)
-
-
 @pytest.mark.parametrize(
     "entry", [None, {"fits": [[1, 2]]}, {"fits": [], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[0.5]]},
               {"fits": [[1, float("nan")]], "means": [[0.5]] * 3}, {"fits": [[1, 0]], "means": [[1.5]] * 3},

@@ -50,8 +50,8 @@ class RoundSeconds:
 class Rounds:
     """What happened in one `generate()` call, or in several: `draft.last_stats`.
 
-    The first new token comes out of the prefill and belongs to no round. In a batch, each request of a round has its
-    own entry in the lists, and counts as a round of its own.
+    In a batch, each request of a round has its own entry in the lists, and counts as a round of its own. The first new
+    token comes out of the prefill and belongs to no round.
 
     Attributes:
         request_ids (`list[int]`): The row of a `generate()` call, or the prompt's place in `generate_many`.

@@ -36,17 +36,13 @@ LEAST_GAIN = 1.03  # of trees over chains, as predicted: measured step times are
 class Scheduler(Policy):
     """Draft when it pays, and verify the tokens that pay: DSpark's Algorithm 1 on this machine's measured step times.
 
-    **Whether.** A request's coming block is expected to be like its past ones. Drafting must beat a plain step by that
-    forecast, or have done so in the last drafted round: good blocks come in runs. Every 17th round is drafted anyway.
+    It drafts if what a request's past blocks brought, or the last one alone, beats a plain step: good blocks come in
+    runs. Every 17th round is drafted anyway.
 
-    **How many, chains.** Algorithm 1 on the lower convex hull of the step time, where its early stop finds the
-    maximum. Then admission goes on towards the hull's next vertex as far as it pays by the measured time, if the
-    tokens there survive like the first one left out, less a fixed decay. Nothing after that token is read: it is
-    causal.
-
-    **How many, trees.** What a place in the pass is worth follows from the mean tree of the draft and the cost, before
-    anything is drawn. Every node whose survival reaches that price is admitted, level by level, in all requests. Of
-    trees of best tokens the best number of the grown nodes is verified. Where prompt lookup alone promises more, the
+    Of chains, Algorithm 1 admits tokens on the lower convex hull of the step time, where its early stop finds the
+    maximum. It goes on towards the hull's next vertex as far as it pays by the measured time if the tokens there
+    survive like the first one left out, less a fixed decay. Of trees, it admits every node whose survival reaches what
+    a place in the pass is worth by the draft's mean tree and the cost. Where prompt lookup alone promises more, the
     draft does not run.
 
     Args:
@@ -63,7 +59,7 @@ class Scheduler(Policy):
             warning says so. AdaSpec Algorithm 3.
 
     Raises:
-        TypeError: If there is neither a cost nor a number of nodes, or the cost is something else.
+        TypeError: If there is neither a cost nor a number of nodes, or another argument needs the cost.
         ValueError: If another argument is out of its range, or does not go with the others.
 
     Example:
@@ -86,7 +82,12 @@ class Scheduler(Policy):
     tpot_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_cost()
+        needs_cost = self.num_nodes is None or self.lag != 0 or self.tpot_seconds is not None
+        if not isinstance(self.cost, ThroughputTable | None) or (self.cost is None and needs_cost):
+            raise TypeError(
+                f"{type(self).__name__} needs the cost of a step on this machine, got {type(self.cost).__name__}: "
+                "pass hf_dspark.profile_throughput(target, draft).table, or ThroughputTable.load(file)"
+            )
         if self.num_nodes is None:
             self.num_nodes = NUM_NODES
         if not (isinstance(self.num_nodes, int) and 1 <= self.num_nodes <= MOST_NODES):
@@ -105,21 +106,6 @@ class Scheduler(Policy):
         self._block_tokens = math.inf  # that uncut rounds lately brought a request
         # What to expect by the load, without prompt lookup: it is the same in most rounds.
         self._usual: tuple[tuple, float, TreeForecast, TreeForecast] | None = None
-
-    def _check_cost(self) -> None:
-        if isinstance(self.cost, ThroughputTable):
-            return
-        if self.cost is None and self.num_nodes is not None:
-            if self.lag or self.tpot_seconds is not None:
-                raise ValueError("lag and tpot_seconds need to know what a round costs: pass cost")
-            return
-        got = "None" if self.cost is None else type(self.cost).__name__
-        has_table = isinstance(getattr(self.cost, "table", None), ThroughputTable)
-        cure = "hf_dspark.profile_throughput(target, draft).table, or ThroughputTable.load(file)"
-        raise TypeError(
-            f"{type(self).__name__} needs the cost of a step on this machine, got {got}: pass "
-            f"{'its table' if has_table else cure}"
-        )
 
     @property
     def requires_confidence(self) -> bool:
