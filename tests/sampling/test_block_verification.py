@@ -102,24 +102,14 @@ def test_rows_of_a_batch_are_verified_as_alone(on_candidates):
     worlds, path, lengths = [World.random(seed, 3, 4) for seed in range(3)], (2, 0, 1), torch.tensor([3, 1, 2])
     alone = [drafted(world, path) for world in worlds]
     distributions = [targets(world, path, int(length)) for world, length in zip(worlds, lengths, strict=True)]
-    target, probs = (
-        torch.cat([distribution.probs for distribution in distributions]),
-        torch.cat([block.distribution.probs for block in alone]),
-    )
-    order = torch.tensor([2, 0, 1])
-    distribution = (
-        TokenDistribution(target)
-        if on_candidates == "neither"
-        else TokenDistribution(target[:, order], order.expand(9, -1))
-    )
-    draft = (
-        TokenDistribution(probs)
-        if on_candidates != "both"
-        else TokenDistribution(probs[..., order], order.expand(3, 3, -1))
-    )
-    batch = DraftBlock(torch.tensor([path] * 3), draft, None)
-    first = torch.tensor([0, 4, 6])
-    chances = prefix_chances(batch, lengths, distribution, first, prefix_weights(batch, distribution, first))
+    target = TokenDistribution(torch.cat([distribution.probs for distribution in distributions]))
+    draft, order = TokenDistribution(torch.cat([block.distribution.probs for block in alone])), torch.tensor([2, 0, 1])
+    if on_candidates != "neither":
+        target = TokenDistribution(target.probs[:, order], order.expand(9, -1))
+    if on_candidates == "both":
+        draft = TokenDistribution(draft.probs[..., order], order.expand(3, 3, -1))
+    batch, first = DraftBlock(torch.tensor([path] * 3), draft, None), torch.tensor([0, 4, 6])
+    chances = prefix_chances(batch, lengths, target, first, prefix_weights(batch, target, first))
     for row, block in enumerate(alone):
         weights = prefix_weights(block, distributions[row], ONE)
         expected = prefix_chances(block, lengths[row : row + 1], distributions[row], ONE, weights)[0]
@@ -137,25 +127,18 @@ def test_arg_max_drafts_are_drafts_with_a_one_hot_distribution():
     assert found[0] == found[1]
 
 
-def test_one_token_is_accepted_with_the_ratio_of_both_distributions():
-    world = World.random(9, 3, 2)
-    for token in range(3):
-        target, draft = world.target[()][token], world.draft[()][token]
-        found = {
-            count: chance for count, chance, _ in outcomes(drafted(world, (token,)), 1, targets(world, (token,), 1))
-        }
-        assert found.get(1, 0.0) == pytest.approx(min(1.0, target / draft), abs=EXACT)
+NONE = [torch.nan, torch.nan]
 
 
-def test_nothing_is_drawn_where_the_target_has_no_distribution_after_an_accepted_prefix():
+@pytest.mark.parametrize(
+    ("after", "accepted", "following"),
+    [
+        ([[0.6, 0.4], NONE, [0.5, 0.5]], 1, -1),  # after an accepted prefix nothing is drawn
+        ([[0.0, 1.0], NONE, NONE], 0, 1),  # after an impossible draft it does no harm
+    ],
+)
+def test_no_token_is_drawn_where_the_target_has_no_distribution(after, accepted, following):
     block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
-    target = TokenDistribution(torch.tensor([[0.6, 0.4], [torch.nan, torch.nan], [0.5, 0.5]]))
-    found = verify_chains(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
-    assert found.num_accepted.tolist() == [1] and found.next_token_ids.tolist() == [-1]
-
-
-def test_no_distribution_after_an_impossible_draft_does_no_harm():
-    block = DraftBlock(torch.tensor([[0, 1]]), TokenDistribution(torch.tensor([[[0.5, 0.5], [0.5, 0.5]]])), None)
-    target = TokenDistribution(torch.tensor([[0.0, 1.0], [torch.nan, torch.nan], [torch.nan, torch.nan]]))
-    found = verify_chains(block, torch.tensor([2]), target, ONE, torch.zeros(1, 2), torch.tensor([0.3]))
-    assert found.num_accepted.tolist() == [0] and found.next_token_ids.tolist() == [1]
+    target, uniforms = TokenDistribution(torch.tensor(after)), (torch.zeros(1, 2), torch.tensor([0.3]))
+    found = verify_chains(block, torch.tensor([2]), target, ONE, *uniforms)
+    assert found.num_accepted.tolist() == [accepted] and found.next_token_ids.tolist() == [following]

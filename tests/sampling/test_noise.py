@@ -1,5 +1,7 @@
 """Noise keyed by request, block and slot."""
 
+import itertools
+
 import torch
 
 from hf_dspark.sampling.noise import block_noise
@@ -17,12 +19,9 @@ def test_noise_of_a_request_does_not_depend_on_its_neighbours():
 
 def test_every_key_has_numbers_of_its_own():
     seen = set()
-    for seed in (1, 2):
-        for request in range(4):
-            for block in range(50):
-                noise = block_noise(seed, [request], [block], 7, CPU)
-                numbers = torch.cat([noise.draft_uniforms[0], noise.accept_uniforms[0], noise.next_uniforms]).tolist()
-                seen.update(numbers)
+    for seed, request, block in itertools.product((1, 2), range(4), range(50)):
+        noise = block_noise(seed, [request], [block], 7, CPU)
+        seen.update(torch.cat([noise.draft_uniforms[0], noise.accept_uniforms[0], noise.next_uniforms]).tolist())
     assert len(seen) == 2 * 4 * 50 * 15
 
 

@@ -15,7 +15,6 @@ from hf_dspark.scheduling.calibration import (
     fit_confidence,
     fit_temperatures,
     measure_calibration,
-    reliability_bins,
     roc_auc,
     without_worse,
 )
@@ -95,14 +94,11 @@ def test_position_that_no_round_reached_keeps_the_raw_head():
 # ---- labels
 
 
-def test_labels_follow_the_accepted_prefix():
+def test_labels_follow_the_accepted_prefix_and_survivals_count_the_rounds_that_verified_so_many():
     acceptance = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4]])
     rounds = CalibrationRounds(torch.zeros(2, 3), acceptance, torch.tensor([1, 3]), torch.tensor([3, 3]))
     assert rounds.realised_labels().tolist() == [[1, 0, 0], [1, 1, 1]]
     torch.testing.assert_close(rounds.integrated_labels(), torch.tensor([[0.9, 0.8, 0.0], [0.6, 0.5, 0.4]]).double())
-
-
-def test_survivals_count_the_rounds_that_verified_so_many():
     lengths = torch.tensor([2, 1, 0, 1]), torch.tensor([2, 2, 2, 1])
     rounds = CalibrationRounds(torch.zeros(4, 2), torch.full((4, 2), 0.5), *lengths)
     assert rounds.survivals() == pytest.approx([3 / 4, 1 / 3])
@@ -117,12 +113,8 @@ def test_integrated_labels_have_the_mean_of_the_realised_ones_and_less_variance(
 
 def test_slots_after_the_verified_ones_are_not_read():
     rounds = drawn_rounds([2.0, 2.0], count=4000)
-    spoilt = CalibrationRounds(
-        torch.cat([rounds.logits, torch.tensor([[5.0, -50.0]]).expand(4000, -1)]),
-        torch.cat([rounds.acceptance, torch.tensor([[0.9, 0.123]]).expand(4000, -1)]),
-        torch.cat([rounds.num_accepted, torch.ones(4000, dtype=torch.long)]),
-        torch.cat([rounds.proposed, torch.ones(4000, dtype=torch.long)]),
-    )
+    more, ones = torch.tensor([[5.0, 0.9]]).expand(4000, -1), torch.ones(4000, dtype=torch.long)
+    spoilt = CalibrationRounds.concatenate([rounds, CalibrationRounds(10 * more, more / 6, ones, ones)])
     second = [measure_calibration(part, fits_of([2.0, 2.0]))[1] for part in (rounds, spoilt)]
     assert second[0] == second[1] and second[1].num_rounds == 4000
 
@@ -138,12 +130,9 @@ def test_calibration_error_by_hand():
 
 
 def test_reliability_bins_are_the_parts_of_the_calibration_error():
-    rounds = drawn_rounds([2.0], count=3000)
-    predicted, labels = rounds.logits.sigmoid()[:, 0].double(), rounds.integrated_labels()[:, 0]
-    bins = reliability_bins(predicted, labels)
-    assert sum(count for *_, count in bins) == 3000
-    error = sum(count * abs(mean - label) for mean, label, count in bins) / 3000
-    assert error == pytest.approx(expected_calibration_error(predicted, labels))
+    measured = measure_calibration(drawn_rounds([2.0], count=3000))[0]
+    assert sum(count for *_, count in measured.bins) == 3000
+    assert measured.ece == pytest.approx(sum(count * abs(mean - label) for mean, label, count in measured.bins) / 3000)
 
 
 def test_auc_agrees_with_the_rank_test_ties_included():
@@ -198,8 +187,6 @@ def test_fits_that_fall_or_are_worse_than_the_raw_confidence_are_not_kept():
     assert without_worse(good, rounds)[::2] == good[::2], "these two were far from calibrated"
     falling, worse = [(-1.5, 0.3), *good[1:]], [good[0], (1.0, 2.0), good[2]]
     assert without_worse(falling, rounds)[0] == without_worse(worse, rounds)[1] == (1.0, 0.0)
-    mean_ece = [
-        sum(part.ece for part in measure_calibration(rounds, fits)) / 3
-        for fits in (None, without_worse(falling, rounds), without_worse(worse, rounds), without_worse(good, rounds))
-    ]
-    assert max(mean_ece[1:]) <= mean_ece[0]
+    kept = (without_worse(fits, rounds) for fits in (falling, worse, good))
+    raw, *errors = (sum(part.ece for part in measure_calibration(rounds, fits)) for fits in (None, *kept))
+    assert max(errors) <= raw

@@ -1,4 +1,4 @@
-"""Copies: the longest match is continued, and what was right before is expected to be right again."""
+"""Prompt lookup: the longest match is continued, and what was right before is expected to be right again."""
 
 import weakref
 
@@ -42,8 +42,20 @@ def test_rates_follow_what_was_right_whether_it_was_sent_or_not():
     assert rates.of(2) == RATES[2]
 
 
-def repeating(honest):
-    """A forward pass that says 5, 9, 30 for ever."""
+REPEATED = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+
+
+@pytest.fixture
+def pair(make_target):
+    """A target and an untrained draft."""
+    target = make_target()
+    torch.manual_seed(1)
+    return target, DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+
+
+def repeat(target):
+    """Let a target say 5, 9, 30 for ever."""
+    honest = target.forward
 
     def forward(input_ids=None, **kwargs):
         output = honest(input_ids=input_ids, **kwargs)
@@ -52,48 +64,39 @@ def repeating(honest):
             output.logits[0, place, following.get(token, 5)] += 1e3
         return output
 
-    return forward
+    target.forward = forward
 
 
-def test_text_that_repeats_itself_takes_fewer_rounds_with_prompt_lookup(make_target):
-    """A target that repeats three tokens for ever."""
-    target = make_target()
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
+def test_text_that_repeats_itself_takes_fewer_rounds_with_prompt_lookup(pair):
+    target, draft = pair
+    repeat(target)
     rounds = {}
     for prompt_lookup in (True, False):
         draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=12), prompt_lookup=prompt_lookup)
-        output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
+        output = target.generate(REPEATED, assistant_model=draft, do_sample=False, max_new_tokens=40, pad_token_id=0)
         assert output[0, 8:].tolist() == ([30, 5, 9] * 14)[:40]
         rounds[prompt_lookup] = draft.last_stats.rounds
     assert rounds[True] < 0.6 * rounds[False]
 
 
-def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(make_target, monkeypatch):
-    """A target that repeats three tokens for ever, and a dear draft."""
-    target = make_target()
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-    target.forward, ids = repeating(target.forward), torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
-    draft.decoding = DecodingOptions(
-        policy=Scheduler(ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3), trees=True, skip=False)
-    )
-    read, honest = [], DSparkDraftModel.read_block
-    monkeypatch.setattr(
-        DSparkDraftModel, "read_block", lambda self, a, features, *args: read.append(len(features)) or
-        honest(self, a, features, *args)
-    )  # fmt: skip
-    output = target.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
+def test_sure_matches_save_the_drafts_pass_and_the_draft_reads_them_later(pair, monkeypatch):
+    target, draft = pair
+    repeat(target)
+    dear = ThroughputTable((1, 8, 64), (99, 95, 90), drafting=5e-3)
+    draft.decoding = DecodingOptions(policy=Scheduler(dear, trees=True, skip=False))
+    read, honest = [], draft.read_block
+    monkeypatch.setattr(draft, "read_block", lambda a, features, *more: read.append(len(features)) or
+                        honest(a, features, *more))  # fmt: skip
+    output = target.generate(REPEATED, assistant_model=draft, do_sample=False, max_new_tokens=400, pad_token_id=0)
     assert output[0, 8:].tolist() == ([30, 5, 9] * 134)[:400]
     assert 1 < len(read) < 0.5 * draft.last_stats.rounds and max(read) >= 128
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("lookup_alone", [False, True])
-def test_a_constraint_is_not_asked_about_matches_that_it_forbids(make_target, do_sample, lookup_alone):
+def test_a_constraint_is_not_asked_about_matches_that_it_forbids(pair, do_sample, lookup_alone):
     """A trie of allowed answers knows no prefix that plain decoding cannot come to."""
-    target, prompt = make_target(), [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+    (target, draft), prompt = pair, [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
     answer, asked = [5, 6, 20, 21, 5, 6, 22, 23], []
 
     def allowed(_, token_ids):
@@ -101,11 +104,8 @@ def test_a_constraint_is_not_asked_about_matches_that_it_forbids(make_target, do
         asked.append(new)
         return [answer[len(new)]] if new == answer[: len(new)] else []
 
-    draft = PromptLookup(target)
-    if not lookup_alone:
-        torch.manual_seed(1)
-        draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
-        draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=15))
+    draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=15))
+    draft = PromptLookup(target) if lookup_alone else draft
     output = target.generate(
         torch.tensor([prompt]), assistant_model=draft, do_sample=do_sample, max_new_tokens=len(answer), pad_token_id=0,
         prefix_allowed_tokens_fn=allowed,
@@ -114,7 +114,7 @@ def test_a_constraint_is_not_asked_about_matches_that_it_forbids(make_target, do
     assert all(new == answer[: len(new)] for new in asked)
 
 
-def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target, monkeypatch):
+def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(pair, monkeypatch):
     alive, most = weakref.WeakSet(), []
 
     class Watched(NgramMatcher):
@@ -124,22 +124,17 @@ def test_what_was_read_of_a_prompt_is_forgotten_when_its_answer_ends(make_target
             return super().find(*args)
 
     monkeypatch.setattr("hf_dspark.decoding.drafter.NgramMatcher", Watched)
-    target = make_target()
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
     decoding = DecodingOptions(policy=Scheduler(num_nodes=12))
     prompts = [[5, 9, 30, 5, 9, number] for number in range(1, 9)]
-    many = generate_many(
-        target, draft, prompts, batch_size=2, decoding=decoding, do_sample=False, max_new_tokens=6, pad_token_id=0
-    )
+    options = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
+    many = generate_many(*pair, prompts, batch_size=2, decoding=decoding, **options)
     assert len(list(many)) == 8 and max(most) == 2
 
 
 @pytest.mark.parametrize("length", [1, 7, 40])
-def test_matches_end_where_the_sequence_must(make_target, length):
-    target = make_target()
-    torch.manual_seed(1)
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4)).eval()
+def test_matches_end_where_the_sequence_must(pair, length):
+    target, draft = pair
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=30))
-    ids = torch.tensor([[5, 9, 30, 5, 9, 30, 5, 9]])
     options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0, "eos_token_id": 7}
-    assert torch.equal(target.generate(ids, assistant_model=draft, **options), target.generate(ids, **options))
+    drafted = target.generate(REPEATED, assistant_model=draft, **options)
+    assert torch.equal(drafted, target.generate(REPEATED, **options))
