@@ -5,11 +5,11 @@ import sys
 from hf_dspark.provenance import provenance
 
 
-def test_a_command_is_the_program_with_its_options_and_no_path_outside_the_working_folder(tmp_path, monkeypatch):
+def test_a_command_is_the_program_with_its_options_and_no_absolute_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "run.py"), "--hub_token", "hf_secret"])
     options = {
-        "target": "org/name", "data": "/somewhere/private/data.jsonl", "output": tmp_path / "a/b.json", "quick": True,
+        "target": "org/name", "data": "/somewhere/private/data.jsonl", "output": "a/b.json", "quick": True,
         "slow": False, "rows": [1, 2], "table": None,
     }  # fmt: skip
     command = "python run.py --target org/name --data data.jsonl --output a/b.json --quick --rows 1 2"

@@ -17,7 +17,7 @@ import torch
 def provenance(device: torch.device | str = "cpu", options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return where and how a measurement is made, for the file that holds its result.
 
-    The command line is not read, as it may hold secrets. Of a path outside of the working folder, only its name shows.
+    The command line is not read, as it may hold secrets. Of an absolute path, only its name shows.
     """
     return {
         "command": _command(options or {}),
@@ -56,11 +56,7 @@ def _command(options: Mapping[str, Any]) -> str:
 
 
 def _shown(word: str) -> str:
-    """Return a path relative to the working folder, and nothing but the name of one that leaves it."""
-    if "/" not in word or "://" in word:
-        return word
-    here, path = Path.cwd(), Path(word).resolve()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 @functools.cache  # a commit that is made during a long run is not what runs

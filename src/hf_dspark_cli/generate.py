@@ -91,7 +91,7 @@ def _given_prompts(options: Namespace) -> PromptFile:
     words = options.prompts or [sys.stdin.read().rstrip("\n")]
     if not all(words):
         raise ValueError("a prompt is empty: give it as a word, as --prompts_file, or on stdin")
-    return PromptFile("the command line", [Prompt(word) for word in words], [])
+    return PromptFile([Prompt(word) for word in words], [])
 
 
 def _times(num_tokens: int, seconds: float) -> dict[str, float]:

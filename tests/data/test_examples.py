@@ -148,7 +148,7 @@ def test_answers_that_the_template_renders_otherwise_later_are_context_only():
         (STRICT, {"messages": [message("tool", "2"), ONCE[1]]}, "refuses this conversation: no tools here"),
         (None, {"messages": TWO_TURNS}, "no chat template.*tokenizer.chat_template"),
         (CHATML, {"prompt_ids": [1], "answer": "b", "messages": None},
-         r"\['answer', 'prompt_ids'\] are not understood.*'messages'"),
+         r"\['answer', 'prompt_ids'\] are not understood; needed are .*messages"),
         (CHATML, {"prompt": ONCE[:1], "completion": "not much"},
          "two strings or two lists of messages, got list and str"),
     ],
@@ -327,7 +327,7 @@ def test_streams_are_read_and_checked_as_they_are_needed():
 def test_kept_rows_are_those_with_an_anchor():
     masks = [[0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]]
     rows = [{"input_ids": [5, 6, 7, 8], "loss_mask": mask} for mask in masks]
-    with pytest.warns(UserWarning, match="2 of 4 examples.*1 without a supervised token.*, 1 with a single one"):
+    with pytest.warns(UserWarning, match="2 of 4 examples.*1 without a supervised token.*, 1 with one"):
         kept = prepare_examples(rows, make_tokenizer(), 2, 200)
     assert [row["loss_mask"] for row in kept] == [masks[1], masks[3]]
     rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]

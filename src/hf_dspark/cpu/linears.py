@@ -15,10 +15,9 @@ Route = tuple[dict[str, Any], types.MethodType]  # a layer's attributes, and the
 class fast_linears:
     """While entered, linear layers use the fastest small-batch GEMM that was measured on this kind of CPU.
 
-    Decoding reads all weights for a few tokens at a time, and PyTorch's CPU products are made for many. This context
-    manager sends the products of plain `nn.Linear` layers to oneDNN instead, or swaps their operands; results are
-    equal but for rounding. The decoding loop enters it by itself, so drafted calls need nothing. Enter it to give the
-    same kernels to plain `generate()`, or to prepack the weights, which is faster still:
+    Decoding reads all weights for a few tokens at a time, and PyTorch's CPU products are made for many. Products of
+    plain `nn.Linear` layers go to oneDNN instead, or swap their operands; results are equal but for rounding. Drafted
+    calls enter it by themselves. Enter it to give the same kernels to plain `generate()`, or to prepack the weights:
 
     ```python
     with fast_linears(target, draft, packed=True):
@@ -26,13 +25,12 @@ class fast_linears:
         target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
     ```
 
-    Nothing changes, and nothing is packed, on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py`
-    lists them). Left alone are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers
-    whose `forward` was replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of
-    the outer one as they are, so an outer `packed=True` stays in force.
+    Nothing changes on kinds of CPU that were not measured (`hf_dspark/cpu/small_batch_gemm.py` lists them). Left alone
+    are layers on other devices, quantised layers, other subclasses of `nn.Linear`, layers whose `forward` was
+    replaced, and all that computes gradients or is compiled. A nested entry leaves the layers of the outer one.
 
-    Packed weights are the weights as they were on entry. Whoever changes weights enters again: a packed weight is not
-    used when PyTorch knows that the weight has changed, but merging adapters by `weight.data += ...` leaves no trace.
+    Packed weights are the weights as they were on entry. A packed weight is not used when PyTorch knows that the
+    weight has changed, but merging adapters by `weight.data += ...` leaves no trace: enter again.
 
     Args:
         models (`nn.Module`): Such as a target and its draft. A draft borrows the target's LM head: pass both.
@@ -56,7 +54,15 @@ class fast_linears:
 
     def __enter__(self) -> None:
         routes = [route for route in self._routes if "forward" not in route[0]]
-        self._entries.append(_with_packed(routes) if self._packed else routes)
+        if self._packed:
+            layers = [forward.__self__ for _, forward in routes]
+            weights = {layer.weight for layer in layers if may_gain(layer.weight, "packed")}  # each once
+            packed = {weight: PackedWeight(weight) for weight in weights}
+            routes = [
+                (vars(layer), types.MethodType(partial(_forward, packed=packed.get(layer.weight)), layer))
+                for layer in layers
+            ]
+        self._entries.append(routes)
         try:
             for attributes, forward in self._entries[-1]:
                 attributes["forward"] = forward
@@ -80,16 +86,6 @@ class fast_linears:
         """Tell whether a model multiplies by packed weights at present."""
         forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in model.modules())
         return any(isinstance(each, partial) and each.keywords.get("packed") is not None for each in forwards)
-
-
-def _with_packed(routes: list[Route]) -> list[Route]:
-    """Pack the weights that gain by it, each once, and return routes that multiply by them."""
-    weights = {forward.__self__.weight for _, forward in routes}
-    packed = {weight: PackedWeight(weight) for weight in weights if may_gain(weight, "packed")}
-    return [
-        (attributes, types.MethodType(partial(_forward, packed=packed.get(forward.__self__.weight)), forward.__self__))
-        for attributes, forward in routes
-    ]
 
 
 # A function of the module: compiled graphs take its bound methods for the same one in every round.

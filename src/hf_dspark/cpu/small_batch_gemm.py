@@ -71,16 +71,12 @@ def small_batch_linear(
     """Multiply as `torch.nn.functional.linear` does, but for rounding; `packed` is the weight's."""
     if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
-    num_rows, dtype = input.shape[:-1].numel(), weight.dtype
-    if packed is not None and _gains(gain_of("packed", dtype), num_rows, weight):
-        prepacked = packed.of(weight)
-        if prepacked is not None:
-            return onednn_linear(input, prepacked, bias)
-    if _gains(gain_of("swapped", dtype), num_rows, weight):
+    num_rows = input.shape[:-1].numel()
+    if packed is not None and _gains("packed", num_rows, weight) and (prepacked := packed.of(weight)) is not None:
+        return onednn_linear(input, prepacked, bias)
+    if _gains("swapped", num_rows, weight):
         return swapped_linear(input, weight, bias)
-    if _gains(gain_of("onednn", dtype), num_rows, weight):
-        return onednn_linear(input, weight, bias)
-    return F.linear(input, weight, bias)
+    return (onednn_linear if _gains("onednn", num_rows, weight) else F.linear)(input, weight, bias)
 
 
 def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -111,18 +107,16 @@ def _first_integers(count: int) -> torch.Tensor:
 
 def may_gain(weight: torch.Tensor | None, way: str) -> bool:
     """Tell whether products with a weight may be faster in another way. Compressed layers have no weight at first."""
-    return weight is not None and _is_large(weight, gain_of(way, weight.dtype))
+    return weight is not None and _gains(way, None, weight)
 
 
-def _gains(gain: Gain | None, num_rows: int, weight: torch.Tensor) -> bool:
-    return gain is not None and gain.least_rows <= num_rows <= gain.most_rows and _is_large(weight, gain)
-
-
-def _is_large(weight: torch.Tensor, gain: Gain | None) -> bool:
-    """Tell whether a weight is a large matrix in CPU memory, without strides. Subclasses stand for something else."""
+def _gains(way: str, num_rows: int | None, weight: torch.Tensor) -> bool:
+    """Tell whether a way is faster for that many rows, or any, of a large matrix in CPU memory without strides."""
+    gain = gain_of(way, weight.dtype)
     return (
         gain is not None
-        and type(weight) in (nn.Parameter, torch.Tensor)
+        and (num_rows is None or gain.least_rows <= num_rows <= gain.most_rows)
+        and type(weight) in (nn.Parameter, torch.Tensor)  # subclasses stand for something else
         and weight.device.type == "cpu"
         and weight.layout == torch.strided
         and weight.dim() == 2

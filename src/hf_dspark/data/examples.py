@@ -3,8 +3,7 @@
 import itertools
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from ..files import shortened
 from .conversations import Chat, read_messages
 
-MASK_COLUMNS = ("loss_mask", "assistant_masks", "completion_mask")
-UNDERSTOOD = (
-    "'messages' (also with 'tools' and 'chat_template_kwargs'), 'conversations', 'prompt' with 'completion' or "
-    "'completion_ids', 'prompt_ids' with 'completion_ids', 'text', or 'input_ids', alone or with 'labels' or one of "
-    + ", ".join(f"'{name}'" for name in MASK_COLUMNS)
-)
 IGNORED_LABEL = -100
 STREAM_CHECK = 1000
 
@@ -39,81 +32,29 @@ def tokenize_example(
     - `input_ids` with `loss_mask`, `assistant_masks`, `completion_mask` or `labels` (-100 where there is no loss):
       taken as they are, without what an `attention_mask` leaves out.
     - `prompt_ids` or `prompt` with `completion_ids` (the lines of [`regenerate`]): the completion is supervised.
-    - `messages` (or ShareGPT's `conversations`): the assistant's answers are supervised, see below.
+    - `messages` (or ShareGPT's `conversations`): the assistant's answers are.
     - `prompt` with `completion`: two texts, joined as they are with an end-of-sequence token, or two lists of
       messages, of which the answers in the completion are supervised.
-    - `text`, or `input_ids` alone: everything is supervised.
+    - `text`, or `input_ids` alone: everything is.
 
-    An example with `finished` false was cut by its length: no end-of-turn token is taught there. A conversation
-    without an answer teaches nothing.
+    An example with `finished` false was cut by its length: no end-of-turn token is taught there. Answers are found by
+    the template's `{% generation %}` marks, or by rendering the conversation up to each answer. What the template
+    gives at the beginning of an answer is not one of its tokens. An unmarked answer that the template renders
+    differently later on (Qwen3's drops earlier thinking) is context only: the target never wrote those tokens.
 
-    Answers are found by the template's `{% generation %}` marks, or by rendering the conversation up to each answer.
-    What the template gives at the beginning of an answer is not one of its tokens, marked or not. An unmarked answer
-    that the template renders differently later on (Qwen3's drops earlier thinking) is context only: the target never
-    wrote those tokens. Returns `input_ids` and `loss_mask`, of equal length, cut to `max_length`.
+    Returns:
+        `dict`: `input_ids` and `loss_mask`, of equal length, cut to `max_length`.
     """
     given = {name: value for name, value in example.items() if value is not None}
-    form, finished = _form_of(given), given.get("finished", True)
     kwargs = dict(chat_template_kwargs or {}) | dict(given.get("chat_template_kwargs") or {})
-    chat = Chat(tokenizer, given.get("tools"), kwargs)
-    if form == "failed":
-        token_ids, mask = [], []
-    elif form == "tokens":
-        token_ids, mask = _with_given_mask(given)
-    elif form == "text":
-        token_ids = chat.prompt_ids(given["text"])
-        mask = [1] * len(token_ids)
-    elif form == "messages":
-        messages = read_messages(given.get("messages", given.get("conversations")))
-        token_ids, mask = chat.mark_answers(messages, finished=finished)
-    else:
-        token_ids, mask = _prompt_and_completion(given, chat, finished)
+    token_ids, mask = _reader_of(given.keys())(given, Chat(tokenizer, given.get("tools"), kwargs))
     return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
 
 
-def _prompt_and_completion(given: Mapping[str, Any], chat: Chat, finished: bool) -> Tokens:
-    prompt = given["prompt_ids"] if "prompt_ids" in given else given["prompt"]
-    if "prompt_ids" not in given and not isinstance(prompt, str):
-        prompt = read_messages(prompt)
-    if "completion_ids" in given:
-        completion_ids = list(map(int, given["completion_ids"]))
-    elif isinstance(prompt, str) != isinstance(given["completion"], str):
-        raise ValueError(
-            "prompt and completion must be two strings or two lists of messages, got "
-            f"{type(given['prompt']).__name__} and {type(given['completion']).__name__}"
-        )
-    elif not isinstance(prompt, str):
-        return chat.mark_answers(prompt + read_messages(given["completion"]), len(prompt), finished)
-    else:
-        completion_ids, end = chat.rendered_ids(given["completion"]), chat.tokenizer.eos_token_id
-        if end is not None:
-            completion_ids = completion_ids[: len(completion_ids) - (completion_ids[-1:] == [end])]
-            completion_ids += [end] if finished else []
-    prompt_ids = chat.prompt_ids(prompt)
-    return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
-
-
-def _form_of(columns: Collection[str]) -> str:
-    has = set(columns)
-    forms = {  # the first whose columns are there
-        "tokens": "input_ids" in has and has.intersection((*MASK_COLUMNS, "labels")),
-        "completion_ids": "completion_ids" in has and has & {"prompt_ids", "prompt"},
-        "messages": has & {"messages", "conversations"},
-        "completion": {"prompt", "completion"} <= has,
-        "text": "text" in has,
-        "input_ids": "input_ids" in has,
-        "failed": "error" in has,  # a prompt whose regeneration failed
-    }
-    form = next((form for form, fits in forms.items() if fits), None)
-    if form is None:
-        raise ValueError(f"columns {sorted(has)} are not understood; needed are {UNDERSTOOD}")
-    return "tokens" if form == "input_ids" else form
-
-
-def _with_given_mask(example: Mapping[str, Any]) -> Tokens:
-    token_ids = list(map(int, example["input_ids"]))
-    names = ["loss_mask"] if "loss_mask" in example else (*MASK_COLUMNS, "labels")
-    columns = {name: list(map(int, example[name])) for name in (*names, "attention_mask") if name in example}
+def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
+    token_ids = list(map(int, given["input_ids"]))
+    names = ("loss_mask",) if "loss_mask" in given else (*MASKS, "labels")
+    columns = {name: list(map(int, given[name])) for name in (*names, "attention_mask") if name in given}
     for name, column in columns.items():
         if len(column) != len(token_ids):
             raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(column)}) differ in length")
@@ -127,6 +68,67 @@ def _with_given_mask(example: Mapping[str, Any]) -> Tokens:
     kept = columns.pop("attention_mask", [1] * len(token_ids))
     mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
     return list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
+
+
+def _prompt_and_ids(given: Mapping[str, Any], chat: Chat) -> Tokens:
+    prompt_ids = given.get("prompt_ids")
+    if prompt_ids is None:
+        prompt = given["prompt"]
+        prompt_ids = chat.prompt_ids(prompt if isinstance(prompt, str) else read_messages(prompt))
+    return _joined(prompt_ids, given["completion_ids"])
+
+
+def _messages(given: Mapping[str, Any], chat: Chat) -> Tokens:
+    messages = read_messages(given.get("messages", given.get("conversations")))
+    return chat.mark_answers(messages, finished=given.get("finished", True))
+
+
+def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
+    prompt, completion, finished = given["prompt"], given["completion"], given.get("finished", True)
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise ValueError(
+            "prompt and completion must be two strings or two lists of messages, got "
+            f"{type(prompt).__name__} and {type(completion).__name__}"
+        )
+    if not isinstance(prompt, str):
+        prompt = read_messages(prompt)
+        return chat.mark_answers(prompt + read_messages(completion), len(prompt), finished)
+    completion_ids, end = chat.rendered_ids(completion), chat.tokenizer.eos_token_id
+    if end is not None:
+        completion_ids = completion_ids[: len(completion_ids) - (completion_ids[-1:] == [end])]
+        completion_ids += [end] if finished else []
+    return _joined(chat.prompt_ids(prompt), completion_ids)
+
+
+def _text(given: Mapping[str, Any], chat: Chat) -> Tokens:
+    return _joined([], chat.prompt_ids(given["text"]))
+
+
+def _joined(prompt_ids: Iterable[Any], completion_ids: Iterable[Any]) -> Tokens:
+    context, supervised = list(map(int, prompt_ids)), list(map(int, completion_ids))
+    return context + supervised, [0] * len(context) + [1] * len(supervised)
+
+
+Reader = Callable[[Mapping[str, Any], Chat], Tokens]
+MASKS = ("loss_mask", "assistant_masks", "completion_mask")
+# Of an example, the first form counts whose columns it has: all of the first, and any of the second ones.
+FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...], Reader], ...] = (
+    (("input_ids",), (*MASKS, "labels"), _tokenised),
+    (("completion_ids",), ("prompt_ids", "prompt"), _prompt_and_ids),
+    ((), ("messages", "conversations"), _messages),
+    (("prompt", "completion"), (), _prompt_and_completion),
+    (("text",), (), _text),
+    (("input_ids",), (), _tokenised),
+    (("error",), (), lambda given, chat: ([], [])),  # a prompt whose regeneration failed
+)
+
+
+def _reader_of(columns: Set[str]) -> Reader:
+    for needed, choice, reader in FORMS:
+        if columns >= set(needed) and (not choice or not columns.isdisjoint(choice)):
+            return reader
+    forms = [" with ".join(filter(None, ("+".join(needed), " or ".join(choice)))) for needed, choice, _ in FORMS[:-1]]
+    raise ValueError(f"columns {sorted(columns)} are not understood; needed are {'; '.join(forms)}")
 
 
 # ---- whole data sets
@@ -149,34 +151,31 @@ def prepare_examples(
     """
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset holds several splits ({', '.join(map(str, dataset))}): pass one of them")
-    reader = _Reader(tokenizer, vocab_size, max_length, chat_template_kwargs)
-    datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
-    if datasets is not None and isinstance(dataset, datasets.Dataset):
-        columns, value = dataset.column_names, datasets.Value
-        _form_of(columns)  # refuses unknown ones before any example is read
-        types = {"input_ids": [value("int32")], "loss_mask": [value("int8")], "longest_run": value("int32")}
-        options = {"with_indices": True, "num_proc": num_proc, "desc": "tokenising"}
-        prepared = dataset.map(reader, remove_columns=columns, features=datasets.Features(types), **options)
-        _check_runs(list(map(int, prepared["longest_run"])), block_size, max_length)
-        return prepared.filter(_has_anchor, num_proc=num_proc, desc="choosing").remove_columns("longest_run")
     if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or isinstance(dataset, Iterable)):
         raise ValueError(f"dataset must hold examples, that is dicts, got {shortened(dataset)}")
-    is_stream = datasets is not None and isinstance(dataset, datasets.IterableDataset)
-    if is_stream or isinstance(dataset, torch.utils.data.IterableDataset):
-        columns = _check_stream(dataset, reader, block_size)
-        if not is_stream:
-            return _Stream(dataset, reader)
-        stream = dataset.map(reader, with_indices=True, remove_columns=dataset.column_names or columns)
-        return stream.filter(_has_anchor).remove_columns("longest_run")
-    has_items_only = isinstance(dataset, Sized) and not isinstance(dataset, Iterable)
-    examples = (dataset[index] for index in range(len(dataset))) if has_items_only else dataset
-    read = [reader(example, index) for index, example in enumerate(examples)]
-    _check_runs([example["longest_run"] for example in read], block_size, max_length)
-    return list(_usable(read))
+    reader = _ExampleReader(tokenizer, vocab_size, max_length, chat_template_kwargs)
+    datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
+    if datasets is not None and isinstance(dataset, datasets.Dataset):
+        _reader_of({*dataset.column_names})  # refuses unknown ones before any example is read
+        int8, int32 = datasets.Value("int8"), datasets.Value("int32")
+        types = datasets.Features({"input_ids": [int32], "loss_mask": [int8], "longest_run": int32})
+        options = {"remove_columns": dataset.column_names, "features": types, "num_proc": num_proc}
+        read = dataset.map(reader, with_indices=True, desc="tokenising", **options)
+        _check_runs(list(map(int, read["longest_run"])), block_size, max_length)
+        return read.filter(_has_anchor, num_proc=num_proc, desc="choosing").remove_columns("longest_run")
+    if isinstance(dataset, (torch.utils.data.IterableDataset, getattr(datasets, "IterableDataset", ()))):
+        stream = _Stream(dataset, reader)
+        stream.check(block_size)
+        return stream
+    if isinstance(dataset, Sized) and not isinstance(dataset, Iterable):
+        dataset = map(dataset.__getitem__, range(len(dataset)))
+    examples = list(map(reader, dataset, itertools.count()))
+    _check_runs([example["longest_run"] for example in examples], block_size, max_length)
+    return [_without_run(example) for example in examples if _has_anchor(example)]
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ExampleReader:
     """Tokenises examples one by one and checks them; can be sent to other processes."""
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -205,9 +204,9 @@ class _Reader:
 
 
 class _Stream(torch.utils.data.IterableDataset):
-    """The usable examples of a torch stream."""
+    """The usable examples of a stream, read as they come."""
 
-    def __init__(self, stream: Iterable[Any], reader: _Reader) -> None:
+    def __init__(self, stream: Iterable[Any], reader: _ExampleReader) -> None:
         self._stream, self._reader = stream, reader
 
     def set_epoch(self, epoch: int) -> None:
@@ -215,20 +214,20 @@ class _Stream(torch.utils.data.IterableDataset):
         if hasattr(self._stream, "set_epoch"):
             self._stream.set_epoch(epoch)
 
+    def _read(self) -> Iterator[dict[str, Any]]:
+        return map(self._reader, self._stream, itertools.count())
+
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return _usable(map(self._reader, self._stream, itertools.count()))
+        return map(_without_run, filter(_has_anchor, self._read()))
 
-
-def _check_stream(stream: Iterable[Any], reader: _Reader, block_size: int) -> list[str]:
-    """Check the first examples of a stream; return the columns of the first one."""
-    runs, columns = [], []
-    for index, example in enumerate(itertools.islice(stream, STREAM_CHECK)):
-        runs.append(reader(example, index)["longest_run"])
-        columns = columns or list(example)
-        if runs[-1] > block_size:
-            break
-    _check_runs(runs, block_size, reader.max_length, "the first ")
-    return columns
+    def check(self, block_size: int) -> None:
+        """Check the first examples, up to one that trains a whole block."""
+        runs = []
+        for example in itertools.islice(self._read(), STREAM_CHECK):
+            runs.append(example["longest_run"])
+            if runs[-1] > block_size:
+                break
+        _check_runs(runs, block_size, self._reader.max_length, "the first ")
 
 
 def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, which: str = "") -> None:
@@ -236,25 +235,23 @@ def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, wh
     cut, longer = ("", "") if max_length is None else (f" within max_length={max_length}", " or raise max_length")
     if not runs:
         raise ValueError("the data set is empty: pass at least one example")
-    longest = max(runs)
+    longest, which = max(runs), f"{which}{len(runs)} examples"
     if longest == 0:
         raise ValueError(
-            f"none of {which}{len(runs)} examples has a supervised token{cut}: there must be assistant messages, "
-            f"completions, or ones in the loss mask{longer}"
+            f"none of {which} has a supervised token{cut}: there must be assistant messages, completions, or ones in "
+            f"the loss mask{longer}"
         )
     if longest <= block_size:
         raise ValueError(
-            f"the longest answer in {which}{len(runs)} examples has {longest} supervised tokens in succession{cut}, "
-            f"but a block of {block_size} needs {block_size + 1} (the anchor, too), so its last slots would never be "
-            f"trained: use longer answers{longer}"
-            + (f", or a draft with block_size={longest - 1}" if longest > 1 else "")
+            f"the longest answer in {which} has {longest} supervised tokens in succession{cut}, but a block of "
+            f"{block_size} needs {block_size + 1} (the anchor, too), so its last slots would never be trained: use "
+            f"longer answers{longer}" + (f", or a draft with block_size={longest - 1}" if longest > 1 else "")
         )
-    count = Counter(min(run, 2) for run in runs)
-    if count[0] or count[1]:
+    none, single = runs.count(0), runs.count(1)
+    if none or single:
         warnings.warn(
-            f"{count[0] + count[1]} of {which}{len(runs)} examples are left out, because an anchor needs two "
-            f"supervised tokens in succession: {count[0]} without a supervised token{cut} (a regeneration that failed "
-            f"has none), {count[1]} with a single one",
+            f"{none + single} of {which} are left out, because an anchor needs two supervised tokens in succession: "
+            f"{none} without a supervised token{cut} (a regeneration that failed has none), {single} with one",
             stacklevel=3,
         )
 
@@ -263,7 +260,6 @@ def _has_anchor(example: Mapping[str, Any]) -> bool:
     return example["longest_run"] > 1
 
 
-def _usable(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, list[int]]]:
-    for example in filter(_has_anchor, examples):
-        del example["longest_run"]
-        yield example
+def _without_run(example: dict[str, Any]) -> dict[str, list[int]]:
+    del example["longest_run"]
+    return example

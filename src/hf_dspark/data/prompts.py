@@ -58,7 +58,6 @@ class Fault:
 class PromptFile:
     """The prompts of a file's sound lines, in their order, and the faults of the others."""
 
-    name: str
     prompts: list[Prompt]
     faults: list[Fault]
 
@@ -113,34 +112,26 @@ def suite_files(suite: str, folder: str | Path) -> dict[str, str]:
     return {task: str(path) for task, path in files.items()}
 
 
-def read_prompt_file(path: str, limit: int | None = None, several_turns: bool = True) -> PromptFile:
-    """Read at most `limit` prompts of a JSON Lines file, `-` for stdin; malformed lines are left out and listed."""
-    rows, faults = read_json_lines(path)
-    return _sound_prompts(path, rows, faults, limit, several_turns)
-
-
-def read_task(name: str, prompts: Iterable[Any]) -> PromptFile:
-    """Read prompts from a list as if it were a file of this name."""
-    return _sound_prompts(name, enumerate(several(prompts), start=1), [], None, True)
-
-
-def _sound_prompts(
-    name: str, rows: Iterable[tuple[int, Any]], faults: list[Fault], limit: int | None, several_turns: bool
+def read_prompt_file(
+    path: str, limit: int | None = None, several_turns: bool = True, prompts: Iterable[Any] | None = None
 ) -> PromptFile:
-    prompts = []
+    """Read at most `limit` prompts of a JSON Lines file, `-` for stdin; malformed lines are left out and listed.
+
+    `prompts` are read as if they were the lines of a file of this name.
+    """
+    rows, faults = read_json_lines(path) if prompts is None else (enumerate(prompts, start=1), [])
+    sound: list[Prompt] = []
     for number, row in rows:
-        if limit is not None and len(prompts) == limit:
+        if len(sound) == limit:
             break
         try:
-            prompt = read_prompt(row, several_turns)
+            sound.append(replace(read_prompt(row, several_turns), line=number))
         except ValueError as error:
-            faults.append(Fault(name, number, f"is no prompt: {error}"))
-        else:
-            prompts.append(replace(prompt, line=number))
-    if not prompts:
+            faults.append(Fault(path, number, f"is no prompt: {error}"))
+    if not sound:
         first = f" ({faults[0]})" if faults else ""
-        raise ValueError(f"{name} holds no prompt: each must be {FORMS}{first}")
-    return PromptFile(name, prompts, faults)
+        raise ValueError(f"{path} holds no prompt: each must be {FORMS}{first}")
+    return PromptFile(sound, faults)
 
 
 def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:

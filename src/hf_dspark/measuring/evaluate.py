@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cpu import fast_linears
-from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, read_task, token_ids, with_thinking
+from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
 from ..files import Journal, digest, plain_json, shortened
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
@@ -210,7 +210,7 @@ def _read_task(name: str, task: Task) -> PromptFile:
     if isinstance(task, PromptFile):
         return task
     if not isinstance(task, str | Path):
-        return read_task(name, task)
+        return read_prompt_file(name, prompts=several(task))
     if str(task) != STDIN and not Path(task).is_file():
         wanted = "name a JSON Lines file, or pass a list of prompts"
         raise ValueError(f"task {name!r}: there is no file {shortened(task, quote=False)}: {wanted}")

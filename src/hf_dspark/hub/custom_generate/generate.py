@@ -2,19 +2,18 @@
 
     target.generate(**inputs, custom_generate="repository or folder with this file", trust_remote_code=True)
 
-A large target writes one token per pass, although a pass over eight tokens takes hardly longer than one over a single
-token. So a small draft model proposes a block of tokens, and one pass of the target verifies them all:
+A large target writes one token per pass, although a pass over eight takes hardly longer. So a small draft model
+proposes a block of tokens, and one pass of the target verifies them all:
 
-1. Draft. One parallel pass of the draft reads the target's hidden states and gives h_1..h_γ for the whole block. A
-   light head then draws x_1..x_γ from left to right. A confidence threshold may end the block early.
+1. Draft. One pass of the draft reads the target's hidden states and gives h_1..h_γ for the whole block. A light head
+   then draws x_1..x_γ from left to right. A confidence threshold may end the block early.
 2. Verify. The target reads the block in one pass. x_k is kept with probability min(1, p_t(x_k) / p_d(x_k)). The first
    token that is not kept is replaced by one from max(p_t - p_d, 0). If all are kept, one more is drawn from p_t. The
    output then follows the target's own distribution. Greedy output is the target's own, but for rounded ties.
 3. Commit. The target's cache forgets the rejected tokens. The draft will read the hidden states of the accepted ones.
 
-Equations are those of the DSpark paper; DFlash is the case without heads. The file decodes one sequence at a time. If
-the package hf_dspark is installed, it takes over: it is faster, decodes batches, conversations and Eagle3 drafts, and
-schedules by measured step times. MIT licence, see LICENSE.
+Equations are those of the DSpark paper; DFlash is the case without heads. The file decodes one sequence at a time. The
+package hf_dspark, if installed, takes over: it is faster and does more. MIT licence, see LICENSE.
 """
 
 import functools
@@ -29,10 +28,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModel, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 # ---- Configuration
 
@@ -117,24 +116,12 @@ class Attention(nn.Module):
         return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
-class MLP(nn.Module):
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
 class Layer(nn.Module):
     def __init__(self, config: DSparkConfig, index: int) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.sandwich_norms = config.sandwich_norms
-        self.self_attn, self.mlp = Attention(config, index), MLP(config)
+        self.self_attn, self.mlp = Attention(config, index), LlamaMLP(config)
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
         if config.sandwich_norms:  # Gemma
             self.pre_feedforward_layernorm = nn.RMSNorm(size, eps)
@@ -238,14 +225,13 @@ class DSparkDraftModel(PreTrainedModel):
 
     def confidence(self, hidden: Tensor, embedding: Tensor | None, slot: int, regime: str) -> float:
         """Return the calibrated c_k: how likely x_k is kept if those before it are. Eq. 7, Section 3.2.1."""
-        with_markov = self.config.confidence_head_with_markov
-        logit = self.confidence_head["proj"](torch.cat([hidden, embedding], dim=-1) if with_markov else hidden)
+        read = torch.cat([hidden, embedding], dim=-1) if self.config.confidence_head_with_markov else hidden
         temperatures, fits = self.config.sts_temperatures or {}, self.config.confidence_fits or {}
         slope, offset = 1.0, 0.0
         for name in ("default", regime):  # the regime's own comes before the default
             if name in fits or name in temperatures:
                 slope, offset = fits[name][slot] if name in fits else (1 / temperatures[name][slot], 0.0)
-        return float(torch.sigmoid(logit.float() * slope + offset))
+        return float(torch.sigmoid(self.confidence_head["proj"](read).float() * slope + offset))
 
     def draw_block(
         self, ids: Tensor, hidden: Tensor, base_logits: Tensor, rule: "TokenRule", threshold: float | None
@@ -255,7 +241,7 @@ class DSparkDraftModel(PreTrainedModel):
         From left to right, given h and U; the block ends before the first slot of too little confidence.
         """
         markov, embedding, state = self.markov_head, None, None
-        if markov is not None and not self.config.sample_from_anchor:
+        if markov is not None and not self.config.sample_from_anchor:  # the anchor's slot predicts none
             _, state = markov(markov.markov_w1(ids[0, -1:].to(self.device)), hidden[:1], state)
         drafts, distributions = [], []
         for slot, logits in enumerate(base_logits[:, None]):
@@ -284,9 +270,14 @@ class DSparkDraftModel(PreTrainedModel):
 
 # Drafts may come from any distribution that is known. These processors make it like the target's. Others may keep
 # state: they are called for the target alone, once per committed token and in order, as in plain decoding.
-KINDS = ("MinP", "Temperature", "TopK", "TopP", "Typical")
-FOR_DRAFTS = [getattr(transformers, f"{kind}LogitsWarper") for kind in KINDS]
-FOR_DRAFTS += [transformers.RepetitionPenaltyLogitsProcessor]
+WARPERS = (
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+FOR_DRAFTS = {getattr(transformers, name) for name in (*WARPERS, "RepetitionPenaltyLogitsProcessor")}
 
 
 class TokenRule:
@@ -462,8 +453,7 @@ def _require_dspark(model_type: str | None) -> None:
 
 def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: GenerationConfig, given: dict) -> None:
     """Refuse what would be ignored, or would not give plain decoding's output."""
-    mode, cache = call.get_generation_mode(), call.cache_implementation
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    mode, mask, positions = call.get_generation_mode(), given.get("attention_mask"), given.get("position_ids")
     text = target.config.get_text_config(decoder=True)
     rope, kinds = getattr(text, "rope_parameters", None) or {}, set(getattr(text, "layer_types", None) or ())
     ropes = [each for each in (rope, *rope.values()) if isinstance(each, dict) and "long_factor" in each]
@@ -480,7 +470,9 @@ def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: Gen
         "padded prompts": mask is not None and not mask.all(),
         "unusual position_ids": positions is not None and (positions.cpu() != torch.arange(ids.shape[1])).any(),
         "use_cache=False": not call.use_cache,
-        f"cache_implementation={cache!r}": cache not in (None, "dynamic", "dynamic_full"),
+        f"cache_implementation={call.cache_implementation!r}": (
+            call.cache_implementation not in (None, "dynamic", "dynamic_full")
+        ),
         "prefill_chunk_size": call.prefill_chunk_size is not None,
         "targets with a recurrent state": target._is_stateful or kinds - STATELESS,
         "an answer within which rotary frequencies switch": any(crossed),
@@ -488,9 +480,8 @@ def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: Gen
         "drafts that read bare embedding rows": not config.embedding_norm,
         "drafts with attention sinks": getattr(config, "attention_sinks", False),
     }
-    for what, is_asked in unsupported.items():
-        if is_asked:
-            raise refuse(what)
+    for what in (what for what, is_asked in unsupported.items() if is_asked):
+        raise refuse(what)
     ours = (config.vocab_size, config.hidden_size, config.num_target_layers or text.num_hidden_layers)
     theirs = (text.vocab_size, text.hidden_size, text.num_hidden_layers)
     if ours != theirs:
