@@ -13,6 +13,7 @@ from ..models.slot_cache import SlotCache
 from ..sampling.distributions import Scores
 from ..sampling.drafts import DraftBlock, Drafts, Sampler, Verified
 from ..sampling.noise import BlockNoise, block_noise
+from ..sampling.transfers import to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.costs import Load
 from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
@@ -115,7 +116,8 @@ class Drafter:
             drafts, drafted = self._draft_chains(requests, noise, num_tokens, max_lengths, load), True
         else:
             token_ids = torch.empty(len(requests), 0, dtype=torch.long, device=self.draft.device)
-            drafts, drafted = DraftBlock(token_ids, lengths=torch.zeros_like(max_lengths)), False
+            drafts = DraftBlock(token_ids, lengths=torch.zeros_like(max_lengths), rows=[[]] * len(requests))
+            drafted = False
             if not self._read_late(requests):
                 return Proposal(drafts, drafted)
         return Proposal(drafts, drafted, time.perf_counter() - started)
@@ -128,27 +130,27 @@ class Drafter:
         max_lengths: torch.Tensor,
         load: Load,
     ) -> DraftBlock:
-        sampler = Chains(requests, self._processor, None if noise is None else noise.draft_uniforms)
-        block = self._read(requests, sampler, num_tokens)
-        confidence, broken = None, block.broken
+        uniforms = None if noise is None else to_device(noise.draft_uniforms, self.draft.device)
+        block = self._read(requests, Chains(requests, self._processor, uniforms), num_tokens)
+        confidence, broken = [], block.broken
         if block.confidence_logits is not None:
             fits = None if self._confidence_fits is None else self._confidence_fits[:num_tokens]
             predicted = calibrated_confidence(block.confidence_logits, fits)
-            confidence = predicted.nan_to_num(0.0)
+            confidence = [predicted.nan_to_num(0.0)]
             if self.policy.requires_confidence:
                 broken = broken | predicted.isnan()
-                confidence = confidence.cpu()
+        rows, *confidence = to_host(block.token_ids.masked_fill(broken, -1), *confidence)
+        rows, confidence = rows.tolist(), confidence[0] if confidence else None
         lengths = self.policy.plan_verify(confidence, max_lengths, load)
         if not all(0 <= length <= most for length, most in zip(lengths.tolist(), max_lengths.tolist(), strict=True)):
             raise ValueError(
                 f"{type(self.policy).__name__}.plan_verify must return lengths in [0, max_lengths="
                 f"{max_lengths.tolist()}], got {lengths.tolist()}"
             )
-        rows = block.token_ids.masked_fill(broken, -1).tolist()  # one transfer
         self._give_up(requests, rows)
         # The first end-of-sequence token must stay: dropping a token because of its value would bias the output.
         ends = torch.tensor([_end(row, self._ends) for row in rows], device="cpu")
-        return replace(block, lengths=torch.minimum(lengths, ends), confidence=confidence)
+        return replace(block, lengths=torch.minimum(lengths, ends), confidence=confidence, rows=rows)
 
     def _draft_trees(
         self,
@@ -255,7 +257,7 @@ class Drafter:
             request_ids=tuple(request.id for request in requests),
             confidence=drafts.confidence,
             lengths=drafts.lengths,
-            num_accepted=verified.num_accepted.cpu(),
+            num_accepted=verified.num_accepted,
             seconds=seconds.total,
             drafted=proposal.drafted,
             drafts=drafts,

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from ..sampling.distributions import Scores, largest, scatter_to_vocabulary
+from ..sampling.transfers import to_host
 
 FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
@@ -212,11 +213,11 @@ class Truncation:
         wanted = TOP_P_CANDIDATES if self.top_k is None else self.top_k + self.tie_margin
         best, candidate_ids = largest(logits, min(size, wanted))
         scores = best.float() / self.temperature
-        is_whole = scores.shape[-1] == size
+        is_whole, doubts = scores.shape[-1] == size, {}  # asked at once: an accelerator has to be waited for
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             last_kept = scores[:, self.top_k - 1, None]
-            if not is_whole and self.tie_margin and bool((scores[:, -1:] >= last_kept).any()):
-                return None
+            if not is_whole and self.tie_margin:
+                doubts["candidates"] = (scores[:, -1:] >= last_kept).any()
             scores = scores.masked_fill(scores < last_kept, -torch.inf)
         if self.top_p is not None:
             probs, rest = scores.softmax(dim=-1), 0.0
@@ -229,9 +230,17 @@ class Truncation:
             if self.tie_margin:
                 if self.top_k is None and not is_whole:
                     last_kept = scores.masked_fill(removed, torch.inf).amin(dim=-1)
-                    if bool((scores[:, -1] >= last_kept).any()):
-                        return None  # the candidates do not reach p, or what ties at the edge goes on after them
-                self._settle_edges(logits, scores, candidate_ids, above_edge, removed)
+                    # The candidates do not reach p, or what ties at the edge goes on after them.
+                    doubts["candidates"] = (scores[:, -1] >= last_kept).any()
+                ties = (removed[:, 1:] != removed[:, :-1]) & (scores[:, 1:] == scores[:, :-1])
+                unsure = (ties | (above_edge[:, 1:].abs() < ROUNDING)).any(dim=-1)
+                doubts["edges"] = unsure.any()
+        found = [name for name, each in zip(doubts, to_host(*doubts.values()), strict=True) if each]
+        if "candidates" in found:
+            return None
+        if "edges" in found:
+            self._settle_edges(logits, scores, candidate_ids, unsure, removed)
+        if self.top_p is not None:
             scores = scores.masked_fill(removed, -torch.inf)
         return Scores(scores if self.min_p is None else self._above_min_p(scores), candidate_ids)
 
@@ -240,16 +249,11 @@ class Truncation:
         logits: torch.Tensor,
         scores: torch.Tensor,
         candidate_ids: torch.Tensor,
-        above_edge: torch.Tensor,
+        unsure: torch.Tensor,
         removed: torch.Tensor,
     ) -> None:
-        """Correct what top-p removes where equal scores or rounding decide: transformers sorts the whole vocabulary,
-        and which of equal scores are removed is up to that sort."""
-        is_edge = removed[:, 1:] != removed[:, :-1]
-        ties = is_edge & (scores[:, 1:] == scores[:, :-1])
-        unsure = (ties | (above_edge[:, 1:].abs() < ROUNDING)).any(dim=-1)
-        if not bool(unsure.any()):
-            return
+        """Correct what top-p removes in the rows where equal scores or rounding decide: transformers sorts the whole
+        vocabulary, and which of equal scores are removed is up to that sort."""
         ids = candidate_ids[unsure]
         if self.top_k is None:
             whole = logits[unsure].float() / self.temperature

@@ -14,6 +14,8 @@ from ..cpu import fast_linears
 from ..models.slot_cache import SlotCache, SlotLayout
 from ..sampling.distributions import Scores
 from ..sampling.drafts import Drafts, Verified
+from ..sampling.noise import BlockNoise
+from ..sampling.transfers import to_device
 from ..sampling.verification import next_tokens, verify
 from ..scheduling.rounds import RoundSeconds
 from ..targets import int8_outliers
@@ -80,19 +82,30 @@ class DecodingLoop:
         proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
         drafts, verifying = proposal.drafts, time.perf_counter()
         tokens, layout = self._packed(requests, drafts)
-        output = self._forward(tokens, layout, verifying=True)
-        overflows = layout.width > 1 and bool(output.logits[:, 0].isnan().any())
+        output, scores, verified = self._verify(requests, drafts, noise, tokens, layout)
+        overflows = layout.width > 1 and verified.has_nan
         if overflows:  # the NaN of a draft has spread to tokens that do not see it
-            output = self._forward(tokens, replace(layout, singly=True), verifying=True)
+            output, scores, verified = self._verify(requests, drafts, noise, tokens, replace(layout, singly=True))
         verify_seconds = time.perf_counter() - verifying
-        scores = self._processor(output.logits, None, self._prefixes(requests, drafts))
-        verified = verify(drafts, scores, output.layout.first_tokens, noise)
         num_committed = self._commit(drafts, verified, scores, output)
         if overflows:
             self.cache.clear_stale()
         self.release_ended()
         seconds = RoundSeconds(len(requests), proposal.seconds, verify_seconds, time.perf_counter() - started)
         self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
+
+    def _verify(
+        self,
+        requests: Sequence[Request],
+        drafts: Drafts,
+        noise: BlockNoise | None,
+        tokens: torch.Tensor,
+        layout: SlotLayout,
+    ) -> tuple[TargetOutput, Scores, Verified]:
+        output = self._forward(tokens, layout, verifying=True)
+        scores = self._processor(output.logits, None, self._prefixes(requests, drafts))
+        has_nan = output.logits[:, 0].isnan().any()  # travels along, so that nothing waits for it
+        return output, scores, verify(drafts, scores, layout.first_tokens, noise, has_nan)
 
     def _packed(self, requests: Sequence[Request], drafts: Drafts) -> tuple[torch.Tensor, SlotLayout]:
         """Return anchors and drafts of all rows, `[T]`, and the slots that they are written to."""
@@ -120,7 +133,7 @@ class DecodingLoop:
         only_last = logits_at == [len(tokens) - 1] and not self._shares_keys
         target_picks = self._keeps_some_logits and logits_at is not None and (only_last or not self._is_spread)
         if target_picks:
-            inputs["logits_to_keep"] = 1 if only_last else torch.tensor(logits_at, device=self._input_device)
+            inputs["logits_to_keep"] = 1 if only_last else to_device(logits_at, self._input_device)
         elif self._keeps_some_logits:
             inputs["logits_to_keep"] = 0  # all of them
         # LLM.int8 looks for outliers in a whole prompt, but in each generated token by itself.
@@ -135,7 +148,7 @@ class DecodingLoop:
             )
         logits = outputs.logits[0]
         if logits_at is not None and not target_picks:
-            logits = logits[torch.tensor(logits_at, device=logits.device)]
+            logits = logits[to_device(logits_at, logits.device)]
         states = tuple(layer[0] for layer in outputs.hidden_states) if self.recording.wants_hidden_states else None
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
@@ -152,7 +165,7 @@ class DecodingLoop:
                 self.recording.add(request.id, output.logits[tokens], scores[tokens], output.states_of(tokens))
             # What takes memory comes first: a shortage must not leave tokens that the cache does not know.
             self.cache.gather(row, columns)
-            features = output.features[tokens]
+            features = output.features[tokens if isinstance(tokens, slice) else to_device(tokens, self._device)]
             kept = request.commit(new_tokens, self.recording.scores.get(request.id, ()))
             self.recording.forget(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.

@@ -12,6 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 from transformers.generation.streamers import BaseStreamer
 
 from ..models.slot_cache import SlotCache
+from ..sampling.transfers import to_device
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
@@ -178,7 +179,7 @@ class Request:
         return torch.cat([earlier.to(self.token_ids.device), self.token_ids])
 
     def _with(self, more: Sequence[int]) -> torch.Tensor:
-        return torch.cat([self.token_ids, torch.tensor(more, device="cpu").to(self.token_ids)])
+        return torch.cat([self.token_ids, to_device(more, self.token_ids.device, self.token_ids.dtype)])
 
 
 def copies_of(user_objects: Iterable[Any]) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import torch
 from ..sampling.distributions import Scores, TokenDistribution, draw, largest
 from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, SiblingDistribution
 from ..sampling.noise import BlockNoise
+from ..sampling.transfers import to_arrays, to_device
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.prompt_lookup import LookupMatch
 from ..scheduling.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreePlan
@@ -120,7 +121,7 @@ class TreeSampler(ABC):
         if not level:
             return None
         tokens = [self.trees[row].token_ids[place - 1] for row, place in level]
-        return torch.tensor(tokens, device=logits.device), parents
+        return to_device(tokens, logits.device), parents
 
     @abstractmethod
     def _children(self, scores: Scores, confidence_logits: torch.Tensor | None) -> Iterator[Child]:
@@ -200,13 +201,17 @@ class DrawnTrees(TreeSampler):
 
     def _children(self, scores: Scores, confidence_logits: torch.Tensor | None) -> Iterator[Child]:
         distribution = scores.distribution()
-        probs = distribution.probs.cpu().numpy()
-        ids = None if distribution.candidate_ids is None else distribution.candidate_ids.cpu().numpy()
-        if confidence_logits is None:  # what a draft that is right would have
-            known = np.square(probs).sum(axis=1, keepdims=True)
-        else:
+        parts = [distribution.probs]
+        if confidence_logits is not None:
             fits = None if self._confidence_fits is None else self._confidence_fits[self._depth : self._depth + 1]
-            known = calibrated_confidence(confidence_logits[:, None], fits).cpu().numpy().astype(float)
+            parts.append(calibrated_confidence(confidence_logits[:, None], fits))
+        if distribution.candidate_ids is None:
+            (probs, *known), ids = to_arrays(*parts), None
+        else:
+            probs, *known, ids = to_arrays(*parts, distribution.candidate_ids)
+            distribution = TokenDistribution(*map(torch.from_numpy, (probs, ids)))  # verified on the host
+        # Without confidences, what a draft that is right would have.
+        known = known[0].astype(float) if known else np.square(probs).sum(axis=1, keepdims=True)
         shares, is_distribution = self._shares(known)
         wanted: dict[int, list[int | None]] = {}  # tokens of nodes with a match, in the order of their tests
         matching = self._matching()
@@ -255,8 +260,9 @@ class BestTrees(TreeSampler):
     def _children(self, scores: Scores, confidence_logits: torch.Tensor | None) -> Iterator[Child]:
         values = scores.values.float()
         best, index = largest(values.log_softmax(dim=-1), min(MOST_SIBLINGS, values.shape[-1]))
-        ids = (index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)).cpu().numpy()
-        known = np.exp(best.cpu().numpy().astype(float))
+        ids = index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)
+        best, ids = to_arrays(best, ids)
+        known = np.exp(best.astype(float))
         shares, is_distribution = self._shares(known)
         for number, (token, chance) in self._matching().items():
             if is_distribution[number]:

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ..formats.checkpoint import kept_token_ids
 from ..sampling.distributions import largest
 from ..sampling.drafts import Drafts, Sampler
+from ..sampling.transfers import to_device
 from .attention import attend_with_extras, fold_mask, grouped_attention
 from .block_attention import BlockLayout, SlidingWindow, attend_blocks
 from .configuration_dspark import DSparkConfig
@@ -62,7 +63,7 @@ class DraftPass:
         places = torch.arange(self.layout.num_tokens, device="cpu")
         features, blocks = places.split([sum(self.num_features), self.blocks.num_tokens])
         parts = zip(features.split(list(self.num_features)), blocks.split(self.num_slots), strict=True)
-        return torch.cat([part for request in parts for part in request]).to(self.device)
+        return to_device(torch.cat([part for request in parts for part in request]), self.device)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -79,7 +80,7 @@ class DraftPass:
     def visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
         """Return which slots from `keys_from(window)` on each block row sees, `[R, 1, slots, keys]`; `None`: all."""
         keys = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
-        own = keys - torch.tensor(self.blocks.starts, device=self.device)[:, None, None, None]  # negative: context
+        own = keys - to_device(self.blocks.starts, self.device)[:, None, None, None]  # negative: context
         visible = None if len(set(self.blocks.starts)) == 1 else own < self.num_slots
         if window is not None and (window.causal or self.layout.end > window.size):
             slots = torch.arange(self.num_slots, device=self.device)[:, None]
@@ -417,7 +418,7 @@ class DSparkDraftModel(DraftModel):
             tokens, parents = level
             if parents is not None:
                 rows = parents if rows is None else [rows[parent] for parent in parents]
-                state = None if state is None else state[parents]
+                state = None if state is None else state[to_device(parents, state.device)]
         if self.confidence_head is None:
             return sampler.finish()
         stacked = torch.stack(embeddings, dim=1) if embeddings else None
@@ -473,4 +474,6 @@ def of_nodes(by_slot: torch.Tensor, rows: list[int] | None, slot: int) -> torch.
     """Return what each node of a level reads of its request's slot, `[F, *]` of `[R, slots, *]`."""
     if rows is None:
         return by_slot[:, slot]
-    return by_slot[:, slot].expand(len(rows), -1) if len(by_slot) == 1 else by_slot[rows, slot]
+    if len(by_slot) == 1:
+        return by_slot[:, slot].expand(len(rows), -1)
+    return by_slot[to_device(rows, by_slot.device), slot]

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..sampling.transfers import to_device
+
 GROWTH = 1.25
 SLOT_MULTIPLE = 64
 
@@ -73,7 +75,7 @@ class SlotLayout:
             rows = torch.arange(self.num_rows, device="cpu").repeat_interleave(counts, output_size=self.num_tokens)
             columns = torch.arange(self.num_tokens, device="cpu") - firsts[rows]
             index = (rows, columns, columns + starts[rows])
-            self._by_device[device] = tuple(part.to(device, non_blocking=True) for part in index)
+            self._by_device[device] = tuple(to_device(part, device) for part in index)
         return self._by_device[device]
 
     @functools.cached_property
@@ -99,23 +101,23 @@ class SlotLayout:
             positions = torch.where(is_node, starts + depths.gather(1, columns), slots)
             among_nodes = sees.gather(2, columns[:, None].expand(-1, self.width, -1))
             visible = torch.where(is_node[:, None], among_nodes, (slots < starts)[:, None])
-            self._by_device[device, "trees"] = positions.to(device), visible.to(device)
+            self._by_device[device, "trees"] = to_device(positions, device), to_device(visible, device)
         return self._by_device[device, "trees"]
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the packed tokens, `[1, T]`."""
         if self.parents is not None:
             rows, columns, _ = self._index(torch.device("cpu"))
-            return self.row_positions(torch.device("cpu"))[rows, columns][None].to(device)
+            return to_device(self.row_positions(torch.device("cpu"))[rows, columns][None], device)
         if self.num_rows == 1:
             return torch.arange(self.starts[0], self.end, device=device)[None]
         return self._index(device)[2][None]
 
     def row_positions(self, device: torch.device) -> torch.Tensor:
         """Return positions `[R, width]`; columns that hold no token continue the count."""
-        starts = torch.tensor(self.starts, device=device)[:, None]
+        starts = to_device(self.starts, device)[:, None]
         if self.parents is not None:
-            return starts + self._tree[0].to(device)
+            return starts + to_device(self._tree[0], device)
         return starts + torch.arange(self.width, device=device)
 
     def to_rows(self, states: torch.Tensor) -> torch.Tensor:
@@ -186,10 +188,12 @@ class SlotCache(Cache):
         """Bring some of the latest tokens of a row together, in ascending order, so that they can be committed."""
         moved = [(place, column) for place, column in enumerate(columns) if place != column]
         if moved:
-            start = self._lengths[row]
-            places, sources = (torch.tensor(each, device="cpu") + start for each in zip(*moved, strict=True))
+            moved, by_device = torch.tensor(moved, device="cpu").T + self._lengths[row], {}
             for store in self._stores.values():
-                store[row].index_copy_(1, places.to(store.device), store[row][:, sources.to(store.device)])
+                if store.device not in by_device:
+                    by_device[store.device] = to_device(moved, store.device)
+                places, sources = by_device[store.device]
+                store[row].index_copy_(1, places, store[row][:, sources])
 
     def clear(self, row: int) -> None:
         """Make a row as new. Stale slots are masked, but a masked NaN, of a sequence that overflowed, would spread."""

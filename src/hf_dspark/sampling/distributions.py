@@ -32,6 +32,12 @@ class TokenDistribution:
         """Select rows by an index into the leading dimensions."""
         return TokenDistribution(self.probs[index], None if self.candidate_ids is None else self.candidate_ids[index])
 
+    def to(self, device: torch.device) -> "TokenDistribution":
+        """Return the same distributions on a device."""
+        return TokenDistribution(
+            self.probs.to(device), None if self.candidate_ids is None else self.candidate_ids.to(device)
+        )
+
     def dense(self, vocab_size: int) -> "TokenDistribution":
         """Return the same distributions over the whole vocabulary, `[..., V]`."""
         if self.candidate_ids is None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .distributions import TokenDistribution, best_tokens
+from .transfers import to_device
 
 # A distribution of which less is left draws no more children: sums of float32 probabilities are off by as much.
 LEAST_MASS = 1e-5
@@ -23,12 +24,13 @@ LEAST_MASS = 1e-5
 
 @dataclass(frozen=True)
 class Verified:
-    """The accepted drafts of a round, and the token after them."""
+    """The accepted drafts of a round, and the token after them. [`verify`] returns it on the host."""
 
     num_accepted: torch.Tensor  # draft tokens, without the bonus token, [R]
     # [R]: the residual draw after a rejection, else the bonus token; -1 if the target has no distribution there.
     next_token_ids: torch.Tensor
     paths: Sequence[Sequence[int]] | None = None  # the accepted places; `None` for chains: the first ones
+    has_nan: bool = False  # whether the target's logits had any, if that was asked
 
 
 class Drafts(ABC):
@@ -57,7 +59,7 @@ class Drafts(ABC):
 
     @abstractmethod
     def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
-        """Return the accepted places of each row, and their tokens with the next one: a round's one transfer."""
+        """Return the accepted places of each row, and their tokens with the next one."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class DraftBlock(Drafts):
     broken: torch.Tensor | None = None
     lengths: torch.Tensor | None = None  # set by the cut
     confidence: torch.Tensor | None = None
+    rows: Sequence[Sequence[int]] | None = None  # the tokens on the host, if they are known there
 
     @property
     def depths(self) -> list[int]:
@@ -87,16 +90,19 @@ class DraftBlock(Drafts):
             return anchors
         columns = torch.cat([anchors.to(self.token_ids.device)[:, None], self.token_ids], dim=1)
         sent = torch.arange(columns.shape[1], device="cpu") <= self.lengths[:, None]
-        return columns[sent.to(columns.device)]
+        return columns.flatten()[to_device(sent.flatten().nonzero()[:, 0], columns.device)]
+
+    @property
+    def _rows(self) -> Sequence[Sequence[int]]:
+        return self.token_ids.tolist() if self.rows is None else self.rows
 
     def prefixes(self, row: int) -> list[tuple[list[int], None]]:
-        tokens = self.token_ids[row].tolist()
+        tokens = self._rows[row]
         return [(tokens[:count], None) for count in range(1 + int(self.lengths[row]))]
 
     def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
-        columns = [verified.num_accepted[:, None], verified.next_token_ids[:, None], self.token_ids]
-        rows = torch.cat(columns, dim=1).tolist()
-        return [(range(1, 1 + count), [*drafted[:count], following]) for count, following, *drafted in rows]
+        rows = zip(verified.num_accepted.tolist(), verified.next_token_ids.tolist(), self._rows, strict=True)
+        return [(range(1, 1 + count), [*drafted[:count], following]) for count, following, drafted in rows]
 
 
 @dataclass
@@ -185,8 +191,13 @@ class DraftTrees(Drafts):
         return tuple((0, *tree.parents) for tree in self.trees)
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:
-        rows = zip(anchors.tolist(), self.trees, strict=True)
-        return torch.tensor([token for anchor, tree in rows for token in (anchor, *tree.token_ids)], device="cpu")
+        nodes = [token for tree in self.trees for token in tree.token_ids]
+        order, end = [], len(self.trees)  # of anchors, then nodes
+        for row, tree in enumerate(self.trees):
+            order += [row, *range(end, end + tree.num_nodes)]
+            end += tree.num_nodes
+        tokens = torch.cat([anchors, to_device(nodes, anchors.device, torch.long)])
+        return tokens[to_device(order, tokens.device)]
 
     def prefixes(self, row: int) -> list[tuple[list[int], int | None]]:
         tree = self.trees[row]

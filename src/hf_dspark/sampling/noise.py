@@ -18,7 +18,8 @@ LARGEST, LARGEST_SINGLE = 1 - 2**-50, 1 - 2**-22
 
 @dataclass(frozen=True)
 class BlockNoise:
-    """Independent uniform numbers in [0, 1) for one block of each request, in float64 where there is any."""
+    """Independent uniform numbers in [0, 1) for one block of each request, on the host, in float64 where the device
+    has it."""
 
     draft_uniforms: torch.Tensor  # for drawing the drafts, [B, γ]
     accept_uniforms: torch.Tensor  # for accepting them, [B, γ]
@@ -28,7 +29,7 @@ class BlockNoise:
 def block_noise(
     seed: int, request_ids: Sequence[int], blocks: Sequence[int], block_size: int, device: torch.device
 ) -> BlockNoise:
-    """Return the noise of one block of each request; `blocks` says how many each has drawn before.
+    """Return the noise of one block of each request, for use on a device; `blocks` says how many each has drawn.
 
     The seed, in [0, 2**63), is that of the whole call; request ids are distinct.
     """
@@ -39,7 +40,6 @@ def block_noise(
     uniforms = torch.from_numpy(np.stack(rows))
     if device.type == "mps":
         uniforms = uniforms.clamp_max(LARGEST_SINGLE).float()
-    uniforms = uniforms.to(device)
     return BlockNoise(uniforms[:, :block_size], uniforms[:, block_size:-1], uniforms[:, -1])
 
 

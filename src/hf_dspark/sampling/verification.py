@@ -13,11 +13,18 @@ import torch
 from .distributions import Scores, TokenDistribution, draw, residual_distribution
 from .drafts import DraftBlock, Drafts, DraftTree, DraftTrees, Verified
 from .noise import BlockNoise
+from .transfers import to_device, to_host
 
 TINY = 1e-30  # keeps a quotient of zeros finite
 
 
-def verify(drafts: Drafts, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None) -> Verified:
+def verify(
+    drafts: Drafts,
+    scores: Scores,
+    first_rows: Sequence[int],
+    noise: BlockNoise | None,
+    has_nan: torch.Tensor | None = None,
+) -> Verified:
     """Accept a path of each row's drafts, and draw the token after it.
 
     Args:
@@ -26,45 +33,62 @@ def verify(drafts: Drafts, scores: Scores, first_rows: Sequence[int], noise: Blo
             row by row, processed like the drafts.
         first_rows (`Sequence[int]`): Where each row's scores begin, `[R]`.
         noise ([`BlockNoise`], *optional*): Independent of the draws. Without it the target's arg-max is followed.
+        has_nan (`torch.BoolTensor` of shape `[]`, *optional*): What the caller wants to know, too: it travels along.
 
     Sun et al. 2024 (arXiv 2403.10444) for chains, Weng et al. 2025 (arXiv 2505.12398) for trees; both in place of the
     ratio test of DSpark Section 2.1.
     """
     if isinstance(drafts, DraftTrees):
-        return _verify_trees(drafts, scores, first_rows, noise)
-    device = scores.values.device
-    lengths = drafts.lengths.to(device)
-    if drafts.token_ids.shape[1] == 0:
-        return Verified(lengths, next_tokens(scores, noise))
-    first_rows = torch.tensor(first_rows, device=device)
-    if noise is None:
-        return walk_chains(drafts, lengths, scores.best(), first_rows)
-    accept_uniforms = noise.accept_uniforms[:, : drafts.token_ids.shape[1]]
-    return verify_chains(drafts, lengths, scores.distribution(), first_rows, accept_uniforms, noise.next_uniforms)
+        return _verify_trees(drafts, scores, first_rows, noise, has_nan)
+    device, gamma = scores.values.device, drafts.token_ids.shape[1]
+    lengths, first_rows = to_device(torch.stack([drafts.lengths, torch.tensor(first_rows, device="cpu")]), device)
+    if gamma == 0:
+        verified = Verified(lengths, next_tokens(scores, noise))
+    elif noise is None:
+        verified = walk_chains(drafts, lengths, scores.best(), first_rows)
+    else:
+        uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
+        verified = verify_chains(drafts, lengths, scores.distribution(), first_rows, *uniforms)
+    facts = [] if has_nan is None else [has_nan]
+    num_accepted, next_token_ids, *facts = to_host(verified.num_accepted, verified.next_token_ids, *facts)
+    return Verified(num_accepted, next_token_ids, has_nan=any(facts))
 
 
 def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
     """Draw the token at each position from the target alone, `[n]`."""
-    return scores.best() if noise is None else draw(scores.distribution(), noise.next_uniforms)
-
-
-def _verify_trees(drafts: DraftTrees, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None) -> Verified:
-    spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
-    rows = zip(drafts.trees, spans, strict=True)
     if noise is None:
-        best = scores.best().tolist()
+        return scores.best()
+    return draw(scores.distribution(), to_device(noise.next_uniforms, scores.values.device))
+
+
+def _verify_trees(
+    drafts: DraftTrees,
+    scores: Scores,
+    first_rows: Sequence[int],
+    noise: BlockNoise | None,
+    has_nan: torch.Tensor | None,
+) -> Verified:
+    spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
+    rows, facts = zip(drafts.trees, spans, strict=True), [] if has_nan is None else [has_nan]
+    if noise is None:
+        best, *facts = to_host(scores.best(), *facts)
+        best = best.tolist()
         paths, following = zip(*(walk_tree(tree, best[span]) for tree, span in rows), strict=True)
         next_token_ids = torch.tensor(following, device="cpu")
     else:
         distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
+        if distribution.candidate_ids is not None:  # few enough for the host, which need not be waited for
+            probs, candidate_ids, *facts = to_host(distribution.probs, distribution.candidate_ids, *facts)
+            distribution = TokenDistribution(probs, candidate_ids)
         walks = [
             verify_tree(tree, distribution[span], uniforms)
             for (tree, span), uniforms in zip(rows, accept_uniforms, strict=True)
         ]
         paths, following = zip(*walks, strict=True)
         drawn_from = TokenDistribution.stack([each[None] for each in following])[0]
-        next_token_ids = draw(drawn_from, noise.next_uniforms).cpu()  # where the paths are
-    return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths)
+        next_token_ids = draw(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
+        next_token_ids, *facts = to_host(next_token_ids, *facts)
+    return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths, any(facts))
 
 
 # ---- arg-max drafts: along the target's arg-max
@@ -214,32 +238,39 @@ def verify_tree(
     Returns:
         The accepted places, and the distribution of the token after them, `[m]`.
     """
+    device = target_distribution.probs.device
+    drawn_from = {place: each[row].to(device) for place, (each, row) in tree.distributions.items()}
+    # p_1 and q_1 of all nodes: an accelerator is waited for once here, and then once for each rejected node.
+    nodes = list(zip(tree.token_ids, tree.parents, tree.masses, strict=True))
+    firsts = [_probability(target_distribution[parent], token) for token, parent, _ in nodes]
+    drawn = [_probability(drawn_from[parent], token) for token, parent, mass in nodes if mass > 0.0]
+    firsts = [float(each) for each in to_host(*firsts, *drawn)]
+    drawn = iter(firsts[len(nodes) :])
+    draft_probs = [next(drawn) / mass if mass > 0.0 else 1.0 for mass in tree.masses]
 
     def accepted_below(place: int, weight: float) -> tuple[list[int], TokenDistribution] | None:
-        distribution, tried, draft_probs, entered = target_distribution[place], [], None, weight
-        probs = distribution.probs
-        for node in tree.children(place):
+        distribution, tried, own, entered = target_distribution[place], [], None, weight
+        probs, children = distribution.probs, tree.children(place)
+        prob = firsts[children[0] - 1] if children else 0.0
+        for number, node in enumerate(children):
             token, mass = tree.token_ids[node - 1], tree.masses[node - 1]
-            draft_prob, drawn_from = 1.0, None
-            if mass > 0.0:
-                of_children, row = tree.distributions[place]
-                drawn_from = of_children[row]
-                draft_prob = float(drawn_from.probs[_places_of(token, drawn_from.candidate_ids)].sum()) / mass
-            ratio = weight * float(probs[_places_of(token, distribution.candidate_ids)].sum()) / draft_prob
+            ratio = weight * prob / draft_probs[node - 1]
             found = accepted_below(node, min(1.0, ratio)) if ratio > 0.0 else None
             if found is not None:
                 return [node, *found[0]], found[1]
-            if drawn_from is None:
-                left = on_support(None, torch.tensor(token, device=probs.device), distribution)
+            if mass == 0.0:
+                left = on_support(None, to_device(token, device), distribution)
             else:
-                if draft_probs is None:
-                    draft_probs = on_support(drawn_from, None, distribution)
-                left = draft_probs.clone()
+                own = on_support(drawn_from[place], None, distribution) if own is None else own
+                left = own.clone()
                 for each in tried:
                     left[_places_of(each, distribution.candidate_ids)] = 0.0
                 left /= mass
-            excess = float((weight * probs - left).clamp_min(0.0).sum())
+            excess = (weight * probs - left).clamp_min(0.0).sum()
             probs = residual_distribution(weight * probs, left)
+            sibling = tree.token_ids[children[min(number + 1, len(children) - 1)] - 1]
+            following = _probability(TokenDistribution(probs, distribution.candidate_ids), sibling)
+            excess, prob = map(float, to_host(excess, following))
             weight = excess / max(excess + 1.0 - weight, TINY)
             tried.append(token)
         # Where the target has no distribution, a place is taken with the weight that it came with, so that the caller
@@ -249,6 +280,10 @@ def verify_tree(
         return None
 
     return accepted_below(0, 1.0)
+
+
+def _probability(distribution: TokenDistribution, token: int) -> torch.Tensor:
+    return distribution.probs[_places_of(token, distribution.candidate_ids)].sum()
 
 
 def _places_of(token: int, candidate_ids: torch.Tensor | None) -> int | torch.Tensor:

@@ -29,7 +29,7 @@ class RoundOutcome:
     target_logits: torch.Tensor | None = None  # processed, after the anchor and each verified token, [R, 1+l, V]
     num_committed: Sequence[int] = ()  # tokens gained, up to the request's end, [R]
     draft_seconds: float = 0.0
-    verify_seconds: float = 0.0  # in the target's verification pass
+    verify_seconds: float = 0.0  # in the target's pass, until it is known what was accepted
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,27 @@
+"""Numbers on their way between the host and an accelerator. A transfer to the host waits for all that the device has
+been asked for, so a round makes few of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def to_device(
+    numbers: torch.Tensor | Sequence, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Copy numbers of the host to a device. CUDA has read memory that is not pinned when the call returns, so it need
+    not be waited for."""
+    return torch.as_tensor(numbers, device="cpu", dtype=dtype).to(device, non_blocking=device.type == "cuda")
+
+
+def to_host(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Copy tensors of one device, of any shapes and types, to the host at once. Whole numbers are less than 2**24."""
+    if not parts or parts[0].device.type == "cpu":
+        return list(parts)
+    flat = torch.cat([part.flatten().float() for part in parts]).cpu().split([part.numel() for part in parts])
+    return [found.view(part.shape).to(part.dtype) for found, part in zip(flat, parts, strict=True)]
+
+
+def to_arrays(*parts: torch.Tensor) -> list[np.ndarray]:
+    return [part.numpy() for part in to_host(*parts)]
