@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,28 @@ def test_pages_of_the_manual_run_as_printed():
     for page in QUICK:
         for block in python_of(ROOT / page):
             exec(block, names)
+
+
+def recipes() -> list:
+    """The blocks of the recipes by their headings, with what each needs beside this package."""
+    found = []
+    for part in (ROOT / "docs" / "recipes.md").read_text().split("\n## ")[1:]:
+        for _, code in blocks(part, "python"):
+            packages = re.findall(r"^from (\w+)", code, re.MULTILINE) + re.findall("bitsandbytes", part)
+            needed = sorted(set(packages) - set(sys.stdlib_module_names))
+            found.append(pytest.param(code, needed, id=part.partition("\n")[0]))
+    return found
+
+
+@pytest.mark.parametrize(("code", "needed"), recipes())
+def test_recipe_runs_where_its_packages_are_installed(code, needed, checkout, monkeypatch):
+    for package in needed:
+        pytest.importorskip(package)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    names: dict[str, object] = {"prompts": checkout}
+    exec(python_of(ROOT / "docs" / "quickstart.md")[0], names)
+    exec(code, names)
+    assert names["draft"].last_stats.rounds > 0
 
 
 @pytest.fixture(scope="module")

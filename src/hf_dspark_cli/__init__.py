@@ -1,7 +1,7 @@
-"""`hf-dspark`: the command line. Words in, one command run, an exit code out.
+"""`hf-dspark`: the command line. Arguments in, one command run, an exit code out.
 
 A package beside hf_dspark and not a folder in it: whatever is imported from there first imports transformers'
-generation stack, which takes seconds. Here nothing does before the words are understood.
+generation stack, which takes seconds. Here nothing does before the arguments are understood.
 """
 
 import errno
@@ -55,7 +55,7 @@ class Console:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code. Raises `SystemExit` if the words are wrong, or ask for help."""
+    """Run a command; return its exit code. Raises `SystemExit` if the arguments are wrong, or ask for help."""
     options = parse(sys.argv[1:] if argv is None else argv)
     console = Console(sys.stdout, options.json, options.quiet)
     try:

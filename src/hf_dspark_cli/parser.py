@@ -1,4 +1,4 @@
-"""The words that `hf-dspark` understands: a function per command adds its options, and its docstring is the help.
+"""The arguments that `hf-dspark` understands: a function per command adds its options, and its docstring is the help.
 
 Imports the standard library alone, so that help and mistakes are answered at once.
 """
@@ -26,7 +26,7 @@ THRESHOLD = "threshold="
 TREE = "tree="
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 
-exit codes: 0 done, 1 failed, 2 wrong words or input, 130 interrupted.
+exit codes: 0 done, 1 failed, 2 wrong arguments or input, 130 interrupted.
 HF_DSPARK_DEBUG=1 shows where an error came from."""
 POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1], {TREE}N with N nodes"
 COMPARED = "also decode without the draft"
@@ -95,10 +95,10 @@ def _trainer_options() -> set[str]:
 
 
 def build_parsers() -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of all words, and that of each command."""
+    """Return the parser of all arguments, and that of each command."""
     parser = Parser(
         PROGRAM,
-        description="DSpark speculative decoding for transformers: faster generate(), the same tokens.",
+        description="DSpark speculative decoding for transformers: generate() faster, with the same output.",
         epilog=EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -133,7 +133,7 @@ def _with_underscores(word: str) -> str:
 def generate(parser: ArgumentParser) -> None:
     """Answer prompts with a draft, faster and with the same tokens.
 
-    Prompts are words, lines of a file, or stdin. Answers go to stdout, a single one while it grows;
+    Prompts are arguments, lines of a file, or stdin. Answers go to stdout, a single one while it grows;
     times and tokens per round go to stderr.
 
     example: hf-dspark generate --target examples/gsm8k_pair/target --draft examples/gsm8k_pair/draft
