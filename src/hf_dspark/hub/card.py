@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from ..files import differences
@@ -57,10 +57,10 @@ def model_card(
         if task != "all"
     ]
     training = [result for result in found if result["kind"] == "training"]
-    earlier = next((result["draft"]["name"] for result in training if result["draft"].get("name")), None)
+    earlier = next((result["draft"]["name"] for result in training if result["draft"].get("name")), title)
     earlier = None if earlier in (title, _last(title)) else earlier
     return ModelCard.from_template(
-        _metadata(title, config, (target_name, earlier), decoded, metadata),
+        _metadata(config, target_name, earlier, metadata),
         template_path=str(Path(__file__).with_suffix(".md")),
         name=_text(_last(title)),
         kind=draft_kind(config),
@@ -84,28 +84,18 @@ def model_card(
     )
 
 
-def missing_facts(card: ModelCard) -> list[str]:
-    """Return what a published card should say and does not, each with its cure."""
-    cures = {
-        "license": "a license (--license mit, or another id of the Hub; in Python license=...)",
-        "base_model": "its target on the Hub (--target user/name; in Python target=...)",
-    }
-    return [cure for field, cure in cures.items() if card.data.get(field) is None]
-
-
 def draft_kind(config: PreTrainedConfig) -> str:
     return "Eagle3" if config.is_autoregressive else "DSpark" if config.markov_rank else "DFlash"
 
 
 def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
     """Refuse results of other weights or another geometry. A name is no identity: drafts are renamed when trained."""
-    needed = {name: value for name, value in facts.items() if name not in ("name", "revision")}
-    for result in results:
-        theirs = result["draft"]
-        if wrong := differences({name: theirs.get(name, "not said") for name in needed}, needed):
+    for kind, theirs in ((result["kind"], result["draft"]) for result in results):
+        known = {name: theirs.get(name, "not said") for name in facts}
+        if wrong := differences(known | {name: facts[name] for name in ("name", "revision")}, facts):
             raise ValueError(
-                f"a result of the kind {result['kind']!r} belongs to another draft, "
-                f"{theirs.get('name') or 'without a name'}, which differs in {wrong}: measure this draft"
+                f"a result of the kind {kind!r} belongs to another draft, {theirs.get('name') or 'without a name'}, "
+                f"which differs in {wrong}: measure this draft"
             )
 
 
@@ -134,16 +124,18 @@ def _held_out_sets(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _headline(decoded: list[Decoded], training: list[dict]) -> str:
-    def estimated(part: str) -> list[float | None]:
-        metrics = [result.get(part, {}) for result in training]
-        return [values[f"{prefix}tau"] for values in metrics for prefix in _held_out_sets(values)]
-
     if faster := _span(part["speedup"]["ratio_of_medians"] for _, _, part in decoded if part.get("speedup")):
         return f"it makes `generate()` **{faster} times as fast**."
     tau, how = _span(part.get("tau") for _, _, part in decoded), ""
-    if not tau and (tau := _span(estimated("metrics"))):
-        before = _span(estimated("before"))
-        how = f", as estimated on held-out rows of its training{f' ({before} before it)' if before else ''}"
+    if not tau:
+        then, now = (
+            _span(values[f"{prefix}tau"] for values in metrics for prefix in _held_out_sets(values))
+            for metrics in (
+                [result.get("before", {}) for result in training],
+                [result["metrics"] for result in training],
+            )
+        )
+        tau, how = now, f", as estimated on held-out rows of its training{f' ({then} before it)' if then else ''}"
     if not tau:
         return "its speed was not measured for this card."
     return f"**{tau} tokens** per pass of the target{how}. Its speed was not measured for this card."
@@ -194,14 +186,15 @@ def _device(result: dict) -> str:
 
 
 def _metadata(
-    title: str,
-    config: PreTrainedConfig,
-    bases: tuple[str | None, str | None],
-    decoded: list[Decoded],
-    fields: Mapping[str, Any],
+    config: PreTrainedConfig, target: str | None, earlier: str | None, fields: Mapping[str, Any]
 ) -> ModelCardData:
-    target, earlier = bases
-    own = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
+    tags = (
+        "speculative-decoding",
+        draft_kind(config).lower(),
+        "draft-model",
+        "custom_generate",
+        *fields.get("tags", ()),
+    )
     known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
         # Of the relations that the Hub knows, of which it takes one for all: only this target can use the draft, which
@@ -209,22 +202,7 @@ def _metadata(
         known |= {"base_model": target, "base_model_relation": "adapter"}
         if _is_on_hub(earlier):
             known |= {"base_model": [target, earlier], "base_model_relation": "finetune"}
-    measured = [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Speculative decoding",
-            dataset_type=task,
-            dataset_name=task,
-            metric_type="tau",
-            metric_name=f"tau, tokens per pass ({regime_of(result['sampling'])}; {short_policy(result['policy'])})",
-            metric_value=part["tau"],
-        )
-        for result, task, part in decoded
-        if part.get("tau") is not None
-    ]
-    if measured:
-        known |= {"model_name": _last(title), "eval_results": measured}
-    return ModelCardData(**known | fields | {"tags": [*dict.fromkeys([*own, *fields.get("tags", ())])]})
+    return ModelCardData(**known | fields | {"tags": [*dict.fromkeys(tags)]})
 
 
 # ---- words

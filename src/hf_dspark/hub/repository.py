@@ -12,7 +12,6 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from ..measuring.results import UNFINISHED, describe_draft, describe_target, rea
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
 from ..models.modeling_dspark import DSparkDraftModel
-from .card import missing_facts, model_card
+from .card import model_card
 
 if TYPE_CHECKING:
     from ..training.trainer import DSparkTrainer
@@ -43,6 +42,11 @@ REPOSITORY_FILES = (CARD_FILE, CONFIG_FILE, *WEIGHT_FILES, *CODE_FILES, f"{RESUL
 # What an earlier upload may have left and this one would not replace: other shards, code, results, pickles.
 STALE_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", f"{CODE_FOLDER}/*", f"{RESULTS_FOLDER}/*")
 UPLOAD_OPTIONS = ("private", "token", "revision", "create_pr", "commit_message", "commit_description")
+# What a published card should say, and how it learns that.
+CURES = {
+    "license": "a license (--license mit, or another id of the Hub; in Python license=...)",
+    "base_model": "its target on the Hub (--target user/name; in Python target=...)",
+}
 # What a result file says about a training; no paths, no tokens.
 REPORTED_ARGUMENTS = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
@@ -81,7 +85,7 @@ def save_repository(
     """
     draft, folder, files = _loaded(draft), Path(folder), result_files(results)
     readme = _card(draft, files, folder, card)
-    if missing := missing_facts(readme):
+    if missing := [cure for field, cure in CURES.items() if readme.data.get(field) is None]:
         lacking = f"the model card does not name {', and not '.join(missing)}"
         if complete:
             raise ValueError(f"{lacking}. Nobody can use a draft without: give that, or publish it with --private")
@@ -138,19 +142,14 @@ def write_remote_code(folder: str | Path) -> Path:
             f"{folder} holds a {config.get('model_type')!r} model, a draft is one of {sorted(DRAFTS)}: convert it "
             "with hf_dspark.convert_checkpoint"
         )
-    code.mkdir(exist_ok=True)
     for stale in code.glob("*.py"):
         stale.unlink()
-    try:
-        license = distribution("hf_dspark").read_text("licenses/LICENSE")
-    except PackageNotFoundError:  # run from its sources
-        license = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
-    (code / "LICENSE").write_text(license, encoding="utf-8")
+    shutil.copytree(DECODER.parent, code, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     if model is DSparkDraftModel and config.get("markov_head_type", "vanilla") in DECODER_HEADS:
         classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
         config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
         replace_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return Path(shutil.copyfile(DECODER, code / DECODER.name))
+    return code / DECODER.name
 
 
 def upload_repository(
