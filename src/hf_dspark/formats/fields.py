@@ -75,9 +75,7 @@ class Format:
     refusals: Rules = field(default_factory=dict)  # ours that cannot be exported for other reasons
     renamed: Mapping[str, str] = field(default_factory=dict)  # our names of tensors to theirs
     copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
-    needs_target: bool = False  # for importing, because the configuration leaves something out
     names_target: bool = False  # so exporting needs the target
-    keeps_target_depth: bool = True  # whether it says how many layers the target has
 
 
 # ---- reading places of a configuration

@@ -315,7 +315,6 @@ SPECULATORS = Format(
         ),
     },
     names_target=True,
-    keeps_target_depth=False,
     engines=("speculators", "vllm", "sglang"),
 )
 
@@ -450,8 +449,6 @@ TRANSFORMERS = Format(
         ),
     },
     renamed={"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"},
-    needs_target=True,
-    keeps_target_depth=False,
     engines=("transformers",),
 )
 

@@ -62,11 +62,6 @@ def config_from_format(
     if reasons := reasons + _reasons(entry.unreadable, config):
         raise ValueError(f"this {entry.name} draft cannot be read: {'; '.join(reasons)}")
     text = None if facts is None else facts.text
-    if entry.needs_target and text is None:
-        raise ValueError(
-            f"a draft in the format {entry.name!r} says neither how many tokens nor how many layers its target has: "
-            "pass the target, convert_checkpoint(..., target=...)"
-        )
     if text is not None and facts.embedding_scale != 1.0 and entry.constants.get("embedding_scale") == 1.0:
         raise ValueError(
             f"a draft in the format {entry.name!r} reads embedding rows unscaled, but those of a {text.model_type!r} "
@@ -80,7 +75,12 @@ def config_from_format(
             f"sample_from_anchor={sample_from_anchor} was asked for, but the {entry.name} draft says otherwise: leave "
             "it out"
         )
-    if not entry.keeps_target_depth:
+    if "vocab_size" not in ours and text is None:
+        raise ValueError(
+            f"a draft in the format {entry.name!r} says neither how many tokens nor how many layers its target has: "
+            "pass the target, convert_checkpoint(..., target=...)"
+        )
+    if "num_target_layers" not in ours:
         ours["num_target_layers"] = None if text is None else text.num_hidden_layers
         ours["target_model_type"] = None if text is None else text.model_type
     if text is not None:
