@@ -37,10 +37,9 @@ def load_hint() -> str | None:
     cores = os.cpu_count() or 1
     if load <= cores:
         return None
-    busy = f"other processes hold the cores (load {load:.1f} on {cores}): times will be wrong"
-    if torch.get_num_threads() == 1:
-        return f"{busy}. Wait"
-    return f"{busy}, and PyTorch's threads can slow each other twenty-fold. Wait, or set OMP_NUM_THREADS=1"
+    cure = ", and PyTorch's threads can slow each other twenty-fold. Wait, or set OMP_NUM_THREADS=1"
+    cure = cure if torch.get_num_threads() > 1 else ". Wait"
+    return f"other processes hold the cores (load {load:.1f} on {cores}): times will be wrong{cure}"
 
 
 def _command(options: Mapping[str, Any]) -> str:

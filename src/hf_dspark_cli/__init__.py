@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from glob import escape, glob
 from importlib import import_module
 from pathlib import Path
 from tempfile import gettempdir
@@ -59,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     console = Console(sys.stdout, options.json, options.quiet)
     try:
-        if not (getattr(options, "load_in_8bit", False) or getattr(options, "load_in_4bit", False)):
-            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # transformers imports it to train
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # transformers imports it to train
         with redirect_stdout(sys.stderr):  # what libraries print is no answer
             run = getattr(import_module(f".{options.module}", __name__), f"run_{options.command}")
             if not console.progress:
@@ -92,19 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _kept(options: Namespace) -> str:
     """Return what a command that did not end has left."""
-    return options.kept if any(path.exists() for path in options.places(options)) else "nothing is kept"
+    place = options.kept_in.format(**{name: escape(str(value)) for name, value in vars(options).items()})
+    return options.kept if not place or glob(place) else "nothing is kept"
 
 
 def _full_disk(error: Exception, options: Namespace) -> str | None:
     """Return which disk is full, if that is what stopped a command: libraries say it in many ways, or not at all."""
-    if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC):
-        return None
     given = (getattr(options, name, None) for name in ("output_dir", "output_file", "result_file", "destination"))
     place = next((Path(path) for path in given if path), Path(gettempdir()))
-    disk = shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists()))
-    if "No space left on device" not in str(error) and (disk.free >= 2**16 or not disk.total):  # /proc has no size
+    total, _, free = shutil.disk_usage(next(path for path in (place, *place.absolute().parents) if path.exists()))
+    is_other = getattr(error, "errno", None) not in (None, errno.ENOSPC)
+    if "No space left on device" not in str(error) and (is_other or free >= 2**16 or not total):  # /proc has no size
         return None
-    free = disk.free
     return f"the disk of {place} is full ({free / 2**20:.1f} MiB free). Make room there, or name another place"
 
 

@@ -1,5 +1,6 @@
 """`hf-dspark eval`, `calibrate` and `profile`: measurements, and the result files that cards are made of."""
 
+import os
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -121,6 +122,8 @@ def _folder_to_calibrate(options: Namespace) -> Path:
     if not folder.is_dir() or recognise(Checkpoint(folder).config) is not None:
         where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
         raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written to: name another place with --output_dir")
     return folder
 
 

@@ -71,14 +71,12 @@ def load_target(options: Namespace) -> Models:
         bits = values_of(options, "load_in_8bit", "load_in_4bit")
         hub["quantization_config"] = BitsAndBytesConfig(**bits)
     device_map = options.device_map
-    kind, is_there = (device_map or "").partition(":")[0], torch.accelerator.is_available()
-    if kind in ("cuda", "mps", "xpu") and not (is_there and torch.accelerator.current_accelerator().type == kind):
-        raise ValueError(
-            f"--device_map {device_map}: PyTorch {torch.__version__} finds no {kind} device here. Give cpu, or leave "
-            "it out; for a GPU, install a build of PyTorch for it"
-        )
-    if device_map is None and is_there:
-        device_map = str(torch.accelerator.current_accelerator())
+    here = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if (kind := str(device_map).partition(":")[0]) in {"cuda", "mps", "xpu"} - {here}:
+        cure = "give cpu, or install PyTorch's build for your accelerator"
+        raise ValueError(f"--device_map {device_map}: PyTorch {torch.__version__} finds no {kind} device here: {cure}")
+    if device_map is None and here != "cpu":
+        device_map = here
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype, device_map=device_map, **hub)
     if target.device.type == "cpu" and target.dtype == torch.bfloat16 and lacks_bfloat16():
         warnings.warn(

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -58,18 +58,15 @@ def parse(words: Sequence[str]) -> Namespace:
     parser, parsers = build_parsers()
     options, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
     options.trainer_words = unknown
-    known = parsers[options.command]._option_string_actions.keys()
-    if options.command != "train":
-        _refuse_unknown(parsers[options.command], unknown, known)
-    elif names := [word for word in unknown if word.startswith("--")]:
-        trainers = _trainer_options()
-        others = [name for name in names if name.partition("=")[0].replace("--no_", "--") not in trainers]
-        _refuse_unknown(parsers["train"], others, [*known, *trainers])
-    if options.command == "calibrate" and options.output_dir is None and Path(options.draft).is_dir():
-        try:
-            writable(options.draft)
-        except ArgumentTypeError as error:
-            parsers["calibrate"].error(f"{error} with --output_dir")
+    known = set(parsers[options.command]._option_string_actions)
+    if options.command == "train" and unknown:
+        known |= _trainer_options()
+        names = ((word, word.partition("=")[0].replace("--no_", "--")) for word in unknown)
+        unknown = [word for word, name in names if name.startswith("--") and name not in known]
+    if unknown:
+        near = [match for word in unknown for match in get_close_matches(word.partition("=")[0], known, 1)]
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        parsers[options.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     for name in ("top_k", "top_p", "min_p"):
         if getattr(options, name, None) is not None and options.temperature == 0:
             parsers[options.command].error(f"--temperature 0 decodes greedily, which needs no --{name}: drop one")
@@ -79,18 +76,10 @@ def parse(words: Sequence[str]) -> Namespace:
     return options
 
 
-def _refuse_unknown(parser: Parser, unknown: Sequence[str], known: Collection[str]) -> None:
-    if unknown:
-        near = (get_close_matches(word.partition("=")[0], known, 1) for word in unknown if word.startswith("--"))
-        hint = ", ".join(dict.fromkeys(name for names in near for name in names))
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {hint}?' if hint else ''}")
-
-
 def _trainer_options() -> set[str]:
     """Return the names of the training's arguments, and some more, from sources: importing them takes seconds."""
-    files = {"transformers": ("training_args.py",), "hf_dspark": ("training/arguments.py", "models/losses.py")}
-    folders = {package: Path(find_spec(package).submodule_search_locations[0]) for package in files}
-    sources = ((folders[package] / name).read_text("utf-8") for package in files for name in files[package])
+    files = ("transformers", "training_args"), ("hf_dspark", "training/arguments"), ("hf_dspark", "models/losses")
+    sources = (Path(find_spec(package).origin).parent.joinpath(f"{name}.py").read_text() for package, name in files)
     return {f"--{name}" for source in sources for name in re.findall(r"^    (\w+): ", source, re.MULTILINE)}
 
 
@@ -114,7 +103,7 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.set_defaults(module=module, kept="", places=lambda options: ())
+        command.set_defaults(module=module, kept="nothing was written", kept_in="")
         declare(command)
         command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
         command.add_argument("--quiet", action="store_true", help="show neither progress nor notes")
@@ -147,7 +136,7 @@ def generate(parser: ArgumentParser) -> None:
     add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
     add("--compare", action="store_true", help=f"{COMPARED}; show both times, equal answers, and best tokens")
     _add_models(parser)
-    parser.set_defaults(kept="finished answers stand above", places=lambda options: [Path()])
+    parser.set_defaults(kept="finished answers stand above")
 
 
 def regenerate(parser: ArgumentParser) -> None:
@@ -166,8 +155,7 @@ def regenerate(parser: ArgumentParser) -> None:
     add("--num_samples", type=count, default=1, metavar="N", help="answers per prompt (%(default)s)")
     add("--batch_size", type=count, default=8, metavar="N", help="prompts answered at a time (%(default)s)")
     _add_models(parser, "; slower without one")
-    places = lambda options: [Path(options.output_file)]  # noqa: E731
-    parser.set_defaults(kept=f"finished answers are kept: {GOES_ON}", places=places)
+    parser.set_defaults(kept=f"finished answers are kept: {GOES_ON}", kept_in="{output_file}")
 
 
 def train(parser: ArgumentParser) -> None:
@@ -185,13 +173,7 @@ def train(parser: ArgumentParser) -> None:
     held_out = "rows to hold out of the file, and with each all answers to its prompt (%(default)s)"
     add("--train_file", type=file, required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
-    add(
-        "--output_dir",
-        type=writable,
-        required=True,
-        metavar="FOLDER",
-        help="where draft, card, checkpoints and results go",
-    )
+    add("--output_dir", type=writable, required=True, metavar="FOLDER", help="of draft, card, checkpoints and results")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
     add("--draft_kind", choices=("dspark", "dflash", "eagle3"), help="of a new draft (dspark)")
     add("--num_hidden_layers", type=count, metavar="N", help="of a new draft; by the target's depth unless given")
@@ -200,9 +182,8 @@ def train(parser: ArgumentParser) -> None:
     add("--markov_head_type", metavar="TYPE", help="of a new dspark draft: vanilla (default), gated or rnn")
     add("--target_layer_ids", type=int, nargs="+", metavar="LAYER", help="of the target, that a new draft reads")
     _add_target(parser)
-    places = lambda options: Path(options.output_dir).glob("checkpoint-*/dspark_run.json")  # noqa: E731
     kept = "checkpoints are kept: --resume_from_checkpoint last goes on from the newest"
-    parser.set_defaults(kept=kept, places=places)
+    parser.set_defaults(kept=kept, kept_in="{output_dir}/checkpoint-*/dspark_run.json")
 
 
 def calibrate(parser: ArgumentParser) -> None:
@@ -220,15 +201,9 @@ def calibrate(parser: ArgumentParser) -> None:
     add("--num_prompts", type=count, metavar="N", help="of the file; all unless given")
     add("--domain", metavar="NAME", help="to keep the calibration under; greedy or sampled unless given")
     add("--output_dir", type=new, metavar="FOLDER", help="of the calibrated draft; its own folder unless given")
-    add(
-        "--rounds_file",
-        type=writable,
-        metavar="FILE",
-        help="where rounds are recorded; the same command goes on from there",
-    )
+    add("--rounds_file", type=writable, metavar="FILE", help=f"where rounds are recorded; {GOES_ON}")
     _add_models(parser)
-    places = lambda options: [Path(options.rounds_file)] if options.rounds_file else []  # noqa: E731
-    parser.set_defaults(kept=f"rounds in --rounds_file are kept: {GOES_ON}", places=places)
+    parser.set_defaults(kept=f"rounds in --rounds_file are kept: {GOES_ON}", kept_in="{rounds_file}")
 
 
 def profile(parser: ArgumentParser) -> None:
@@ -272,8 +247,7 @@ def eval_(parser: ArgumentParser) -> None:
     add("--packed", action="store_true", help="on a CPU, packed copies of the weights, without the draft, too")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
-    places = lambda options: [Path(f"{options.result_file}.partial.jsonl")]  # noqa: E731
-    parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}", places=places)
+    parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}", kept_in="{result_file}.partial.jsonl")
 
 
 def convert(parser: ArgumentParser) -> None:

@@ -244,7 +244,7 @@ def test_eval_goes_on_where_it_was_interrupted(refusal, monkeypatch):
     assert "differs in seed (1 there, 0 now)" in refusal(words)
 
 
-def test_a_calibration_whose_config_cannot_be_written_leaves_no_result(monkeypatch):
+def test_a_calibration_whose_config_cannot_be_written_leaves_no_result(refusal, monkeypatch):
     def full(self, folder):
         raise OSError(28, "No space left on device")
 
@@ -252,6 +252,8 @@ def test_a_calibration_whose_config_cannot_be_written_leaves_no_result(monkeypat
     words = f"calibrate {PAIR} --prompts_file prompts.jsonl --max_new_tokens 12 --temperature 0"
     assert main(shlex.split(words)) == 1
     assert not Path("draft/results").exists()
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "draft")
+    assert "draft cannot be written to: name another place with --output_dir" in refusal(words)
 
 
 def test_calibrate_changes_the_config_alone_or_fills_another_folder(answer, refusal):

@@ -45,7 +45,7 @@ def test_help_of_every_command_describes_all_options_and_shows_an_example_that_p
     assert f"usage: hf-dspark {name} " in printed and "--json" in printed and "--quiet" in printed
     text = printed.partition("example: hf-dspark ")[2].partition("\n\n")[0]
     options = parse(shlex.split(text.replace("\n", " ").replace("$'", "'")))
-    assert options.command == name and options.module and callable(options.places)
+    assert options.command == name and options.module and options.kept
     assert all(action.help for action in build_parsers()[1][name]._actions)
     lines = printed.partition("\noptions:")[2].split("\n")
     listed = [line.split()[0].strip("-") for line in lines if line.startswith("  --")]
@@ -115,7 +115,6 @@ READ_ONLY = {
     "train": "train --target target --train_file prompts.jsonl --output_dir locked/draft",
     "calibrate": f"calibrate {PAIR} --prompts_file prompts.jsonl --output_dir locked/draft",
     "rounds": f"calibrate {PAIR} --prompts_file prompts.jsonl --rounds_file locked/rounds.jsonl",
-    "in place": "calibrate --target target --draft locked --prompts_file prompts.jsonl",
     "profile": f"profile {PAIR} --output_file locked/sps.json",
     "eval": f"eval {PAIR} --prompts prompts.jsonl --result_file locked/deep/result.json",
     "convert": "convert --to deepspec draft locked/deepspec",
@@ -150,10 +149,10 @@ def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files)
     ("error", "code", "said", "traced"),
     [
         (ValueError("give\nanother"), 2, "error: give another", False),
-        (ConnectionError("no answer"), 1, "error: no answer; nothing is kept", False),
-        (RuntimeError("a bug"), 1, "error: a bug; nothing is kept", True),
-        (AssertionError(), 1, "error: AssertionError; nothing is kept", True),
-        (KeyboardInterrupt(), 130, "interrupted; nothing is kept", False),
+        (ConnectionError("no answer"), 1, "error: no answer; nothing was written", False),
+        (RuntimeError("a bug"), 1, "error: a bug; nothing was written", True),
+        (AssertionError(), 1, "error: AssertionError; nothing was written", True),
+        (KeyboardInterrupt(), 130, "interrupted; nothing was written", False),
     ],
 )
 def test_exit_codes_tell_wrong_input_from_what_failed(files, capsys, monkeypatch, error, code, said, traced):

@@ -240,7 +240,7 @@ def test_stop_strings_end_answers_as_alone(run):
     ("options", "words"),
     [
         ({"max_new_tokens": 2, "eos_token_id": None}, "6 of 6 answers are unfinished: raise max_new_tokens"),
-        ({"eos_token_id": list(range(64))}, "6 of 6 answers are empty: the target ends at once"),
+        ({"eos_token_id": list(range(64))}, "6 of 6 answers are empty: Is this the form"),
     ],
 )
 def test_a_warning_says_that_most_answers_are_empty_or_unfinished(run, monkeypatch, options, words):

@@ -193,9 +193,7 @@ def token_ids(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) 
         prompt = as_chat(prompt, processing_class)  # a question
     ids = Chat(processing_class, prompt.tools, prompt.chat_template_kwargs or {}).prompt_ids(prompt.content)
     if not ids:
-        is_empty = len(processing_class) <= len(processing_class.all_special_tokens)
-        reason = ". The tokenizer knows no words: its folder lacks files such as tokenizer.json" if is_empty else ""
-        raise ValueError(f"a prompt has no tokens: {shortened(prompt.content)}{reason}")
+        raise ValueError(f"a prompt has no tokens: {shortened(prompt.content)}. Are the tokenizer's files there?")
     return ids
 
 

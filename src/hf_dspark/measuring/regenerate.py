@@ -145,15 +145,12 @@ def regenerate(
     if num_failed:
         message = f"{num_failed} prompts failed: see 'error' in {journal.path}; the same call tries them again"
         warnings.warn(message, stacklevel=2)
-    num_unfinished = list(finished.values()).count("unfinished")
-    cures = {
-        "empty": "the target ends at once. Is this the form of prompts that it was trained with?",
-        "unfinished": "raise max_new_tokens; a target that never ends may have been trained with other prompts",
-    }
-    for how, cure in cures.items():
-        if (number := list(finished.values()).count(how)) > len(finished) / 2:
-            warnings.warn(f"{number} of {len(finished)} answers are {how}: {cure}", stacklevel=2)
-    return RegenerationReport(journal.path, len(finished), num_unfinished, num_failed)
+    endings = list(finished.values())
+    for how, cure in {"empty": "", "unfinished": "raise max_new_tokens. "}.items():
+        if (number := endings.count(how)) > len(endings) / 2:
+            form = "Is this the form of prompts that the target was trained with?"
+            warnings.warn(f"{number} of {len(endings)} answers are {how}: {cure}{form}", stacklevel=2)
+    return RegenerationReport(journal.path, len(endings), endings.count("unfinished"), num_failed)
 
 
 def _outcome(answer: Answer, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
