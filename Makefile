@@ -19,10 +19,13 @@ ANY_TRANSFORMERS := $(shell sed -n 's/.*"\(transformers>=[0-9.]*,<[0-9]*\)".*/\1
 # Greedy identity on many kinds of targets, batches, queues, hybrids, conversations, and the one-file decoder.
 FAST_TESTS := tests/targets/test_model_types.py tests/targets/test_recurrent.py tests/decoding/test_lossless_batches.py \
   tests/decoding/test_many.py tests/decoding/test_conversation.py tests/hub/test_one_file.py
+# Model files of transformers, and which of their tests call generate(); those that compile take minutes each.
+MODELS ?= llama gpt2 gemma3 gemma4 qwen3 qwen3_5 mixtral phi3 bamba mamba2 lfm2 bloom deepseek_v3
+UPSTREAM_TESTS := (generate or assisted or greedy or sample or beam or cache or continue) and not compil and not Integration
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm2 smollm2 test test-slow test-gpu accelerator test-min test-newest test-newest-fast style quality bench figures docs wheel check-python newest-transformers
+.PHONY: help setup demo demo-smollm2 smollm2 test test-slow test-gpu accelerator test-min test-newest test-newest-fast test-upstream style quality bench figures docs wheel check-python newest-transformers
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +67,12 @@ test-newest: newest-transformers ## run the tests with the newest transformers o
 
 test-newest-fast: newest-transformers ## run those of them that take two minutes and tell most
 	$(PY_NEWEST) -m pytest $(WORKERS) $(FAST_TESTS) $(ARGS)
+
+test-upstream: setup ## repeat the calls of transformers' own generation tests with drafts; MODELS="llama gpt2" selects
+	$(PY) $(PIP_INSTALL) parameterized httpx
+	$(PY) tests/upstream/fetch.py $(FETCH)
+	cd out/upstream && PYTHONPATH=$(abspath tests/upstream) $(abspath $(PY)) -m pytest -p plugin -q --tb=line --show-capture=no \
+	  -k "$(UPSTREAM_TESTS)" $(foreach model,$(MODELS),tests/models/$(model)/test_modeling_$(model).py) $(ARGS)
 
 style: setup ## repair and format the code
 	$(PY) -m ruff check --fix .

@@ -1,0 +1,1 @@
+"""transformers' own generation tests, repeated with a draft beside each call."""
