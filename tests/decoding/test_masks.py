@@ -28,6 +28,20 @@ MASKS = {
     "padding_and_hole": [[0, 0, 1, 1, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 0, 1]],
     "shared_padding": [[0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1, 1]],
 }
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 2.5},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 1},
+    "bad_words": {"bad_words_ids": [[token, other] for token in range(2, 40) for other in range(2, 60)]},
+    "sequence_bias": {"sequence_bias": [[[token, 7], 9.0] for token in range(2, 64)]},
+    "min_length": {"min_length": 14},
+    "min_new_tokens": {"min_new_tokens": 7},
+    "decay": {"exponential_decay_length_penalty": (3, 1.5)},
+    "suppress": {"suppress_tokens": list(range(2, 30)), "begin_suppress_tokens": list(range(30, 50))},
+    "forced": {"forced_eos_token_id": 9, "forced_bos_token_id": 8},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 0.4},
+    "encoder_no_repeat_ngram": {"encoder_no_repeat_ngram_size": 1},
+    "prefix_allowed": {"prefix_allowed_tokens_fn": lambda row, ids: [2 + (int(ids.sum()) + row) % 60, 3, 4]},
+}
 RECURRENT = ["lfm2", "qwen3_5_text", "mamba", "mamba2", "falcon_h1", "jamba"]
 
 
@@ -53,6 +67,21 @@ def ids():
 def test_attention_alone_decodes_any_mask_as_plain_generate(llama, ids, name):
     (target, draft), asked = llama, {"attention_mask": torch.tensor(MASKS[name]), "max_new_tokens": 12}
     assert torch.equal(target.generate(ids, **asked, assistant_model=draft), target.generate(ids, **asked))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS)
+def test_processors_see_masked_tokens_as_in_plain_generate(llama, ids, processor, mask):
+    target, draft = llama
+    ids[:, 5:7] = ids[:, :2]  # what repeats does so behind zeros, too
+    asked = {"attention_mask": torch.tensor(MASKS[mask]), "max_new_tokens": 8, "eos_token_id": 5}
+    asked |= {"return_dict_in_generate": True, "output_scores": True} | processor
+    plain, ours = target.generate(ids, **asked), target.generate(ids, **asked, assistant_model=draft)
+    assert torch.equal(ours.sequences, plain.sequences)
+    ended = (plain.sequences[:, 9:] == 5).cumsum(dim=1).roll(1, dims=1).bool()
+    for step, (own, theirs) in enumerate(zip(ours.scores, plain.scores, strict=True)):
+        going = ~ended[:, step] if step else torch.tensor([True, True])
+        torch.testing.assert_close(own[going], theirs[going], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(not HAVE_PROTOCOL, reason="needs a later transformers")

@@ -14,17 +14,11 @@ from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedEOSTokenLogitsProcessor,
     LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -39,14 +33,6 @@ FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogits
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
 READ_SCORES_ONLY = (*FUSED, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, LogitNormalization)
 READ_NO_PREFIX = (*READ_SCORES_ONLY, SuppressTokensLogitsProcessor)
-# Lengths that count the padding of a batch: the attributes that hold them.
-PADDED_LENGTHS = {
-    MinLengthLogitsProcessor: "min_length",
-    MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
-    ForcedEOSTokenLogitsProcessor: "max_length",
-    ExponentialDecayLengthPenalty: "regulation_start",
-    SuppressTokensAtBeginLogitsProcessor: "begin_index",
-}
 TIE_MARGIN = 32
 ROUNDING = 1e-6  # of a sum of probabilities
 TOP_P_CANDIDATES = 1024
@@ -275,33 +261,26 @@ def processors_of_row(
     processors: LogitsProcessorList, input_ids: torch.Tensor, row: int, prompt_ids: torch.Tensor
 ) -> LogitsProcessorList:
     """Return the processors of a padded batch `[B, S]` as they are for one of its rows, of which `prompt_ids` `[1, n]`
-    have no padding. Several sequences per prompt count as rows. What the user wrote is shown the padding."""
-    left_padding = input_ids.shape[1] - prompt_ids.shape[1]
-    columns = input_ids[row : row + 1] if left_padding else prompt_ids
+    have no padding. Several sequences per prompt count as rows. All are shown the padding, as in plain decoding."""
+    columns = input_ids[row : row + 1]
+    left_padding = columns.shape[1] - prompt_ids.shape[1]
     row_processors = LogitsProcessorList()
     for own in processors:
-        kind, shows_padding = type(own), False
+        kind = type(own)
         if isinstance(own, PrefixConstrainedLogitsProcessor):
             # It counts prompts since transformers 5.24, and sequences before.
             allowed, number = own._prefix_allowed_tokens_fn, row // own._num_beams
             own = PrefixConstrainedLogitsProcessor(
                 lambda _, ids, allowed=allowed, number=number: allowed(number, ids), num_beams=1
             )
-            shows_padding = True
-        elif not is_built_in(own) or isinstance(getattr(own, "prompt_ignore_length", None), int):
-            shows_padding = True  # it may count the columns
         elif kind is EncoderRepetitionPenaltyLogitsProcessor:
-            # Plain decoding takes padding for a part of the prompt here.
             own = _changed(own, encoder_input_ids=columns)
         elif kind is EncoderNoRepeatNGramLogitsProcessor:
             prompt = row // (len(input_ids) // own.batch_size)
             own = _changed(own, batch_size=1, generated_ngrams=[own.generated_ngrams[prompt]])
-        elif kind is RepetitionPenaltyLogitsProcessor and own.prompt_ignore_length is not None:
-            own = _changed(own, prompt_ignore_length=None)  # the padding of each row, of which there is none
-        elif kind in PADDED_LENGTHS and left_padding:
-            attribute = PADDED_LENGTHS[kind]
-            own = _changed(own, **{attribute: getattr(own, attribute) - left_padding})
-        if shows_padding and left_padding:
+        elif isinstance(ignored := getattr(own, "prompt_ignore_length", None), torch.Tensor) and is_built_in(own):
+            own = _changed(own, prompt_ignore_length=ignored[row : row + 1])  # the padding of each row
+        if left_padding:
             own = functools.partial(_with_padding, own, columns, prompt_ids.shape[1])
         row_processors.append(own)
     return row_processors
