@@ -149,7 +149,7 @@ class DecodingLoop:
         logits = outputs.logits[0]
         if logits_at is not None and not target_picks:
             logits = logits[to_device(logits_at, logits.device)]
-        states = tuple(layer[0] for layer in outputs.hidden_states) if self.recording.wants_hidden_states else None
+        states = self.recording.by_token(outputs.hidden_states, len(tokens))
         features = self._capture.take(self._device, self.drafter.draft.dtype)[0]
         return TargetOutput(layout, logits.to(self._device), features, states)
 

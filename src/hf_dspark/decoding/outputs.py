@@ -40,6 +40,7 @@ class Recording:
     logits: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     # Of each pass, by layer, `[tokens, d]`; the prompt's first, then one entry per generated token.
     hidden_states: dict[int, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    _stacked: set[int] = field(default_factory=set)  # layers whose streams stand before the batch
 
     @classmethod
     def of(cls, call: Call) -> "Recording":
@@ -52,6 +53,18 @@ class Recording:
     def wants_steps(self) -> bool:
         """Whether anything is kept of each generated token."""
         return self.wants_scores or self.wants_logits or self.wants_hidden_states
+
+    def by_token(self, layers: Sequence[torch.Tensor], num_tokens: int) -> tuple[torch.Tensor, ...] | None:
+        """Return the hidden states of a packed pass, by layer `[T, d]`, or `[T, streams, d]`; `None` if unwanted."""
+        if not self.wants_hidden_states:
+            return None
+        # Gemma 3n stacks streams first, `[streams, 1, T, d]`; other layers and targets have the batch there.
+        self._stacked = {
+            number for number, layer in enumerate(layers) if layer.dim() == 4 and layer.shape[:2] != (1, num_tokens)
+        }
+        return tuple(
+            layer[:, 0].transpose(0, 1) if number in self._stacked else layer[0] for number, layer in enumerate(layers)
+        )
 
     def add_prompt(self, request_id: int, output: TargetOutput, tokens: slice) -> None:
         """Keep the hidden states of a stretch of a prompt; all stretches are one step."""
@@ -93,10 +106,10 @@ class Recording:
             steps["attentions"] = ((),) * num_tokens
         if self.wants_hidden_states:
             rows = [self.hidden_states[request.id] for request in requests]
-            first = _padded([row[0] for row in rows], columns, width)
+            first = _padded([row[0] for row in rows], columns, width, self._stacked)
             only = torch.zeros(1, dtype=torch.long, device="cpu")
             later = (
-                _padded([row[step] if step < len(row) else None for row in rows], [only] * len(rows), 1)
+                _padded([row[step] if step < len(row) else None for row in rows], [only] * len(rows), 1, self._stacked)
                 for step in range(1, max(map(len, rows)))
             )
             steps["hidden_states"] = (first, *later)
@@ -104,14 +117,15 @@ class Recording:
 
 
 def _padded(
-    rows: Sequence[tuple[torch.Tensor, ...] | None], columns: Sequence[torch.Tensor], width: int
+    rows: Sequence[tuple[torch.Tensor, ...] | None], columns: Sequence[torch.Tensor], width: int, stacked: set[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Return one step's hidden states `[B, width, d]` of all layers; zero where a row has nothing."""
+    """Return one step's hidden states `[B, width, d]` of all layers, or `[streams, B, width, d]` where streams are
+    stacked; zero where a row has nothing."""
     layers = []
     for layer, like in enumerate(next(row for row in rows if row is not None)):
-        states = like.new_zeros(len(rows), width, like.shape[-1])
+        states = like.new_zeros(len(rows), width, *like.shape[1:])
         for index, (row, own) in enumerate(zip(rows, columns, strict=True)):
             if row is not None:
                 states[index, own.to(states.device)] = row[layer]
-        layers.append(states)
+        layers.append(states.permute(2, 0, 1, 3) if layer in stacked else states)
     return tuple(layers)
