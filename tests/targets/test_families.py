@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, check_target, decode_with, generate_many
+from hf_dspark.targets.support import TargetSupport
 from hf_dspark.targets.transformers_api import cache_argument
 
 from ..hybrids import AROUND, HAVE_PROTOCOL, REFUSED, TEXT, build, known, stateful_families
@@ -47,7 +48,8 @@ def test_no_family_is_forgotten():
 def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkeypatch):
     needs(family)
     target, draft = pair_of(family)
-    for lengths in ((7,), (3, 11, 6), (9, 5, 14, 2, 1)):
+    ragged = ((7,), (3, 11, 6), (9, 5, 14, 2, 1))
+    for lengths in ((7,), (7, 7)) if TargetSupport.of(target).reads_padding else ragged:
         prompts = prompts_of(target, lengths)
         cache, own = {}, [{} for _ in prompts]
         for turn in range(2):
@@ -60,6 +62,25 @@ def test_two_turns_of_any_batch_give_the_tokens_of_plain_decoding(family, monkey
             more = prompts_of(target, [3] * len(lengths), seed=1)
             prompts = [torch.cat(parts) for parts in zip(rows, more, strict=True)]
             cache = {cache_argument(target): output.past_key_values}
+
+
+@needs_protocol
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_of_any_tokens_gives_what_plain_decoding_gives_or_is_refused(family):
+    needs(family)
+    target, draft = pair_of(family)
+    rows, mask = torch.stack(prompts_of(target, (9, 9))), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = mask[1, :1] = 0
+    others = torch.where(mask.bool(), rows, torch.stack(prompts_of(target, (9, 9), seed=5)))
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    scored = {"return_dict_in_generate": True, "output_scores": True}
+    one, other = (target.generate(each, **options, **scored).scores[0] for each in (rows, others))
+    if torch.allclose(one, other, atol=1e-3):
+        expected = target.generate(rows, **options)
+        assert torch.equal(target.generate(rows, **options, assistant_model=draft), expected)
+    else:
+        with pytest.raises(ValueError, match="layers of .* read the padding of rows \\[0, 1\\]"):
+            target.generate(rows, **options, assistant_model=draft)
 
 
 @needs_protocol

@@ -249,6 +249,13 @@ def _mask_obstacles(call: Call, num_rows: int) -> Iterator[str]:
         yield "attention_mask has other numbers than 0 and 1: pass input_ids != pad_token_id, for example"
     if not bool(mask[:, -1].all()):  # padding on the right is refused anyway
         return
+    padded = (mask == 0).any(dim=1).nonzero()[:, 0].tolist()
+    if padded and support.reads_padding:
+        yield (
+            f"the recurrent layers of {support.name} read the padding of rows {padded} in plain decoding: use prompts "
+            "of one length without padding, generate_many(), or drop assistant_model"
+        )
+        return
     rows = (mask.bool() & ~mask.bool().roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist()
     windows = [getattr(support.text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     end = mask.shape[1] + call.max_length - call.input_ids.shape[1]

@@ -39,6 +39,7 @@ class _Mixers:
     takes_chunk_size: bool = False  # whether its forward takes the size of the chunks in which it reads tokens
     attributes: tuple[str, ...] = ()  # that hold its states, where no cache does
     indexed: str | None = None  # path of attention with an indexer of its own, which keeps more than keys and values
+    reads_padding: bool = False  # whether it gets no mask, so that padding changes what plain decoding gives
 
 
 # By `model_type` of the text model. A model with states that is not here is refused by name.
@@ -53,7 +54,9 @@ MIXERS: dict[str, _Mixers] = {
     ),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear"), _Mixers(("self_attn",), takes_chunk_size=True)),
     "glm5_next_text": _Mixers(("self_attn",), takes_chunk_size=True, indexed="self_attn"),
-    "recurrent_gemma": _Mixers(("temporal_block",), attributes=("conv1d_state", "rg_lru.recurrent_states")),
+    "recurrent_gemma": _Mixers(
+        ("temporal_block",), attributes=("conv1d_state", "rg_lru.recurrent_states"), reads_padding=True
+    ),
     "zaya": _Mixers(("self_attn.qkv_proj",)),
 }
 
@@ -210,6 +213,11 @@ class TargetSupport:
     def keeps_states(self) -> bool:
         """Whether it has recurrent layers or convolutions: a mask alone cannot take them back."""
         return self.is_stateful or "conv" in self.kinds
+
+    @property
+    def reads_padding(self) -> bool:
+        """Whether its recurrent layers read the padding of prompts, which our loop takes out."""
+        return self.text.model_type in MIXERS and MIXERS[self.text.model_type].reads_padding
 
     @property
     def shares_keys(self) -> bool:
