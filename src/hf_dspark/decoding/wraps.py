@@ -89,8 +89,8 @@ def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids:
         return decode_call(target, draft, call)
     if not call.options.use_transformers_loop:
         warnings.warn(
-            f"this call goes through transformers' assisted loop, because {obstacle}. The tokens are as right, but it "
-            "takes chains alone and loses most of the gain: 1.15 times as fast as without a draft instead of 2.0, "
+            f"this call goes through transformers' assisted loop, because {obstacle}. Its output is as exact, but "
+            "it verifies chains alone and loses most of the gain: 1.15 times as fast as without a draft instead of 2.0, "
             "where it was measured",
             stacklevel=2,
         )

@@ -56,7 +56,7 @@ def state_cache_obstacle() -> str | None:
     """Return why recurrent layers cannot be given their states in place of a cache; `None` if they can."""
     if hasattr(Cache, "get_conv_state"):
         return None
-    return f"transformers 5.23 or later (this is {transformers.__version__})"
+    return f"transformers 5.23 or later (this is {transformers.__version__}: upgrade it)"
 
 
 def _first_of(names: tuple[str, ...], present: Mapping[str, Any] | set[str], where: str) -> str:
