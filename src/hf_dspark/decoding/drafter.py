@@ -38,7 +38,7 @@ class Proposal:
 
 class Drafter:
     """Drafts chains or trees, lets the policy cut them, and lets it learn from what the target accepted. It binds the
-    draft to the target, and gives the call's policy a fresh state; the cache is the draft's."""
+    draft to the target, and gives the call's policy a fresh state; the KV cache is the draft's."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Drafter:
         if noise is None:
             sampler = BestTrees(*common)
         else:
-            sampler = DrawnTrees(*common, noise=noise, confidence_fits=self._confidence_fits)
+            sampler = DrawnTrees(*common, noise.draft_uniforms.tolist(), self._confidence_fits)
         if plan.drafts:
             drafts = self._read(requests, sampler, max(max_depths))
         else:

@@ -29,7 +29,12 @@ from transformers import (
 from ..sampling.distributions import Scores, largest, scatter_to_vocabulary
 from ..sampling.transfers import to_host
 
-FUSED = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+FUSED = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
 # Read the scores alone, so a scatter to the vocabulary changes nothing for them.
 READ_SCORES_ONLY = (*FUSED, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper, LogitNormalization)
 READ_NO_PREFIX = (*READ_SCORES_ONLY, SuppressTokensLogitsProcessor)
@@ -39,7 +44,7 @@ TOP_P_CANDIDATES = 1024
 
 
 class NoTokenError(RuntimeError):
-    """Raised where no token can be drawn from the target; begins as PyTorch's error in plain decoding does."""
+    """No token can be drawn from the target; begins as PyTorch's error in plain decoding does."""
 
     def __init__(self, request_id: int) -> None:
         self.request_id = request_id
@@ -62,14 +67,12 @@ class Prefix:
 
 
 class BlockProcessor:
-    """Applies the processors of a call, which are stateless, to a block of positions.
+    """Applies the processors of a call, which are stateless, to a block of positions. Their kinds decide what is done
+    position by position and what at once."""
 
-    Their kinds decide what is done position by position and what at once. `tie_margin` candidates are looked at after
-    the k-th, in case they tie with it: the target's distribution needs them; drafts may come from any distribution,
-    and save the work.
-    """
+    tie_margin = TIE_MARGIN  # candidates that are looked at after the k-th, in case they tie with it
 
-    def __init__(self, processors: LogitsProcessorList, vocab_size: int, tie_margin: int = TIE_MARGIN) -> None:
+    def __init__(self, processors: LogitsProcessorList, vocab_size: int) -> None:
         kinds = [type(processor) for processor in processors]
         # Whether any processor looks at the tokens before a position.
         self.reads_prefixes = any(kind not in READ_NO_PREFIX for kind in kinds)
@@ -78,7 +81,7 @@ class BlockProcessor:
         self._processors = processors
         self._vocab_size = vocab_size
         self._fused_from, self._truncation = len(processors), None
-        while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], tie_margin)):
+        while self._fused_from and (longer := Truncation.of(processors[self._fused_from - 1 :], self.tie_margin)):
             self._fused_from, self._truncation = self._fused_from - 1, longer
 
     def __call__(
@@ -112,10 +115,9 @@ class BlockProcessor:
 
 class DraftProcessor(BlockProcessor):
     """Processes a draft's logits as those of the target are. Where processors forbid all of a draft's candidates, it
-    takes a distribution of their own: any one is valid for drafts."""
+    takes a distribution of their own: any one is valid for drafts, also one that breaks ties."""
 
-    def __init__(self, processors: LogitsProcessorList, vocab_size: int) -> None:
-        super().__init__(processors, vocab_size, tie_margin=0)
+    tie_margin = 0
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None = None, prefixes: Sequence[Prefix | None] = ()
@@ -164,10 +166,6 @@ def _one_by_one(scores: torch.Tensor, stretch: slice, prefixes: Sequence[Prefix 
     return scores
 
 
-def _can_fuse(warper: LogitsProcessor) -> bool:
-    return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -torch.inf) == -torch.inf
-
-
 @dataclass(frozen=True)
 class Truncation:
     """Temperature, top-k, top-p and min-p in one go, on the tokens that can survive. Without a tie margin, ties are
@@ -183,10 +181,11 @@ class Truncation:
     def of(cls, warpers: Sequence[LogitsProcessor], tie_margin: int) -> "Truncation | None":
         """Return the truncation that a chain of warpers makes; `None` for other processors, or another order."""
         kinds = [type(warper) for warper in warpers]
-        if kinds != [kind for kind in FUSED if kind in kinds] or not all(map(_can_fuse, warpers)):
+        usual = {"min_tokens_to_keep": 1, "filter_value": -torch.inf}
+        is_usual = all(getattr(warper, name, each) == each for warper in warpers for name, each in usual.items())
+        if kinds != [kind for kind in FUSED if kind in kinds] or not is_usual:
             return None
-        names = dict(zip(FUSED, ("temperature", "top_k", "top_p", "min_p"), strict=True))
-        values = {names[type(warper)]: getattr(warper, names[type(warper)]) for warper in warpers}
+        values = {FUSED[kind]: getattr(warper, FUSED[kind]) for kind, warper in zip(kinds, warpers, strict=True)}
         return cls(**values, tie_margin=tie_margin)
 
     def __call__(self, logits: torch.Tensor) -> Scores | None:

@@ -4,15 +4,14 @@ gives the distribution of each node's children, the plan their number."""
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from ..sampling.distributions import Scores, TokenDistribution, draw, largest
 from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, SiblingDistribution
-from ..sampling.noise import BlockNoise
 from ..sampling.transfers import to_arrays, to_device
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.prompt_lookup import LookupMatch
@@ -54,67 +53,52 @@ class Chains(ChainSampler):
         return replace(super().finish(confidence_logits), broken=torch.stack(self._broken, dim=1))
 
 
+@dataclass
 class TreeSampler(ABC):
-    """Base class that expands draft trees level by level.
+    """Base class that expands draft trees level by level."""
 
-    Args:
-        requests (`Sequence[Request]`): The rows.
-        plan ([`TreePlan`]): Decides the shape.
-        siblings ([`SiblingAcceptance`]): What to expect of children.
-        processor ([`DraftProcessor`]): Processes the draft's logits as the target's are.
-        max_depths (`Sequence[int]`): How deep the draft may grow the tree of each request.
-        rooms (`Sequence[int]`): How deep it may become by prompt lookup.
-        ends (`frozenset[int]`): Tokens that end a sequence, and have no children.
-        matches (`Sequence[LookupMatch]`): Of each request, tokens that are known before anything is drawn.
-    """
+    requests: Sequence[Request]  # the rows
+    plan: TreePlan  # decides the shape
+    siblings: SiblingAcceptance  # what to expect of children
+    processor: DraftProcessor  # processes the draft's logits as the target's are
+    max_depths: Sequence[int]  # how deep the draft may grow the tree of each request
+    rooms: Sequence[int]  # how deep it may become by prompt lookup
+    ends: frozenset[int]  # tokens that end a sequence, and have no children
+    matches: Sequence[LookupMatch]  # of each request, tokens that are known before anything is drawn
+    reads_confidence: ClassVar[bool] = False
 
-    reads_confidence = False
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        plan: TreePlan,
-        siblings: SiblingAcceptance,
-        processor: DraftProcessor,
-        max_depths: Sequence[int],
-        rooms: Sequence[int],
-        ends: frozenset[int],
-        matches: Sequence[LookupMatch],
-    ) -> None:
-        self.requests = requests
-        self.trees = [DraftTree() for _ in requests]
-        self.is_broken = [False] * len(requests)  # whether the draft gave no distribution after the anchor
-        self._plan, self._siblings, self._processor = plan, siblings, processor
-        self._max_depths, self._rooms, self._ends, self._matches = max_depths, rooms, ends, matches
+    def __post_init__(self) -> None:
+        self.trees = [DraftTree() for _ in self.requests]
+        self.is_broken = [False] * len(self.requests)  # whether the draft gave no distribution after the anchor
         # c_k, or what stands for it, along the first children: what a chain would have known. [R, depth]
-        self._confidence: list[list[float]] = [[] for _ in requests]
+        self._confidence: list[list[float]] = [[] for _ in self.requests]
         # Nodes that end a matched path: how many tokens of the match they make up.
-        self._matched = {(row, 0): 0 for row, match in enumerate(matches) if match.token_ids}
+        self._matched = {(row, 0): 0 for row, match in enumerate(self.matches) if match.token_ids}
         self._unreachable: set[tuple[int, int]] = set()  # nodes whose tokens are forbidden, and those below
         self._depth = 0
-        self._level = [(row, 0) for row in range(len(requests))]  # row and place of each node
+        self._level = [(row, 0) for row in range(len(self.requests))]  # row and place of each node
 
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[int]] | None:
         prefixes = []
-        for row, place in self._level if self._processor.reads_prefixes else ():
+        for row, place in self._level if self.processor.reads_prefixes else ():
             tree, can_be_reached = self.trees[row], (row, place) not in self._unreachable
             prefixes.append(self.requests[row].prefix(tree.tokens(tree.path(place))) if can_be_reached else None)
-        scores = self._processor(logits, candidate_ids, prefixes)
+        scores = self.processor(logits, candidate_ids, prefixes)
         parents, level = [], []
         for number, token, *facts, mass in self._children(scores, confidence_logits):
             row, place = self._level[number]
             added = self.trees[row].add(place, token, *facts, mass=mass)
-            if self._processor.reads_prefixes and (
+            if self.processor.reads_prefixes and (
                 (row, place) in self._unreachable or _is_forbidden(scores, number, token)
             ):
                 self._unreachable.add((row, added))
             following = self._next_of_match(row, place)
             if following is not None and following[0] == token:
                 self._matched[row, added] = self._matched[row, place] + 1
-            inside = self._depth < self._max_depths[row] and token not in self._ends
-            if inside and self._survival(row, added) >= self._plan.cut:
+            inside = self._depth < self.max_depths[row] and token not in self.ends
+            if inside and self._survival(row, added) >= self.plan.cut:
                 parents.append(number)
                 level.append((row, added))
         self._level = level
@@ -142,7 +126,7 @@ class TreeSampler(ABC):
         is_distribution = np.isfinite(known).all(axis=1)
         if self._depth == 0:
             self.is_broken = [not fine for fine in is_distribution.tolist()]
-        shares = self._siblings.shares(known)
+        shares = self.siblings.shares(known)
         shares[~is_distribution] = 0.0
         rows = [row for row, _ in self._level]
         for row, own in dict(zip(rows[::-1], shares[::-1, 0].tolist(), strict=True)).items():
@@ -153,16 +137,16 @@ class TreeSampler(ABC):
         """Return the survivals of the children that the nodes may have, `[F, ranks]`, and how many they get, `[F]`."""
         so_far = np.array([self._survival(row, place) for row, place in self._level])
         survivals = shares * so_far[:, None]
-        counts = self._plan.admit(self._depth, [row for row, _ in self._level], survivals, self.trees)
+        counts = self.plan.admit(self._depth, [row for row, _ in self._level], survivals, self.trees)
         self._depth += 1
         return survivals, counts
 
     def _survival(self, row: int, place: int) -> float:
-        return self.trees[row].survivals[place - 1] if place else float(self._max_depths[row] > 0)
+        return self.trees[row].survivals[place - 1] if place else float(self.max_depths[row] > 0)
 
     def _next_of_match(self, row: int, place: int) -> tuple[int, float] | None:
         """Return the token with which a matched path goes on after a node, and how often such a one is right."""
-        count, match = self._matched.get((row, place)), self._matches[row]
+        count, match = self._matched.get((row, place)), self.matches[row]
         if count is None or count == len(match.token_ids):
             return None
         return match.token_ids[count], match.chances[count]
@@ -176,34 +160,32 @@ class TreeSampler(ABC):
 
     def _lengthen(self, row: int, place: int) -> None:
         """Let a matched path go on below the draft's depth, as far as it pays."""
-        tree, match, count = self.trees[row], self._matches[row], self._matched[row, place]
+        tree, match, count = self.trees[row], self.matches[row], self._matched[row, place]
         if any((row, node) in self._matched for node in tree.children(place)):
             return
         survival = self._survival(row, place)
         for token, chance in zip(match.token_ids[count:], match.chances[count:], strict=True):
             survival *= chance
-            is_end = place > 0 and tree.token_ids[place - 1] in self._ends
-            is_full = tree.depth_of(place) >= self._rooms[row] or not self._plan.has_room(tree, self.trees, survival)
+            is_end = place > 0 and tree.token_ids[place - 1] in self.ends
+            is_full = tree.depth_of(place) >= self.rooms[row] or not self.plan.has_room(tree, self.trees, survival)
             if is_end or is_full or tree.child(place, token) is not None:
                 break
             place = tree.add(place, token, survival)
 
 
+@dataclass
 class DrawnTrees(TreeSampler):
-    """Draws the children of one level after another. `noise` is that of the draws, `confidence_fits` slope and offset
-    of the confidences by depth, `[γ, 2]`."""
+    """Draws the children of one level after another."""
 
-    reads_confidence = True  # the probabilities of drawn nodes must not decide about them
-
-    def __init__(self, *common: Any, noise: BlockNoise, confidence_fits: torch.Tensor | None) -> None:
-        super().__init__(*common)
-        self._noise, self._confidence_fits = noise.draft_uniforms.tolist(), confidence_fits
+    uniforms: Sequence[Sequence[float]]  # of the draws of each request, one for each node
+    confidence_fits: torch.Tensor | None  # slope and offset of the confidences by depth, [γ, 2]
+    reads_confidence: ClassVar[bool] = True  # the probabilities of drawn nodes must not decide about them
 
     def _children(self, scores: Scores, confidence_logits: torch.Tensor | None) -> Iterator[Child]:
         distribution = scores.distribution()
         parts = [distribution.probs]
         if confidence_logits is not None:
-            fits = None if self._confidence_fits is None else self._confidence_fits[self._depth : self._depth + 1]
+            fits = None if self.confidence_fits is None else self.confidence_fits[self._depth : self._depth + 1]
             parts.append(calibrated_confidence(confidence_logits[:, None], fits))
         if distribution.candidate_ids is None:
             (probs, *known), ids = to_arrays(*parts), None
@@ -240,7 +222,7 @@ class DrawnTrees(TreeSampler):
         for order, token in enumerate(tokens):
             mass = 0.0
             if token is None:
-                drawn = distribution.draw(self._noise[row][tree.num_nodes])
+                drawn = distribution.draw(self.uniforms[row][tree.num_nodes])
                 if drawn is None:
                     return
                 index, mass = drawn
@@ -276,7 +258,7 @@ class BestTrees(TreeSampler):
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftTrees:
         drafts = super().finish()
-        kept = zip(self.trees, self._plan.kept(self.trees), strict=True)
+        kept = zip(self.trees, self.plan.kept(self.trees), strict=True)
         return replace(drafts, trees=[tree.only(places) for tree, places in kept])
 
 

@@ -7,7 +7,6 @@ drawn must be verified. What chooses among drawn nodes by their tokens or by the
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,38 +32,9 @@ class Verified:
     has_nan: bool = False  # whether the target's logits had any, if that was asked
 
 
-class Drafts(ABC):
-    """The drafts of all rows of a round. In each row place 0 is the anchor, place i the i-th node sent."""
-
-    lengths: torch.Tensor  # nodes of each row that are verified, [R], on the CPU
-    confidence: torch.Tensor | None  # calibrated c_k along first children, [R, n], on any device
-
-    @property
-    @abstractmethod
-    def depths(self) -> list[int]:
-        """Nodes on the longest path of each row, `[R]`."""
-
-    @property
-    @abstractmethod
-    def parents(self) -> tuple[tuple[int, ...], ...] | None:
-        """The parent of each place, 0 for the anchor, by row; `None` where each place follows the one before."""
-
-    @abstractmethod
-    def packed(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Return anchors `[R]` and drafts row by row, `[T]`, as one packed pass reads them."""
-
-    @abstractmethod
-    def prefixes(self, row: int) -> list[tuple[list[int], int | None]]:
-        """Return the drafts up to each place of a row, and its parent where that may have forbidden its token."""
-
-    @abstractmethod
-    def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
-        """Return the accepted places of each row, and their tokens with the next one."""
-
-
 @dataclass(frozen=True)
-class DraftBlock(Drafts):
-    """A chain for each row, before any of it is verified."""
+class DraftBlock:
+    """A chain for each row, before any of it is verified: place 0 is the anchor, place i the i-th token."""
 
     token_ids: torch.Tensor  # x_1..x_γ, [R, γ]
     # [R, γ], what each token was drawn from: after temperature, truncation and all processors. `None` when the tokens
@@ -73,19 +43,22 @@ class DraftBlock(Drafts):
     confidence_logits: torch.Tensor | None = None  # of c_k, [R, γ], known before x_k was drawn; not of every draft
     # Slots for which the draft gave no distribution, since its numbers overflowed, [R, γ]; known before x_k was drawn.
     broken: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None  # set by the cut
-    confidence: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None  # tokens of each row that are verified, [R], on the CPU; set by the cut
+    confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on any device
     rows: Sequence[Sequence[int]] | None = None  # the tokens on the host, if they are known there
 
     @property
     def depths(self) -> list[int]:
+        """Tokens on the longest path of each row, `[R]`."""
         return self.lengths.tolist()
 
     @property
     def parents(self) -> None:
+        """The parent of each place, by row; `None` as each place follows the one before."""
         return None
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Return anchors `[R]` and drafts row by row, `[T]`, as one packed pass reads them."""
         if self.token_ids.shape[1] == 0:
             return anchors
         columns = torch.cat([anchors.to(self.token_ids.device)[:, None], self.token_ids], dim=1)
@@ -97,10 +70,12 @@ class DraftBlock(Drafts):
         return self.token_ids.tolist() if self.rows is None else self.rows
 
     def prefixes(self, row: int) -> list[tuple[list[int], None]]:
+        """Return the drafts up to each place of a row, and its parent where that may have forbidden its token."""
         tokens = self._rows[row]
         return [(tokens[:count], None) for count in range(1 + int(self.lengths[row]))]
 
     def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
+        """Return the accepted places of each row, and their tokens with the next one."""
         rows = zip(verified.num_accepted.tolist(), verified.next_token_ids.tolist(), self._rows, strict=True)
         return [(range(1, 1 + count), [*drafted[:count], following]) for count, following, drafted in rows]
 
@@ -172,11 +147,11 @@ class DraftTree:
 
 
 @dataclass(frozen=True)
-class DraftTrees(Drafts):
-    """A tree of any shape for each row, on the host."""
+class DraftTrees:
+    """A tree of any shape for each row, on the host; asked as a [`DraftBlock`] is. All nodes are verified."""
 
     trees: Sequence[DraftTree]
-    confidence: torch.Tensor | None = None
+    confidence: torch.Tensor | None = None  # along first children
 
     @functools.cached_property
     def lengths(self) -> torch.Tensor:
@@ -209,6 +184,9 @@ class DraftTrees(Drafts):
         return [(path, [*tree.tokens(path), following]) for tree, path, following in rows]
 
 
+Drafts = DraftBlock | DraftTrees  # of all rows of a round
+
+
 class Sampler(Protocol):
     """Draws what a draft model proposes, one level after another. It is supplied by the caller, so that drafts and
     target share their processors."""
@@ -218,17 +196,11 @@ class Sampler(Protocol):
     def __call__(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, Sequence[int] | None] | None:
-        """Draw children of the nodes of a level.
+        """Draw children of the F nodes of a level from logits `[F, V]`, or `[F, candidates]` of tokens
+        `candidate_ids`; `confidence_logits` `[F]` are those of c_k after each node.
 
-        Args:
-            logits (`torch.FloatTensor` of shape `[F, V]` or `[F, candidates]`): They are drawn from its softmax,
-                processed.
-            candidate_ids (`torch.LongTensor` of shape `[F, candidates]`, *optional*): The tokens of the logits.
-            confidence_logits (`torch.FloatTensor` of shape `[F]`, *optional*): Of c_k after each node.
-
-        Returns:
-            The tokens of the next level, `[F']`, and the number of each one's parent; `None` instead of the numbers
-            where each node has one child. `None` where no level follows.
+        Return the tokens of the next level, `[F']`, and the number of each one's parent, which is `None` where each
+        node has one child. Return `None` where no level follows.
         """
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> Drafts:

@@ -1,4 +1,4 @@
-"""Verify drafts: accept a path of each row, and draw the token after it.
+"""Verify drafts by rejection sampling: accept a path of each row, and draw the token after it.
 
 A path is verified as a whole: what follows may make up for a token that is too likely in the draft. The output has the
 target's distribution, as with a test of each token alone, and no prefix is accepted less often. Of a chain the rule
