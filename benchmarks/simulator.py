@@ -162,7 +162,7 @@ class Run:
 def contenders(cost: ThroughputTable, block_size: int, tpot_seconds: float) -> dict[str, tuple[Policy, int]]:
     """Return the policies to compare, and how many tokens of a block they verify at most. AdaSpec and the oracle are
     not causal."""
-    adaspec = EliminationScheduler(cost, skip=True, tpot_seconds=tpot_seconds, mode="expected")
+    adaspec = EliminationScheduler(cost, skip=True, tpot_seconds=tpot_seconds)
     policies = {
         "confidence threshold .5": ConfidenceThreshold(0.5),
         "Algorithm 1": EarlyStopScheduler(cost),

@@ -108,13 +108,15 @@ def test_skipped_rounds_feed_the_drafts_context(target, draft, prompt_ids):
 def test_blocks_end_where_nothing_more_can_be_sent(target, draft, prompt_ids, kind, policy, options, widths):
     if kind == "eagle3":
         draft = Eagle3DraftModel(Eagle3Config.from_target(target.config, block_size=5)).eval()
-    rounds, options = [], GREEDY | {"eos_token_id": None} | options
+    rounds, options = [], GREEDY | {"eos_token_id": None} | options  # of the observer
     draft.decoding = DecodingOptions(policy=policy, observer=rounds.append)
     output = target.generate(prompt_ids[0], assistant_model=draft, **options)
     assert torch.equal(output, target.generate(prompt_ids[0], **(options | {"num_assistant_tokens": None})))
     room = [GREEDY["max_new_tokens"] - 1 - sum(draft.last_stats.committed[:place]) - 1 for place in range(len(rounds))]
+    assert [int(outcome.lengths[0]) for outcome in rounds] == draft.last_stats.proposed
     for outcome, left in zip(rounds, room, strict=True):
         width = outcome.drafts.token_ids.shape[1]
+        assert outcome.drafted == (width > 0)
         assert width in {min(most, left) for most in widths} and width == int(outcome.lengths[0])
 
 
@@ -135,21 +137,18 @@ def test_a_shorter_block_is_the_beginning_of_a_whole_one(make_target, head):
 
 def test_drafts_get_shorter_as_the_engine_fills(target, draft, prompt_ids):
     policy = Scheduler(ThroughputTable((1, 64, 128, 256), (100.0, 99.0, 50.0, 25.0)), trees=False, skip=False)
-    totals, asked = [], []
-    for tokens in (0, 100, 200):
+    means, asked = [], []
 
-        def load(tokens=tokens):
-            asked.append(tokens)
-            return tokens
+    def two_hundred():
+        asked.append(200)
+        return 200
 
-        draft.decoding = DecodingOptions(policy=policy, other_tokens=load)
+    for tokens in (0, 100, 200, two_hundred):
+        draft.decoding = DecodingOptions(policy=policy, other_tokens=tokens)
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-        totals.append(sum(draft.last_stats.proposed) / draft.last_stats.rounds)
-        assert asked.count(tokens) >= draft.last_stats.rounds - 1  # asked anew in every round
-    draft.decoding = DecodingOptions(policy=policy, other_tokens=200)
-    target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-    assert sum(draft.last_stats.proposed) / draft.last_stats.rounds == totals[2]
-    assert totals[0] > totals[1] and totals[0] > totals[2]
+        means.append(sum(draft.last_stats.proposed) / draft.last_stats.rounds)
+    assert means[0] > means[1] and means[0] > means[2] == means[3]
+    assert len(asked) >= draft.last_stats.rounds - 1  # asked anew in every round
 
 
 @pytest.mark.parametrize("length", [-1, 99])
@@ -161,14 +160,6 @@ def test_impossible_lengths_of_a_policy_are_refused(target, draft, prompt_ids, l
     draft.decoding = DecodingOptions(policy=Odd())
     with pytest.raises(ValueError, match=rf"Odd.plan_verify must return lengths in .*got \[{length}\]"):
         target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-
-
-def test_the_observer_sees_every_round(target, draft, prompt_ids):
-    seen = []
-    draft.decoding = DecodingOptions(observer=seen.append)
-    target.generate(prompt_ids[0], assistant_model=draft, **GREEDY)
-    assert [int(outcome.lengths[0]) for outcome in seen] == draft.last_stats.proposed
-    assert all(outcome.drafted == (outcome.drafts.token_ids.numel() > 0) for outcome in seen)
 
 
 def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, monkeypatch):
@@ -208,13 +199,6 @@ def test_the_draft_reads_on_while_nothing_is_drafted(target, draft, prompts, mon
 # ---- numbers that overflow
 
 
-def overflowing(target, make_draft, **overrides):
-    """Return the target with massive activations, as real ones have them, and a draft that cannot hold them."""
-    with torch.no_grad():
-        target.model.layers[0].mlp.down_proj.weight.mul_(3e5)
-    return make_draft(target, **overrides).half()
-
-
 HALF = {
     "greedy": {},
     "sampled": {"do_sample": True, "top_k": 0},
@@ -229,7 +213,9 @@ HALF = {
 @pytest.mark.parametrize("head", [{}, {"draft_top_k": 8}, {"draft_vocab_size": 24}], ids=["dense", "top_k", "pruned"])
 def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, make_draft, head, options):
     target = make_target()
-    draft = overflowing(target, make_draft, **head)
+    with torch.no_grad():  # massive activations, as real targets have them
+        target.model.layers[0].mlp.down_proj.weight.mul_(3e5)
+    draft = make_draft(target, **head).half()
     draft.name_or_path = "me/draft"
     options = {"max_new_tokens": 12} | options
     by_transformers = options.pop("use_transformers_loop", False)
@@ -246,16 +232,18 @@ def test_a_draft_that_overflows_drafts_nothing_and_says_so_once(make_target, mak
         assert torch.equal(output, target.generate(**batch, **options))
 
 
+TWO_ROWS = torch.tensor([[5, 6, 8], [9, 4, 3]])
+WHOLE = {"attention_mask": torch.ones_like(TWO_ROWS), "max_new_tokens": 30}
+
+
 def test_a_confidence_that_is_no_number_disturbs_no_policy_that_can_do_without(make_target, make_draft):
     target = make_target()
     draft = make_draft(target)
     with torch.no_grad():
         draft.confidence_head.proj.bias.fill_(torch.nan)
     draft.decoding = DecodingOptions(policy=AtMostThree())
-    ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    output = target.generate(ids, assistant_model=draft, **options)
-    assert torch.equal(output, target.generate(ids, **options))
+    output = target.generate(TWO_ROWS, assistant_model=draft, do_sample=False, **WHOLE)
+    assert torch.equal(output, target.generate(TWO_ROWS, do_sample=False, **WHOLE))
     assert 0 < max(draft.last_stats.proposed) < draft.config.block_size  # the limit did choose
 
 
@@ -263,14 +251,12 @@ def test_rows_whose_numbers_do_not_overflow_go_on_drafting(make_target, make_dra
     target = make_target()
     draft = make_draft(target)
     draft.decoding = DecodingOptions(policy=FullBlock())
-    ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
-    plain = target.generate(ids, **options)
+    plain = target.generate(TWO_ROWS, do_sample=False, **WHOLE)
     broken = next(token for token in plain[0, 5:].tolist() if token not in plain[1])
     with torch.no_grad():
         draft.markov_head.markov_w1.weight[broken] = torch.nan
     with pytest.warns(UserWarning, match="NaN or infinite"):
-        assert torch.equal(target.generate(ids, **options, assistant_model=draft), plain)
+        assert torch.equal(target.generate(TWO_ROWS, do_sample=False, assistant_model=draft, **WHOLE), plain)
     rounds = list(zip(draft.last_stats.request_ids, draft.last_stats.proposed, strict=True))
     first, second = ([length for row, length in rounds if row == each] for each in (0, 1))
     assert first[0] == 4 and first[-2:] == [0, 0] and 0 not in second[:-1]
@@ -336,15 +322,13 @@ def test_a_draft_is_not_blamed_for_what_processors_do(target, draft, prompt_ids,
 def test_a_target_without_numbers_fails_as_in_plain_sampling_and_goes_on_greedily(make_target, make_draft):
     target = make_target()
     draft = make_draft(target)
-    ids = torch.tensor([[5, 6, 8], [9, 4, 3]])
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30}
-    nan_after(target, int(target.generate(ids, **options, do_sample=False)[0, 8]))
-    plain = target.generate(ids, **options, do_sample=False)
+    nan_after(target, int(target.generate(TWO_ROWS, do_sample=False, **WHOLE)[0, 8]))
+    plain = target.generate(TWO_ROWS, do_sample=False, **WHOLE)
     assert (plain[0, 9:] == 0).any(), "the arg-max of what is no number is token 0"
-    assert torch.equal(target.generate(ids, **options, do_sample=False, assistant_model=draft), plain)
+    assert torch.equal(target.generate(TWO_ROWS, do_sample=False, assistant_model=draft, **WHOLE), plain)
     for assistant in (None, draft):
         with pytest.raises(RuntimeError, match=MESSAGE):
-            target.generate(ids, **options, assistant_model=assistant, do_sample=True, temperature=1e-3)
+            target.generate(TWO_ROWS, assistant_model=assistant, do_sample=True, temperature=1e-3, **WHOLE)
 
 
 def test_of_many_prompts_only_those_without_a_possible_token_fail(target, draft, prompts):

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hf_dspark.decoding import logits_processing
-from hf_dspark.decoding.logits_processing import BlockProcessor, Prefix, Truncation
+from hf_dspark.decoding.logits_processing import BlockProcessor, DraftProcessor, Prefix, Truncation
 from tests.rows import GREEDY, padded
 
 VOCAB = 400
@@ -83,7 +83,7 @@ def test_tokens_tied_with_the_last_one_of_top_k_are_kept_save_by_drafts():
     processors = LogitsProcessorList([TopKLogitsWarper(8)])
     scores = BlockProcessor(processors, VOCAB)(logits)
     assert (scores.dense(VOCAB)[0] > -torch.inf).nonzero()[:, 0].tolist() == list(range(20))
-    assert BlockProcessor(processors, VOCAB, tie_margin=0)(logits).values.shape == (1, 8)
+    assert DraftProcessor(processors, VOCAB)(logits).values.shape == (1, 8)
 
 
 TIED = {

@@ -167,8 +167,8 @@ EMPTY, TWO = torch.zeros(0, 3), drawn_rounds([1.0, 1.0], count=10)
     ("make", "message"),
     [
         (lambda: CalibrationRounds(EMPTY, EMPTY, torch.zeros(0), torch.zeros(0)), "no round to calibrate on"),
-        (lambda: CalibrationRounds.concatenate([]), "the calibration set is empty"),
-        (lambda: CalibrationRounds.concatenate([drawn_rounds([1.0], 5), TWO]), r"different block sizes γ.*\[1, 2\]"),
+        (lambda: CalibrationRounds.concatenate([]), r"must be there, .* got those of \[\]"),
+        (lambda: CalibrationRounds.concatenate([drawn_rounds([1.0], 5), TWO]), r"size γ, got those of \[1, 2\]"),
         (lambda: replace(TWO, acceptance=TWO.acceptance * torch.nan), r"acceptance must lie in \[0, 1\]"),
         (lambda: replace(TWO, logits=TWO.logits * torch.nan), "finite"),
         (lambda: fit_temperatures(replace(TWO, num_accepted=torch.zeros(10), proposed=torch.ones(10))),

@@ -46,15 +46,19 @@ def grown(plan, shares, ranks=3):
     return tree
 
 
+def every_survival(shares):
+    """The survivals of all nodes of the whole tree, the best first."""
+    level, survivals = [1.0], []
+    for row in shares:
+        level = [above * share for above, share in itertools.product(level, row)]
+        survivals += level
+    return sorted(survivals, reverse=True)
+
+
 def best_of_all_shapes(shares, seconds, most):
     """Return the best throughput of any tree: the best nodes of the whole tree, of every number."""
-    paths = {(): 1.0}
-    for depth in range(len(shares)):
-        for path in [path for path in paths if len(path) == depth]:
-            for rank, share in enumerate(shares[depth]):
-                paths[(*path, rank)] = paths[path] * share
-    survivals = sorted((survival for path, survival in paths.items() if path), reverse=True)[:most]
-    return max((1 + sum(survivals[:count])) / seconds[count] for count in range(len(survivals) + 1))
+    kept = itertools.accumulate(every_survival(shares)[:most], initial=1.0)
+    return max(tokens / time for tokens, time in zip(kept, seconds, strict=False))
 
 
 JAGGED = {
@@ -94,17 +98,14 @@ def test_chains_are_kept_where_a_tree_gains_too_little():
     assert Scheduler(machine(*JAGGED["flat"]), trees=True).plan_tree(DRAWN, Load()) is not None
 
 
-def test_copies_that_are_sure_make_a_tree_pay_where_drafts_alone_do_not():
-    cost = machine(*(1.0 + 0.03 * n for n in range(40)))
-    plan = lambda siblings, *matches: Scheduler(cost, trees=True).plan_tree(  # noqa: E731
-        siblings, Load(range(len(matches))), matches
-    )
-    for siblings in (DRAWN, BEST):
-        assert plan(siblings, [0.95] * 20) is not None and plan(siblings, [0.2] * 20) is None
-        assert plan(siblings, [0.95] * 20).cut > 0.0
+@pytest.mark.parametrize("siblings", [DRAWN, BEST], ids=["drawn", "best"])
+def test_sure_matches_make_a_tree_pay_where_drafts_alone_do_not(siblings):
+    scheduler = Scheduler(machine(*(1.0 + 0.03 * n for n in range(40))), trees=True)
+    assert scheduler.plan_tree(siblings, Load(), [[0.95] * 20]).cut > 0.0
+    assert scheduler.plan_tree(siblings, Load(), [[0.2] * 20]) is None
 
 
-def test_doubtful_copies_do_not_keep_from_growing_the_trees_that_pay_without_them():
+def test_doubtful_matches_do_not_keep_from_growing_the_trees_that_pay_without_them():
     scheduler = Scheduler(machine(*JAGGED["flat"]), trees=True)
     for siblings in (DRAWN, BEST):
         usual = scheduler.plan_tree(siblings, Load()).gain
@@ -112,7 +113,7 @@ def test_doubtful_copies_do_not_keep_from_growing_the_trees_that_pay_without_the
             assert scheduler.plan_tree(siblings, Load(), [[chance, 0.1]]).gain >= usual
 
 
-def test_the_drafts_pass_is_saved_where_copies_alone_promise_more():
+def test_the_drafts_pass_is_saved_where_matches_alone_promise_more():
     cost = ThroughputTable((1, 8, 32), (100, 96, 90), drafting=1e-3)
     for siblings in (DRAWN, BEST):
         assert not Scheduler(cost, trees=True).plan_tree(siblings, Load(), [[0.97] * 30]).drafts
@@ -160,11 +161,11 @@ def test_a_limit_learns_from_trees_what_a_round_brings_and_caps_them():
     limited, trees = Scheduler(cost, 6, trees=True, tpot_seconds=0.5125e-3), DraftTrees([DraftTree()])
     assert limited.plan_draft(Load()) and limited.plan_tree(DRAWN, Load()).in_all == 6
     limited.observe(RoundOutcome((0,), None, torch.tensor([6]), torch.tensor([1]), 1e-3, drafts=trees))
-    assert limited.allowed_seconds(Load()) == pytest.approx(1.025e-3)
+    assert limited.allowed_seconds == pytest.approx(1.025e-3)
     plan = limited.plan_tree(DRAWN, Load()) if limited.plan_draft(Load()) else None
     assert plan.in_all == grown(plan, MEANS).num_nodes == 5
     limited.observe(RoundOutcome((0,), None, torch.tensor([3]), torch.tensor([0]), 1e-3, drafts=trees))
-    assert limited.allowed_seconds(Load()) == pytest.approx(1.025e-3), "a tree that was cut short tells nothing"
+    assert limited.allowed_seconds == pytest.approx(1.025e-3), "a tree that was cut short tells nothing"
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 11])
@@ -172,13 +173,8 @@ def test_a_budget_of_best_tokens_is_the_best_of_the_whole_tree(num_nodes):
     plan = BudgetPlan(num_nodes, BEST)
     tree = grown(plan, MEANS)
     kept = tree.only(plan.kept([tree])[0])
-    every = [1.0]
-    survivals = []
-    for row in MEANS:
-        every = [above * share for above, share in itertools.product(every, row)]
-        survivals += every
     assert kept.num_nodes == num_nodes
-    assert sum(kept.survivals) == pytest.approx(sum(sorted(survivals)[::-1][:num_nodes]))
+    assert sum(kept.survivals) == pytest.approx(sum(every_survival(MEANS)[:num_nodes]))
 
 
 @pytest.mark.parametrize("num_nodes", [1, 4, 9])
@@ -220,20 +216,24 @@ def test_tests_in_a_round_end_with_the_accepted_sibling():
     assert recorded_tests(tree, [second, below]) == [(0, 0, 0.7, False, 1), (0, 1, 0.7, True, 3), (1, 0, 0.4, True, 4)]
 
 
-def test_trees_are_chosen_by_what_their_nodes_were_counted_to_bring():
-    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
-    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 7)
-    counted = replace(mean_tree, best=(0.5,) * 4 + (0.1,) * 10)
-    assert Scheduler(cost, trees=True).plan_tree(mean_tree, Load((9,))) is None
-    plan = Scheduler(cost, trees=True).plan_tree(counted, Load((9,)))
-    chains = (2 - 0.5 ** np.arange(8)) / cost.round_seconds(Load((9,)), 7)
-    tokens = 1 + 4 * 0.5 + 10 * 0.1
-    assert plan.gain == pytest.approx(tokens / cost.tree_seconds(Load((9,)), 14, False)[14] / chains.max())
+COUNTED = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
+
+
+def test_trees_and_chains_are_chosen_by_what_they_were_counted_to_bring():
+    load, chances = Load((9,)), ((0.5, 0.01),) * 3
+    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), chances)
+    assert Scheduler(COUNTED, trees=True).plan_tree(mean_tree, load) is None
+    trees = replace(mean_tree, best=(0.5,) * 4 + (0.1,) * 10)
+    both = replace(trees, chain=(0.6, 0.45, 0.4))  # easy stretches come together
+    tree_rate = (1 + 4 * 0.5 + 10 * 0.1) / COUNTED.tree_seconds(load, 14, False)[14]
+    for siblings, chain in ((trees, (0.5, 0.25, 0.125)), (both, (0.6, 0.45, 0.4))):
+        chain_rate = (np.cumsum((1.0, *chain)) / COUNTED.round_seconds(load, 3)).max()
+        assert Scheduler(COUNTED, trees=True).plan_tree(siblings, load).gain == pytest.approx(tree_rate / chain_rate)
 
 
 def test_trees_that_are_drawn_and_trees_of_best_tokens_cost_what_each_was_measured_to():
     pairs = {"trees": ((7, 0.0112), (15, 0.0125)), "best_trees": ((7, 0.0106), (15, 0.0114))}
-    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, **pairs)
+    cost = replace(COUNTED, **pairs)
     assert [cost.tree_seconds(Load(), 15, is_drawn)[15] for is_drawn in (True, False)] == [0.0125, 0.0114]
     assert replace(cost, best_trees=()).tree_seconds(Load(), 15, False)[15] == 0.0125
     gains = []
@@ -241,16 +241,6 @@ def test_trees_that_are_drawn_and_trees_of_best_tokens_cost_what_each_was_measur
         siblings = SiblingAcceptance(is_drawn, ((1.0, 0.0),), ((0.5, 0.2),) * 7)
         gains.append(Scheduler(cost, trees=True).plan_tree(siblings, Load()).gain)
     assert gains[1] > gains[0]
-
-
-def test_chains_are_expected_to_bring_what_they_were_counted_to():
-    cost = ThroughputTable((1, 8, 16), (100, 95, 90), 1e-3, trees=((7, 0.0112), (15, 0.0115)))
-    mean_tree = SiblingAcceptance(False, ((1.0, 0.0),), ((0.5, 0.01),) * 3, best=(0.5,) * 4 + (0.1,) * 10)
-    counted = replace(mean_tree, chain=(0.6, 0.45, 0.4))  # easy stretches come together
-    gains = [Scheduler(cost, trees=True).plan_tree(each, Load((9,))).gain for each in (mean_tree, counted)]
-    chains = 1 / cost.round_seconds(Load((9,)), 3)
-    expected = [float((chains * np.cumsum((1.0, *each))).max()) for each in ((0.5, 0.25, 0.125), (0.6, 0.45, 0.4))]
-    assert gains[1] / gains[0] == pytest.approx(expected[0] / expected[1])
 
 
 def test_shares_of_siblings_never_rise_with_the_rank():

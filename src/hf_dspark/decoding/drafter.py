@@ -207,8 +207,7 @@ class Drafter:
         features = torch.cat([nothing, *(part for request in requests for part in request.features)])
         anchors = torch.cat([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.
-        pairs = zip(requests, num_features, strict=True)
-        committed_ids = torch.cat([request.last_ids(count) for request, count in pairs])
+        committed_ids = torch.cat(list(map(Request.last_ids, requests, num_features)))
         before = self.cache.lengths
         try:
             if sampler is None:

@@ -48,11 +48,8 @@ class CalibrationRounds:
     proposed: torch.Tensor  # draft tokens verified, [n]; slots after them say nothing
 
     def __post_init__(self) -> None:
-        if self.logits.dim() != 2 or self.logits.numel() == 0:
-            raise ValueError(
-                f"there is no round to calibrate on: logits are [rounds, γ], got {list(self.logits.shape)}. Decode "
-                "more prompts, or longer answers."
-            )
+        if len(self.logits) == 0:
+            raise ValueError("there is no round to calibrate on: decode more prompts, or longer answers")
         if not bool(torch.isfinite(self.logits).all()):
             raise ValueError("confidence logits must be finite numbers")
         if not bool(((self.acceptance >= 0) & (self.acceptance <= 1)).all()):
@@ -86,15 +83,10 @@ class CalibrationRounds:
     @classmethod
     def concatenate(cls, parts: Sequence["CalibrationRounds"]) -> "CalibrationRounds":
         """Join rounds of several prompts."""
-        sizes = {part.block_size for part in parts}
+        sizes = sorted({part.block_size for part in parts})
         if len(sizes) != 1:
-            raise ValueError(
-                "there is no round to calibrate on: the calibration set is empty"
-                if not sizes
-                else f"rounds of different block sizes γ cannot be calibrated together: got {sorted(sizes)}"
-            )
-        names = ("logits", "acceptance", "num_accepted", "proposed")
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+            raise ValueError(f"rounds to calibrate on must be there, and of one block size γ, got those of {sizes}")
+        return cls(*(torch.cat(columns) for columns in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 def check_temperatures(temperatures: Any, block_size: int) -> None:
@@ -213,12 +205,11 @@ def fit_temperatures(rounds: CalibrationRounds) -> list[float]:
                 "max_new_tokens, or prompts with longer answers"
             )
         logits, label = rounds.logits[:, position - 1].double(), labels[:, position - 1]
-        errors = [
-            expected_calibration_error((before * (logits / temperature).sigmoid())[seen], label[seen])
-            for temperature in ordered
-        ]
-        temperatures.append(ordered[errors.index(min(errors))])
-        before = before * (logits / temperatures[-1]).sigmoid()
+        survivals = [before * (logits / temperature).sigmoid() for temperature in ordered]
+        errors = [expected_calibration_error(each[seen], label[seen]) for each in survivals]
+        best = errors.index(min(errors))
+        temperatures.append(ordered[best])
+        before = survivals[best]
     return temperatures
 
 
@@ -259,10 +250,8 @@ def conditional_auc(rounds: CalibrationRounds) -> float | None:
 def reliability_bins(predicted: torch.Tensor, labels: torch.Tensor) -> list[tuple[float, float, int]]:
     """Return mean prediction, mean label and count of the equal-width bins over [0, 1] that are not empty."""
     index = _bins(predicted)
-    return [
-        (float(predicted[index == i].mean()), float(labels[index == i].mean()), int((index == i).sum()))
-        for i in index.unique().tolist()
-    ]
+    members = [index == each for each in index.unique()]
+    return [(float(predicted[each].mean()), float(labels[each].mean()), int(each.sum())) for each in members]
 
 
 def expected_calibration_error(predicted: torch.Tensor, labels: torch.Tensor) -> float:

@@ -122,10 +122,10 @@ class Rounds:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON file holds; `first_round_at` is not kept, a time of this process."""
+        confidence = [None if each is None else each.tolist() for each in self.confidence]
+        seconds = [list(dataclasses.astuple(each)) for each in self.seconds]
         kept = {name: getattr(self, name) for name in ("policy", "loop", "prefill_seconds", *ENTRIES)}
-        kept["confidence"] = [None if each is None else each.tolist() for each in self.confidence]
-        kept["seconds"] = [list(dataclasses.astuple(each)) for each in self.seconds]
-        return kept
+        return kept | {"confidence": confidence, "seconds": seconds}
 
     @classmethod
     def from_dict(cls, kept: Mapping[str, Any]) -> "Rounds":

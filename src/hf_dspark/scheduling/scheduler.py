@@ -149,7 +149,7 @@ class Scheduler(Policy):
     def _meets_limit(self, load: Load) -> bool:
         looks_again = self._cut.look_again()
         # Drafting is of no use for less than one token.
-        if float(self.cost.round_seconds(load, 1)[1]) <= self.allowed_seconds(load) or looks_again:
+        if float(self.cost.round_seconds(load, 1)[1]) <= self.allowed_seconds or looks_again:
             return True
         plain = self.cost.plain_seconds(load)
         if plain > self.tpot_seconds:
@@ -162,8 +162,9 @@ class Scheduler(Policy):
 
     # ---- how many tokens, and which
 
-    def allowed_seconds(self, load: Load) -> float:
-        """Return how long the coming round may take."""
+    @property
+    def allowed_seconds(self) -> float:
+        """How long the coming round may take."""
         return math.inf if self.tpot_seconds is None else self.tpot_seconds * self._block_tokens
 
     def _capacity(self, all_tokens: int, load: Load) -> int:
@@ -172,7 +173,7 @@ class Scheduler(Policy):
             return all_tokens
         # Up to the first B that is too slow. A larger B that is fast enough again could only be used by looking at
         # tokens after those at the slow ones.
-        fitting = self.cost.round_seconds(load, all_tokens) <= self.allowed_seconds(load)
+        fitting = self.cost.round_seconds(load, all_tokens) <= self.allowed_seconds
         return max(0, int(fitting.cumprod().sum()) - 1)
 
     def limit_lengths(self, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:

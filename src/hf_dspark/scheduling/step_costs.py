@@ -98,9 +98,9 @@ class Sample:
 def fault_of(samples: Iterable[Sample]) -> str | None:
     """Return why passes of target or draft cannot be believed; `None` if they can. Other work slows some of them."""
     samples = list(samples)
-    for sample in samples:
-        if sample.spread > LARGEST_SPREAD:
-            return f"repetitions of one pass lay {sample.spread:.0%} of its time apart"
+    spread = max((sample.spread for sample in samples), default=0.0)
+    if spread > LARGEST_SPREAD:
+        return f"repetitions of one pass lay {spread:.0%} of its time apart"
     for few, many in itertools.permutations(samples, 2):
         is_alike = (few.requests, few.context_tokens) == (many.requests, many.context_tokens)
         if is_alike and few.verify_tokens < many.verify_tokens and few.seconds > LARGEST_FALL * many.seconds:
