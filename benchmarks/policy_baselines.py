@@ -57,4 +57,4 @@ class EliminationScheduler(GlobalScheduler):
     """
 
     def _num_admitted(self, ranking: Ranking, all_tokens: int, load: Load) -> int:
-        return ranking.num_candidates - first_drop(ranking.throughput(self.cost, load)[::-1])
+        return len(ranking.survivals) - first_drop(ranking.throughput(self.cost, load)[::-1])

@@ -173,7 +173,6 @@ EMPTY, TWO = torch.zeros(0, 3), drawn_rounds([1.0, 1.0], count=10)
         (lambda: replace(TWO, logits=TWO.logits * torch.nan), "finite"),
         (lambda: fit_temperatures(replace(TWO, num_accepted=torch.zeros(10), proposed=torch.ones(10))),
          "no round verified draft position 2, .* larger max_new_tokens"),
-        (lambda: measure_calibration(TWO, [(1.0, 0.0)]), "must be 2 pairs of slope and offset"),
     ],
 )  # fmt: skip
 def test_rounds_that_cannot_be_used_are_refused(make, message):

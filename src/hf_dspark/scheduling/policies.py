@@ -16,7 +16,7 @@ import torch
 
 from ..files import plain_json
 from .costs import Load, ThroughputTable
-from .ranking import checked_confidence, survival
+from .ranking import survival
 from .rounds import RoundOutcome
 from .tree_plans import SiblingAcceptance, TreePlan
 
@@ -151,7 +151,6 @@ class ConfidenceThreshold(Policy):
             raise ValueError(f"assistant_confidence_threshold must lie in [0, 1], got {self.threshold}")
 
     def plan_verify(self, confidence: torch.Tensor | None, max_lengths: torch.Tensor, load: Load) -> torch.Tensor:
-        confidence = checked_confidence(confidence)
         score = survival(confidence) if self.cumulative else confidence.cpu()
         run = (score >= self.threshold).long().cumprod(dim=-1).sum(dim=-1)
         return torch.minimum(run, max_lengths)

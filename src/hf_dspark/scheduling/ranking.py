@@ -24,18 +24,13 @@ class Ranking:
     num_requests: int  # R
 
     @classmethod
-    def of(cls, confidence: torch.Tensor | None, max_lengths: torch.Tensor) -> "Ranking":
+    def of(cls, confidence: torch.Tensor, max_lengths: torch.Tensor) -> "Ranking":
         """Rank the tokens of rows of c_k, `[R, γ]`, of which `max_lengths` `[R]` may be sent."""
-        alive = survival(checked_confidence(confidence)).numpy()
+        alive = survival(confidence).numpy()
         alive = np.where(np.arange(alive.shape[1]) < max_lengths.numpy()[:, None], alive, 0.0)
         by_position = alive.T.ravel()
         slots = np.argsort(-by_position, kind="stable")[: np.count_nonzero(by_position)]
         return cls(by_position[slots].tolist(), slots, len(alive))
-
-    @property
-    def num_candidates(self) -> int:
-        """Tokens that could be admitted, n."""
-        return len(self.survivals)
 
     def kept(self, load: Load) -> np.ndarray:
         """Return the expected tokens of a round with the first 0..n candidates admitted, `[n+1]`."""
@@ -43,7 +38,7 @@ class Ranking:
 
     def throughput(self, cost: ThroughputTable, load: Load) -> np.ndarray:
         """Return Theta, the expected tokens per second with the first 0..n candidates admitted, `[n+1]`."""
-        return self.kept(load) / cost.round_seconds(load, self.num_candidates)
+        return self.kept(load) / cost.round_seconds(load, len(self.survivals))
 
     def lengths(self, count: int) -> torch.Tensor:
         """Return the verification lengths that admit the first `count` candidates, `[R]`."""
@@ -63,14 +58,3 @@ def first_drop(throughput: np.ndarray) -> int:
     """Return the index before the first one that does not exceed its predecessor: Algorithm 1's early stop."""
     rises = throughput[1:] > throughput[:-1]
     return len(rises) if rises.all() else int(rises.argmin())
-
-
-def checked_confidence(confidence: torch.Tensor | None) -> torch.Tensor:
-    if confidence is None:
-        raise ValueError(
-            "this policy needs a draft with a confidence head; this one has none (config.enable_confidence_head is "
-            "False). Use FullBlock, or leave assistant_confidence_threshold unset."
-        )
-    if not bool(((confidence >= 0.0) & (confidence <= 1.0)).all()):  # nor NaN
-        raise ValueError(f"confidences must lie in [0, 1], got {confidence.tolist()}")
-    return confidence

@@ -196,13 +196,13 @@ class Scheduler(Policy):
             old = self._rankings[0]
             searched = int(old.throughput(self.cost, replace(load, request_ids=range(old.num_requests))).argmax())
             capacity = round(searched * load.num_requests / old.num_requests)  # requests may have come or gone
-            return min(capacity, ranking.num_candidates)
+            return min(capacity, len(ranking.survivals))
         # The hull covers all tokens that could be sent. One that ended after the last possible survivor would not be
         # causal.
         hull, vertices = self.cost.hull(load.base_tokens, load.base_tokens + all_tokens)
         kept = ranking.kept(load)
         stop = first_drop(kept / (hull[: len(kept)] + self.cost.context_cost(load)))
-        if stop < ranking.num_candidates:
+        if stop < len(ranking.survivals):
             last = min([*(vertex for vertex in vertices if vertex > stop), all_tokens])
             seconds = self.cost.round_seconds(load, last)[stop:]
             hoped = ranking.survivals[stop] * FILL_DECAY
