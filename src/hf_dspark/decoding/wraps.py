@@ -90,8 +90,8 @@ def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids:
     if not call.options.use_transformers_loop:
         warnings.warn(
             f"this call goes through transformers' assisted loop, because {obstacle}. Its output is as exact, but "
-            "it verifies chains alone and loses most of the gain: 1.15 times as fast as without a draft instead of 2.0, "
-            "where it was measured",
+            "it verifies chains alone and loses most of the gain: 1.15 times as fast as without a draft instead of "
+            "2.0, where it was measured",
             stacklevel=2,
         )
     return decode_assisted(original, DSparkCandidateGenerator.of_call(target, draft, call), input_ids, **prepared)
