@@ -21,22 +21,11 @@ from bench import in_turns, main, synchronize
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.models.block_attention import BlockLayout, visible_to_blocks
+from hf_dspark.models.block_attention import BlockLayout
 from hf_dspark.models.losses import DENOMINATOR_EPSILON, LossWeights
-from hf_dspark.models.modeling_draft import AnchoredBlocks
 from hf_dspark.training.blocks import cut_blocks, label_hidden, sample_anchors
 
 BLOCK_SIZE = 7
-
-
-def attend_densely(query, key, value, layout, window, scaling, dropout=0.0, sinks=None):
-    """Attention over all context and all blocks, under one mask."""
-    index = [torch.arange(size, device=query.device) for size in (len(query), 1, query.shape[2], key.shape[2])]
-    batch, head, row, column = torch.meshgrid(*index, indexing="ij")
-    mask = visible_to_blocks(layout, window)(batch, head, row, column)
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
 
 
 def dense_loss(draft, input_ids, features, hidden_of_labels, blocks, weights: LossWeights) -> torch.Tensor:
@@ -82,13 +71,12 @@ class Setting:
     def step(self, variant: str) -> dict[str, torch.Tensor]:
         """Return all gradients."""
         self.draft.zero_grad()
-        inputs, old = (self.input_ids, self.features, self.hidden_of_labels), self.blocks.layout
+        inputs = self.input_ids, self.features, self.hidden_of_labels, self.blocks
         if variant == "dense":
-            with mock.patch("hf_dspark.models.modeling_dspark.attend_blocks", attend_densely):
-                dense_loss(self.draft, *inputs, self.blocks, LossWeights()).backward()
-        else:  # without what the last step left in the layout
-            layout = BlockLayout(old.anchor_positions, old.anchor_mask, old.position_ids, old.block_size)
-            self.draft(*inputs, AnchoredBlocks(layout, self.blocks.labels, self.blocks.weights)).loss.backward()
+            with mock.patch("hf_dspark.models.block_attention.CHUNK_ROWS", 10**9):
+                dense_loss(self.draft, *inputs, LossWeights()).backward()
+        else:
+            self.draft(*inputs).loss.backward()
         synchronize(self.input_ids.device)
         return {name: parameter.grad.clone() for name, parameter in self.draft.named_parameters()}
 

@@ -27,10 +27,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_dspark import DSparkConfig, DSparkDraftModel
-from hf_dspark.models.block_attention import BlockLayout
+from hf_dspark.models.block_attention import BlockLayout, CachedPass, KeyRanges
 from hf_dspark.models.modeling_draft import AnchoredBlocks
-from hf_dspark.models.modeling_dspark import DraftPass
-from hf_dspark.models.slot_cache import SlotCache
+from hf_dspark.models.slot_cache import SlotCache, SlotLayout
 from hf_dspark.sampling.distributions import TokenDistribution
 from hf_dspark.sampling.drafts import ChainSampler
 
@@ -74,10 +73,11 @@ VOCAB = 48  # of the tiny target
 
 def cached_backbone(draft, block_embeds, features, cache):
     """Run the backbone as `draft_block` does, for one request."""
-    drafting = DraftPass(cache, [features.shape[1]], block_embeds.shape[1], draft.device)
-    with cache.writing(drafting.layout):
-        hidden = draft.backbone(block_embeds, features, drafting.position_ids, drafting)
-    cache.commit(0, features.shape[1])
+    start, count = cache.lengths[0], features.shape[1]
+    block = SlotLayout((start + count,), (block_embeds.shape[1],))
+    drafting = CachedPass(cache, (SlotLayout((start,), (count,)), block), block)
+    hidden = draft.backbone(block_embeds, features, drafting.position_ids(draft.device), drafting)
+    cache.commit(0, count)
     return hidden
 
 
@@ -351,7 +351,8 @@ def test_training_pass_scores_the_distribution_that_inference_draws_from(make_dr
     anchor_positions = torch.tensor([[start + own for start, own in anchors]])
     labels = torch.stack([input_ids[0, a + 1 : a + 5] for a in anchor_positions[0]])[None]
     layout = draft.block_layout(anchor_positions, anchor_positions >= 0, positions)
-    assert len(layout.chunks) > 2 and layout.chunks[-1][1].start > 0
+    chunks = KeyRanges(layout.starts, anchor_positions, sum(lengths), layout.num_slots).chunks
+    assert len(chunks) > 2 and chunks[-1][1].start > 0
     _, logits, confidence = teacher_forced(draft, input_ids, features, layout, labels)
     proposed = slice(None) if draft.draft_token_ids() is None else draft.draft_token_ids()
     for index, (start, own) in enumerate(anchors):

@@ -344,20 +344,6 @@ def test_a_training_that_fails_keeps_the_calibration_only_if_no_weight_moved(mak
     assert any("calibrate it again" in str(each.message) for each in caught) == (step > 0)
 
 
-def test_a_step_keeps_no_masks_of_its_batches(make_trainer):
-    trainer = make_trainer(gradient_accumulation_steps=2)
-    seen, honest = [], trainer.training_step
-
-    def training_step(model, inputs, *args):
-        loss = honest(model, inputs, *args)
-        seen.append(len(inputs["blocks"].layout.masks))
-        return loss
-
-    trainer.training_step = training_step
-    trainer.train()
-    assert seen and not any(seen)
-
-
 def test_what_an_interrupted_run_saw_is_in_no_later_report(make_trainer):
     trainer = make_trainer()
     trainer._metrics["train"]._sums["losses"][1:] = 1e9  # the terms

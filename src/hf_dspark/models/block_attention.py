@@ -1,7 +1,7 @@
-"""Attention in training: of block rows to the context before their anchors, and of single rows to ranges of keys.
+"""Who sees what: slots of blocks and their context, in training by ranges of keys, in decoding by slots of the cache.
 
-Who sees what is kept as token indices, and no mask over the whole sequence is ever made. Rows may hold several
-documents one after the other; positions that start again at 0 tell them apart.
+In training no mask over the whole sequence is ever made. Rows may hold several documents one after the other;
+positions that start again at 0 tell them apart.
 """
 
 import functools
@@ -9,27 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from .attention import attend_with_extras, grouped_attention
+from ..sampling.transfers import to_device
+from .attention import attend_with_extras, fold_mask, grouped_attention
+from .slot_cache import SlotCache, SlotLayout
 
 # Rows attended to at a time, which share the stretch of keys that any of them sees. A larger chunk wastes more work on
 # keys that are hidden from most of its rows, a smaller one makes more calls.
 CHUNK_ROWS = 128
-KeysValues = tuple[torch.Tensor, ...]
-
-
-def key_stretches(starts: torch.Tensor, ends: torch.Tensor, size: int) -> list[tuple[slice, slice]]:
-    """Cut rows or blocks, which see the keys `starts` to `ends`, `[B, R]` each, into groups of `size` neighbours.
-
-    Returns the members of each group, and the keys that any of them sees.
-    """
-    bounds = torch.stack([starts.amin(dim=0), ends.amax(dim=0)]).tolist()  # one synchronisation on an accelerator
-    groups = []
-    for first in range(0, starts.shape[1], size):
-        members = slice(first, first + size)
-        end = max(bounds[1][members])
-        groups.append((members, slice(min(*bounds[0][members], end), end)))
-    return groups
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,6 @@ class BlockLayout:
     position_ids: torch.Tensor  # [B, S], of each token in its document
     block_size: int  # γ
     sample_from_anchor: bool = True  # the anchor's slot predicts; if not, a block has γ+1 slots
-    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made once, and used by all layers
 
     @property
     def num_slots(self) -> int:
@@ -72,114 +59,136 @@ class BlockLayout:
         """Index of the first token of each block's document, `[B, N]`."""
         return self.anchor_positions - self.position_ids.gather(1, self.anchor_positions)
 
-    @functools.cached_property
+    @property
     def block_position_ids(self) -> torch.Tensor:
         """Positions of the block rows in their documents, `[B, N*slots]`."""
-        anchors = self.position_ids.gather(1, self.anchor_positions)
-        slots = torch.arange(self.num_slots, device=anchors.device)
-        return (anchors[:, :, None] + slots).flatten(1)
-
-    @functools.cached_property
-    def chunks(self) -> list[tuple[slice, slice]]:
-        """Rows of neighbouring blocks, and the stretch of context that any of them sees."""
-        starts = torch.where(self.anchor_mask, self.starts, self.position_ids.shape[1])
-        ends = torch.where(self.anchor_mask, self.anchor_positions, 0)
-        size, num_blocks = self.num_slots, starts.shape[1]
-        stretches = key_stretches(starts, ends, max(1, CHUNK_ROWS // size))
-        return [(slice(own.start * size, min(own.stop, num_blocks) * size), context) for own, context in stretches]
-
-    def mask(self, rows: slice, context: slice, window: SlidingWindow | None, group: int) -> torch.Tensor:
-        """Return which keys the rows of a chunk see, `[B, 1, group*rows, context + rows]`."""
-        name = (rows.start, window, group)
-        if name not in self.masks:
-            device = self.anchor_positions.device
-            queries, keys = (torch.arange(part.start, part.stop, device=device) for part in (rows, context))
-            block, slot = queries // self.num_slots, queries % self.num_slots
-            anchors, starts = self.anchor_positions[:, block, None], self.starts[:, block, None]
-            seen = (keys < anchors) & (keys >= starts) & self.anchor_mask[:, block, None]
-            # A dummy sees its own block as well: rows that see nothing would be NaN.
-            own = block[:, None] == block
-            if window is not None:
-                seen = seen & window.sees_context(slot[:, None], anchors - keys)
-                own = own & window.sees_slot(slot[:, None], slot)
-            visible = torch.cat([seen, own.expand(len(seen), -1, -1)], dim=-1)[:, None]
-            self.masks[name] = visible.repeat(1, 1, group, 1)
-        return self.masks[name]
-
-
-def attend_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: BlockLayout,
-    window: SlidingWindow | None,
-    scaling: float,
-    dropout: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend from block rows `[B, heads, N*slots, size]` to context and own block, chunk by chunk.
-
-    Keys and values `[B, kv_heads, S + N*slots, size]` are those of the context rows, then of the block rows.
-    DSpark Eq. 3, Section 5.1.
-    """
-    length = layout.position_ids.shape[1]
-    group = query.shape[1] // key.shape[1]
-    outputs = []
-    for rows, context in layout.chunks:
-        own = slice(length + rows.start, length + rows.stop)
-        keys, values = (torch.cat([part[:, :, context], part[:, :, own]], dim=2) for part in (key, value))
-        queries, mask = query[:, :, rows], layout.mask(rows, context, window, group if sinks is None else 1)
-        if sinks is None:
-            outputs.append(grouped_attention(queries, keys, values, mask, scaling, dropout=dropout))
-        else:
-            outputs.append(attend_with_extras(queries, keys, values, mask, scaling, sinks=sinks, dropout=dropout))
-    return torch.cat(outputs, dim=2)
+        slots = torch.arange(self.num_slots, device=self.starts.device)
+        return ((self.anchor_positions - self.starts)[:, :, None] + slots).flatten(1)
 
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Which keys each of R rows sees; rows may have a few keys of their own besides."""
+    """Which keys of a sequence each of N blocks sees; its rows also see keys of their own block. For one pass."""
 
-    starts: torch.Tensor  # [B, R], the first key
-    ends: torch.Tensor  # [B, R], the one after the last; no range is empty
+    starts: torch.Tensor  # [B, N], the first key
+    ends: torch.Tensor  # [B, N], the one after the last
+    length: int  # S, keys of the sequence
+    num_rows: int = 1  # rows of a block
+    masks: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made once for all layers
 
     @functools.cached_property
-    def _chunks(self) -> list[tuple[slice, slice, torch.Tensor]]:
-        """Rows, keys that any of them sees, and who sees what of them, of each group; for all layers and steps."""
-        chunks = []
-        for rows, keys in key_stretches(self.starts, self.ends, CHUNK_ROWS):
-            index = torch.arange(keys.start, keys.stop, device=self.starts.device)
-            visible = (index >= self.starts[:, None, rows, None]) & (index < self.ends[:, None, rows, None])
-            chunks.append((rows, keys, visible))
+    def chunks(self) -> list[tuple[slice, slice]]:
+        """Neighbouring blocks, and the stretch of keys that any of them sees."""
+        first, last = torch.stack([self.starts.amin(dim=0), self.ends.amax(dim=0)]).tolist()  # one synchronisation
+        chunks, size = [], max(1, CHUNK_ROWS // self.num_rows)
+        for start in range(0, len(first), size):
+            blocks = slice(start, min(start + size, len(first)))
+            end = max(last[blocks])
+            chunks.append((blocks, slice(min(*first[blocks], end), end)))
         return chunks
 
+    def mask(self, blocks: slice, keys: slice, num_own: int, window: SlidingWindow | None) -> torch.Tensor:
+        """Return which keys of a stretch and of their own blocks the rows of a chunk see, `[B, 1, rows, keys]`."""
+        name = (blocks.start, num_own, window)
+        if name not in self.masks:
+            index = torch.arange(max(keys.stop, self.num_rows, num_own), device=self.starts.device)
+            starts, ends = (
+                part[:, blocks].repeat_interleave(self.num_rows, dim=1)[..., None] for part in (self.starts, self.ends)
+            )
+            seen = (index[keys] >= starts) & (index[keys] < ends)
+            count = blocks.stop - blocks.start
+            own = torch.eye(count, dtype=torch.bool, device=index.device)
+            own = own.repeat_interleave(self.num_rows, dim=0).repeat_interleave(num_own, dim=1)
+            if window is not None:
+                slots, others = index[: self.num_rows].repeat(count)[:, None], index[:num_own].repeat(count)
+                seen = seen & window.sees_context(slots, ends - index[keys])
+                own = own & window.sees_slot(slots, others)
+            self.masks[name] = torch.cat([seen, own.expand(len(seen), -1, -1)], dim=-1)[:, None]
+        return self.masks[name]
+
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: KeysValues, dropout: float
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *earlier: torch.Tensor
     ) -> torch.Tensor:
-        """Attend from each row of `[B, heads, R, size]` to its range and its own keys, chunk by chunk.
+        """Attend from the rows of blocks, `[B, heads, N*rows, size]`, chunk by chunk: `[B, N*rows, heads, size]`.
 
-        Keys and values are those of the sequence, `[B, kv_heads, S, size]`. With a `context`, they are those of the
-        rows, `[B, kv_heads, R, size]`; the context has those of the sequence, then those that [`append_own`] gathered.
+        Keys and values `[B, kv_heads, S + N*own, size]` are those of the sequence, then those of the blocks. With
+        `earlier` ones, of the sequence and then of each step, they are those of one more step, a row for each block.
+        DSpark Eq. 3, Section 5.1.
         """
-        group = query.shape[1] // key.shape[1]
-        own = append_own(context[2:], key, value) if context else ()
-        outputs = []
-        for rows, stretch, visible in self._chunks:
-            keys, values = (part[:, :, stretch] for part in context[:2] or (key, value))
-            if own:
-                keys, values = (
-                    torch.cat([seen, part[:, :, rows].flatten(2, 3)], dim=2)
-                    for seen, part in zip((keys, values), own, strict=True)
-                )
-                count, num_own = visible.shape[2], own[0].shape[3]
-                mine = torch.eye(count, dtype=torch.bool, device=visible.device).repeat_interleave(num_own, dim=1)
-                visible = torch.cat([visible, mine.expand(len(visible), 1, -1, -1)], dim=-1)
-            mask = visible.repeat(1, 1, group, 1)
-            outputs.append(grouped_attention(query[:, :, rows], keys, values, mask, None, dropout=dropout))
-        return torch.cat(outputs, dim=2)
+        sequences, own = earlier[:2], [(*earlier[2::2], key), (*earlier[3::2], value)]
+        if earlier:
+            own = [torch.stack(steps, dim=3) for steps in own]
+        else:
+            sequences, num_blocks = (key, value), self.starts.shape[1]
+            shape = (num_blocks, (key.shape[2] - self.length) // num_blocks)
+            own = [part[:, :, self.length :].unflatten(2, shape) for part in sequences]
+        group, dropout, outputs = query.shape[1] // key.shape[1], layer.dropout_now, []
+        for blocks, stretch in self.chunks:
+            keys, values = (
+                torch.cat([seen[:, :, stretch], part[:, :, blocks].flatten(2, 3)], dim=2)
+                for seen, part in zip(sequences, own, strict=True)
+            )
+            rows = query[:, :, blocks.start * self.num_rows : blocks.stop * self.num_rows]
+            mask = self.mask(blocks, stretch, own[0].shape[3], layer.window)
+            if layer.attention_sink_bias is None:
+                mask = mask.repeat(1, 1, group, 1)
+                outputs.append(grouped_attention(rows, keys, values, mask, layer.scaling, dropout=dropout))
+            else:
+                extras = {"sinks": layer.attention_sink_bias, "dropout": dropout}
+                outputs.append(attend_with_extras(rows, keys, values, mask, layer.scaling, **extras))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def append_own(own: KeysValues, key: torch.Tensor, value: torch.Tensor) -> KeysValues:
-    """Add a step's keys and values `[B, kv_heads, R, size]` to the rows' own, `[B, kv_heads, R, s, size]`."""
-    new = (key[:, :, :, None], value[:, :, :, None])
-    return tuple(torch.cat(pair, dim=3) for pair in zip(own, new, strict=True)) if own else new
+@dataclass(frozen=True)
+class CachedPass:
+    """One cached pass of a draft: rows of each request are written to the cache, and the last of them attend."""
+
+    cache: SlotCache
+    written: tuple[SlotLayout, ...]  # what layers give keys and values of, one after the other
+    rows: SlotLayout  # which of them attend
+    is_causal: bool = False
+    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)  # folded, for all layers
+
+    def position_ids(self, device: torch.device) -> torch.Tensor:
+        """Return the positions of all that is written, `[1, T]`."""
+        return torch.cat([layout.position_ids(device) for layout in self.written], dim=1)
+
+    def keys_from(self, window: SlidingWindow | None) -> int:
+        """Return the first slot that some row sees."""
+        return 0 if window is None else max(0, min(self.rows.starts) - window.size + (not window.from_anchor))
+
+    def visible(self, window: SlidingWindow | None, device: torch.device) -> torch.Tensor | None:
+        """Return which slots from `keys_from(window)` on each row sees, `[R, 1, width, keys]`; `None`: all."""
+        starts, width = self.rows.starts, self.rows.width
+        keys = torch.arange(self.keys_from(window), self.rows.end, device=device)
+        own = keys - to_device(starts, device)[:, None, None, None]  # negative: context
+        slots = torch.arange(width, device=device)[:, None]
+        all_seen = len(set(starts)) == 1 and (width == 1 or not self.is_causal)
+        visible = None if all_seen else own <= (slots if self.is_causal else width - 1)
+        if window is not None and (window.causal or self.rows.end > window.size):
+            near = torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
+            visible = near if visible is None else near & visible
+        return None if visible is None else visible.expand(-1, -1, width, -1)
+
+    def attend(
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *earlier: torch.Tensor
+    ) -> torch.Tensor:
+        """Write packed keys and values `[1, kv_heads, T, size]`, and attend from packed rows `[1, heads, Q, size]`.
+
+        Returns `[1, Q, heads, size]`.
+        """
+        window, counts = layer.window, [layout.num_tokens for layout in self.written]
+        for layout, *new in zip(self.written, key.split(counts, dim=2), value.split(counts, dim=2), strict=True):
+            if layout.num_tokens:
+                key, value = self.cache.write(layout, *new, layer.layer_idx)
+        start, rows = self.keys_from(window), self.rows.to_rows(query)
+        key, value = key[:, :, start:], value[:, :, start:]
+        if layer.attention_sink_bias is None:
+            if window not in self.masks:
+                group = query.shape[1] // key.shape[1]
+                self.masks[window] = fold_mask(self.visible(window, query.device), group, query.dtype)
+            attended = grouped_attention(rows, key, value, self.masks[window], layer.scaling)
+        else:
+            mask = self.visible(window, query.device)
+            attended = attend_with_extras(rows, key, value, mask, layer.scaling, sinks=layer.attention_sink_bias)
+        return self.rows.to_packed(attended)

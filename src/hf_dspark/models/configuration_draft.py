@@ -89,6 +89,14 @@ class DraftConfig(PreTrainedConfig):
     confidence_fits: ClassVar[dict[str, list[list[float]]] | None] = None
     sibling_acceptance: ClassVar[dict[str, Any] | None] = None
     embedding_norm: ClassVar[bool] = True
+    attention_scaling: ClassVar[float | None] = None
+    layer_types: ClassVar[list[str] | None] = None
+    qk_norm: ClassVar[bool] = True
+    value_norm: ClassVar[bool] = False
+    attention_k_eq_v: ClassVar[bool] = False
+    attention_sinks: ClassVar[bool] = False
+    sandwich_norms: ClassVar[bool] = False
+    layer_scalar: ClassVar[bool] = False
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
 

@@ -3,254 +3,44 @@
 DFlash is the special case `markov_rank=0`. One backbone serves every target family; what differs is in the config.
 """
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..formats.checkpoint import kept_token_ids
 from ..sampling.distributions import largest
 from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
-from .attention import attend_with_extras, fold_mask, grouped_attention
-from .block_attention import BlockLayout, SlidingWindow, attend_blocks
+from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, version_of, with_successors
+from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
-
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
 # Of `draft_top_k` candidates, one in so many is named by the Markov head, the others by the base logits.
 SUCCESSORS_ONE_IN = 4
 MOST_SUCCESSORS = 64  # their table has so many columns: a config must not ask for gigabytes
 
 
-@dataclass(frozen=True)
-class DraftPass:
-    """One cached pass of the draft: context tokens that are not in the cache yet, then a block, of each request."""
-
-    cache: SlotCache  # the requests' context; blocks are written after it and never counted
-    num_features: Sequence[int]  # new context tokens of each request
-    num_slots: int  # rows of a block
-    device: torch.device
-    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)
-
-    @functools.cached_property
-    def layout(self) -> SlotLayout:
-        """Context and block of each request, request by request."""
-        starts = self.cache.lengths[: len(self.num_features)]
-        return SlotLayout(starts, tuple(count + self.num_slots for count in self.num_features))
-
-    @functools.cached_property
-    def blocks(self) -> SlotLayout:
-        starts = tuple(start + new for start, new in zip(self.layout.starts, self.num_features, strict=True))
-        return SlotLayout(starts, (self.num_slots,) * len(starts))
-
-    @functools.cached_property
-    def order(self) -> torch.Tensor | None:
-        """Where each token of `layout` stands when the context of all requests precedes their blocks, `[T]`."""
-        if len(self.num_features) == 1:
-            return None
-        places = torch.arange(self.layout.num_tokens, device="cpu")
-        features, blocks = places.split([sum(self.num_features), self.blocks.num_tokens])
-        parts = zip(features.split(list(self.num_features)), blocks.split(self.num_slots), strict=True)
-        return to_device(torch.cat([part for request in parts for part in request]), self.device)
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """Positions of all contexts, then of all blocks, `[1, T]`."""
-        if self.order is None:
-            return self.layout.position_ids(self.device)
-        contexts = SlotLayout(self.layout.starts, tuple(self.num_features))
-        return torch.cat([part.position_ids(self.device) for part in (contexts, self.blocks)], dim=1)
-
-    def keys_from(self, window: SlidingWindow | None) -> int:
-        """Return the first slot that some block row sees."""
-        return 0 if window is None else max(0, min(self.blocks.starts) - window.size + (not window.from_anchor))
-
-    def visible(self, window: SlidingWindow | None) -> torch.Tensor | None:
-        """Return which slots from `keys_from(window)` on each block row sees, `[R, 1, slots, keys]`; `None`: all."""
-        keys = torch.arange(self.keys_from(window), self.layout.end, device=self.device)
-        own = keys - to_device(self.blocks.starts, self.device)[:, None, None, None]  # negative: context
-        visible = None if len(set(self.blocks.starts)) == 1 else own < self.num_slots
-        if window is not None and (window.causal or self.layout.end > window.size):
-            slots = torch.arange(self.num_slots, device=self.device)[:, None]
-            near = torch.where(own < 0, window.sees_context(slots, -own), window.sees_slot(slots, own))
-            visible = near if visible is None else near & visible
-        return None if visible is None else visible.expand(-1, -1, self.num_slots, -1)
-
-    def mask(self, window: SlidingWindow | None, group: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return what is visible, folded as [`grouped_attention`] wants it: made once for all layers."""
-        if window not in self.masks:
-            self.masks[window] = fold_mask(self.visible(window), group, dtype)
-        return self.masks[window]
-
-
-Attending = BlockLayout | DraftPass  # who sees what: in training, in a cached pass
-
-
-class DSparkRMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, with_scale: bool = True) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size)) if with_scale else None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed.to(hidden.dtype) if self.weight is None else self.weight * normed.to(hidden.dtype)
-
-
-class DSparkRotaryEmbedding:
-    """Rotary cosines and sines from float32 frequencies."""
-
-    # Not a module: `model.to(torch.bfloat16)` would round a buffer, and positions beyond a few hundred tokens with it.
-    def __init__(self, config: DSparkConfig) -> None:
-        self._config = config
-        self._inv_freq: dict[torch.device, torch.Tensor] = {}
-        self._scaling = 1.0
-
-    def _frequencies(self, device: torch.device) -> torch.Tensor:
-        if device not in self._inv_freq:
-            parameters = self._config.rope_parameters
-            if parameters.get("rope_type", "default") == "default":
-                size = int(self._config.head_dim * parameters.get("partial_rotary_factor", 1.0))
-                exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-                inv_freq = parameters["rope_theta"] ** -exponents
-            else:
-                inv_freq, self._scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](self._config, device)
-            self._inv_freq[device] = inv_freq.float()
-        return self._inv_freq[device]
-
-    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Rotary:
-        """Return cosines and sines `[B, 1, rows, rotary_dim]` for positions `[B, rows]`."""
-        angles = position_ids[:, None, :, None].float() * self._frequencies(position_ids.device)
-        angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self._scaling).to(dtype), (angles.sin() * self._scaling).to(dtype)
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embedding to the leading `rotary_dim` entries of `[B, heads, rows, head_dim]`."""
-    size = cos.shape[-1]
-    turning, passing = states[..., :size], states[..., size:]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, passing], dim=-1) if passing.shape[-1] else turned
-
-
-class DSparkAttention(nn.Module):
-    """Bidirectional attention of block rows over target features and the block itself. DSpark Eq. 3."""
-
+class DSparkLayer(DraftLayer):
     def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
-        self.window = None
-        if config.layer_types[layer_idx] == "sliding_attention":
-            self.window = SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.v_proj = None if config.attention_k_eq_v else nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
-        norm = (lambda: DSparkRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
-        scale_free = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
-        self.v_norm = scale_free if config.value_norm else nn.Identity()
-        sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
-        self.attention_sink_bias = sinks
+        super().__init__(config, layer_idx, config.hidden_size)
 
     def forward(
         self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
     ) -> torch.Tensor:
-        """Attend from block rows `[B, Q, d]` to themselves, the new context rows `[B, C, d]` and the cached ones."""
-        key_input = torch.cat([context, hidden], dim=1)
-        of_block = (part[:, :, -hidden.shape[1] :] for part in rotary)
-        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), *of_block)
-        raw_key = self._heads(self.k_proj(key_input))
-        raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(key_input))
-        key, value = rotate(self.k_norm(raw_key), *rotary), self.v_norm(raw_value)
-        attend = self._attend_to_slots if isinstance(attending, DraftPass) else self._attend_in_training
-        return self.o_proj(attend(query, key, value, attending).reshape(*hidden.shape[:2], -1))
-
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-    def _attend_in_training(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: BlockLayout
-    ) -> torch.Tensor:
-        dropout, sinks = self.config.attention_dropout if self.training else 0.0, self.attention_sink_bias
-        output = attend_blocks(query, key, value, layout, self.window, self.scaling, dropout, sinks)
-        return output.transpose(1, 2)
-
-    def _attend_to_slots(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, drafting: DraftPass
-    ) -> torch.Tensor:
-        if drafting.order is not None:
-            key, value = key[:, :, drafting.order], value[:, :, drafting.order]
-        key, value = drafting.cache.update(key, value, self.layer_idx)
-        start = drafting.keys_from(self.window)
-        key, value, rows = key[:, :, start:], value[:, :, start:], drafting.blocks.to_rows(query)
-        if self.attention_sink_bias is None:
-            mask = drafting.mask(self.window, self.num_key_value_groups, query.dtype)
-            attended = grouped_attention(rows, key, value, mask, self.scaling)
-        else:
-            mask, sinks = drafting.visible(self.window), self.attention_sink_bias
-            attended = attend_with_extras(rows, key, value, mask, self.scaling, sinks=sinks)
-        return drafting.blocks.to_packed(attended)
-
-
-class DSparkMLP(nn.Module):
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-class DSparkLayer(GradientCheckpointingLayer):
-    def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = DSparkAttention(config, layer_idx)
-        self.mlp = DSparkMLP(config)
-        self.sandwich_norms = config.sandwich_norms
-        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        # With sandwich norms (Gemma) this one follows the attention; without, it precedes the MLP.
-        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        if config.sandwich_norms:
-            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layer_scalar = nn.Parameter(torch.ones(1)) if config.layer_scalar else None
-
-    def forward(
-        self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
-    ) -> torch.Tensor:
+        """Attend from block rows `[B, Q, d]` to the new context rows `[B, C, d]`, themselves, and the cached ones."""
         # The context rows enter keys and values as they are: only block rows pass the input norm.
-        attended = self.self_attn(self.input_layernorm(hidden), context, rotary, attending)
-        if self.sandwich_norms:
-            hidden = hidden + self.post_attention_layernorm(attended)
-            hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
-        else:
-            hidden = hidden + attended
-            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden if self.layer_scalar is None else hidden * self.layer_scalar
+        normed = self.input_layernorm(hidden)
+        of_block = tuple(part[:, :, -hidden.shape[1] :] for part in rotary)
+        keys = torch.cat([context, normed], dim=1)
+        attended, _, _ = self.self_attn(normed, keys, of_block, rotary, attending)
+        return self.after_attention(hidden, attended)
 
 
 class DSparkDraftModel(DraftModel):
@@ -345,7 +135,7 @@ class DSparkDraftModel(DraftModel):
         """Run the parallel stage from embedded anchor and mask tokens `[B, Q, d]` to h, after the final norm.
 
         Features `[B, C, m*d]` are of the context rows that are not cached yet, positions `[B, C+Q]` of those, then of
-        the block rows. In a [`DraftPass`], B = 1, and the rows of all requests are packed. DSpark Eq. 2-3.
+        the block rows. In a [`CachedPass`], B = 1, and the rows of all requests are packed. DSpark Eq. 2-3.
         """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight)))  # Eq. 2
         rotary = self.rotary(position_ids, block_embeds.dtype)
@@ -362,13 +152,15 @@ class DSparkDraftModel(DraftModel):
         counts: Sequence[int],
         committed_ids: torch.Tensor | None,
     ) -> torch.Tensor:
-        num_slots = self.config.num_slots
-        drafting = DraftPass(cache, counts, num_slots, self.device)
+        num_slots, starts = self.config.num_slots, cache.lengths[: len(counts)]
+        after_context = tuple(start + count for start, count in zip(starts, counts, strict=True))
+        contexts = SlotLayout(starts, tuple(counts))
+        blocks = SlotLayout(after_context, (num_slots,) * len(counts))  # written after the context and never counted
+        drafting = CachedPass(cache, (contexts, blocks), blocks)
         block_ids = anchor_ids.new_full((len(counts), num_slots), self.config.mask_token_id)
         block_ids[:, 0] = anchor_ids
         block_embeds = self.embed(block_ids).flatten(0, 1)[None]
-        with cache.writing(drafting.layout):
-            hidden = self.backbone(block_embeds, features[None], drafting.position_ids, drafting)
+        hidden = self.backbone(block_embeds, features[None], drafting.position_ids(self.device), drafting)
         return hidden.view(len(counts), num_slots, -1)
 
     def _draw(
@@ -443,7 +235,10 @@ class DSparkDraftModel(DraftModel):
         block_ids = labels.new_full((*anchor_ids.shape, self.config.num_slots), self.config.mask_token_id)
         block_ids[:, :, 0] = torch.where(layout.anchor_mask, anchor_ids, block_ids[:, :, 0])
         position_ids = torch.cat([layout.position_ids, layout.block_position_ids], dim=1)
-        hidden = self.backbone(self.embed(block_ids.flatten(1)), features, position_ids, layout)
+        length = input_ids.shape[1]
+        starts, ends = layout.starts.where(layout.anchor_mask, length), layout.anchor_positions * layout.anchor_mask
+        ranges = KeyRanges(starts, ends, length, self.config.num_slots)  # dummies see their own blocks alone
+        hidden = self.backbone(self.embed(block_ids.flatten(1)), features, position_ids, ranges)
         return hidden.unflatten(1, block_ids.shape[1:])
 
     def teacher_forced(

@@ -4,112 +4,48 @@ Slot i reads what is known of position i, and token i+1, and predicts token i+2.
 the target's features; in a block, it is the draft's own output of the slot before.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..sampling.distributions import largest
 from ..sampling.drafts import Drafts, Sampler
-from .attention import fold_mask, grouped_attention
-from .block_attention import BlockLayout, KeyRanges, KeysValues, append_own
+from ..sampling.transfers import to_device
+from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_eagle3 import Eagle3Config
+from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
-from .modeling_dspark import DSparkMLP, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary, rotate
 from .slot_cache import SlotCache, SlotLayout
 
-Attend = Callable[..., torch.Tensor]
 
+class Eagle3Layer(DraftLayer):
+    """One decoder layer over hidden states; each layer reads the token embeddings anew, side by side with them."""
 
-@dataclass(frozen=True)
-class SlotPass:
-    """One cached causal pass over new slots of each request, packed."""
-
-    cache: SlotCache
-    layout: SlotLayout  # the new slots of each request
-    queries: SlotLayout  # those of them that attend
-    layer_idx: int
-
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: KeysValues, dropout: float
-    ) -> torch.Tensor:
-        """Write keys and values `[1, kv_heads, T, size]` of a layer, and attend from `[1, heads, Q, size]`."""
-        key, value = self.cache.update(key, value, self.layer_idx)
-        mask = self._mask(query.shape[1] // key.shape[1], query.dtype, query.device)
-        attended = grouped_attention(self.queries.to_rows(query), key, value, mask, None)
-        return self.queries.to_packed(attended).transpose(1, 2)
-
-    def _mask(self, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        if all(start == self.layout.end - 1 for start in self.queries.starts):
-            return None  # the last slot sees all
-        slots = torch.arange(self.layout.end, device=device)
-        return fold_mask(slots <= self.queries.row_positions(device)[:, None, :, None], group, dtype)
-
-
-class Eagle3Attention(nn.Module):
-    """Causal attention whose rows are a hidden state and a token embedding side by side."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = config
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(2 * config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
-        self.q_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = DSparkRMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def forward(
-        self, states: torch.Tensor, rotary: Rotary, attend: Attend, rows: torch.Tensor | None, *context: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what some rows of `[B, T, 2d]` read, `[B, Q, d]`, and the keys and values of all rows."""
-        key = rotate(self.k_norm(self._heads(self.k_proj(states))), *rotary)
-        value = self._heads(self.v_proj(states))
-        states, rotary = take_rows(states, rows), tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
-        query = rotate(self.q_norm(self._heads(self.q_proj(states))), *rotary)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        attended = attend(query, key, value, context, dropout)
-        return self.o_proj(attended.transpose(1, 2).flatten(2)), key, value
-
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-
-class Eagle3Layer(GradientCheckpointingLayer):
-    """One decoder layer over hidden states; each layer reads the token embeddings anew."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.self_attn = Eagle3Attention(config)
-        self.mlp = DSparkMLP(config)
+    def __init__(self, config: Eagle3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx, 2 * config.hidden_size)
         self.hidden_norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,
         hidden: torch.Tensor,
         embeds: torch.Tensor,
         rotary: Rotary,
-        attend: Attend,
+        attending: Attending,
         rows: torch.Tensor | None = None,
-        *context: torch.Tensor,
+        *earlier: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run slots through the layer: what is known of each position, and the embedded next token, `[B, T, d]` each.
 
         Returns the output `[B, Q, d]` of the slots `rows`, and keys and values of all slots, `[B, kv_heads, T, size]`.
-        `context` are keys and values of earlier passes, for `attend`.
+        `earlier` are keys and values of earlier passes.
         """
         states = torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], dim=-1)
-        attended, key, value = self.self_attn(states, rotary, attend, rows, *context)
-        hidden = take_rows(hidden, rows) + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), key, value
+        of_rows = tuple(take_rows(part[:, 0], rows)[:, None] for part in rotary)
+        attended, *own = self.self_attn(take_rows(states, rows), states, of_rows, rotary, attending, *earlier)
+        return self.after_attention(take_rows(hidden, rows), attended), *own
 
 
 def take_rows(states: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -140,7 +76,7 @@ class Eagle3DraftModel(DraftModel):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(Eagle3Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = DSparkRotaryEmbedding(config)
         self.post_init()
@@ -195,13 +131,13 @@ class Eagle3DraftModel(DraftModel):
         """Run packed slots `[1, T, d]` with their next tokens `[T]`; return each request's last one, `[B, d]`."""
         embeds = self.embed(token_ids)[None]
         rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
-        last = torch.tensor([list(accumulate(layout.counts))], device=self.device) - 1
+        last = to_device([list(accumulate(layout.counts))], self.device) - 1
         last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
-        outer = SlotPass(cache, layout, SlotLayout(last_slots, (1,) * layout.num_rows), len(self.layers) - 1)
-        with cache.writing(layout):
-            for index, layer in enumerate(self.layers[:-1]):
-                hidden, _, _ = layer(hidden, embeds, rotary, SlotPass(cache, layout, layout, index).attend)
-            hidden, _, _ = self.layers[-1](hidden, embeds, rotary, outer.attend, last)
+        inner = CachedPass(cache, (layout,), layout, is_causal=True)
+        outer = CachedPass(cache, (layout,), SlotLayout(last_slots, (1,) * layout.num_rows), is_causal=True)
+        for layer in self.layers[:-1]:
+            hidden, _, _ = layer(hidden, embeds, rotary, inner)
+        hidden, _, _ = self.layers[-1](hidden, embeds, rotary, outer, last)
         return hidden[0]
 
     def block_hidden(
@@ -213,30 +149,31 @@ class Eagle3DraftModel(DraftModel):
         up to there and its own slot's keys of the steps between. The outputs of dummies, and of anchors that begin
         their document, are finite but mean nothing.
         """
+        length = input_ids.shape[1]
         served = layout.anchor_mask & (layout.anchor_positions > layout.starts)
         slots = (layout.anchor_positions - 1).clamp_min(0)
         # Dummies see the first slot: rows that see nothing would be NaN.
-        ranges = KeyRanges(torch.where(served, layout.starts, 0), torch.where(served, layout.anchor_positions, 1))
-        index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        whole = KeyRanges(index - layout.position_ids, index + 1)
+        ends = layout.anchor_positions.where(served, 1)
+        ranges = KeyRanges(layout.starts * served, ends, length)
+        index = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        whole = KeyRanges(index - layout.position_ids, index + 1, length)
         hidden = self.fc(features.to(self.fc.weight))
         embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
         rotary = self.rotary(layout.position_ids, embeds.dtype)
-        contexts: list[KeysValues] = []
+        earlier: list[tuple[torch.Tensor, ...]] = []  # keys and values of all steps, by layer
         for layer in self.layers[:-1]:
-            hidden, *context = layer(hidden, embeds, rotary, whole.attend)
-            contexts.append(tuple(context))
-        hidden, *context = self.layers[-1](hidden, embeds, rotary, ranges.attend, slots)
-        contexts.append(tuple(context))
+            hidden, *new = layer(hidden, embeds, rotary, whole)
+            earlier.append(tuple(new))
+        hidden, *new = self.layers[-1](hidden, embeds, rotary, ranges, slots)
+        earlier.append(tuple(new))
         outputs = [hidden]
         positions = layout.position_ids.gather(1, slots)
         for step in range(1, self.config.block_size):
             embeds = self.embed(labels[:, :, step - 1])
             rotary = self.rotary(positions + step, embeds.dtype)
             for index, layer in enumerate(self.layers):
-                context = contexts[index]
-                hidden, key, value = layer(hidden, embeds, rotary, ranges.attend, None, *context)
-                contexts[index] = (*context[:2], *append_own(context[2:], key, value))
+                hidden, *new = layer(hidden, embeds, rotary, ranges, None, *earlier[index])
+                earlier[index] += tuple(new)
             outputs.append(hidden)
         return self.norm(torch.stack(outputs, dim=2))
 

@@ -245,18 +245,23 @@ class SlotCache(Cache):
 
         They are views `[R, heads, end, size]`, valid until the next write.
         """
-        return self._write((layer_idx, "keys"), key_states), self._write((layer_idx, "values"), value_states)
+        return self.write(self.layout, key_states, value_states, layer_idx)
 
-    def _write(self, name: tuple[int, str], states: torch.Tensor) -> torch.Tensor:
-        layout, store = self.layout, self._store(name, states, self.layout.end)
-        first = layout.first_row
-        if layout.num_rows == 1:
-            start = layout.starts[0]
-            store[first, :, start : start + layout.counts[0]] = states[0]
-        else:
-            rows, _, slots = layout._index(states.device)
-            store[first + rows, :, slots] = states[0].transpose(0, 1)
-        return store[first : first + layout.num_rows, :, : layout.end]
+    def write(
+        self, layout: SlotLayout, keys: torch.Tensor, values: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write as `update` does, where a layout says."""
+        first, written = layout.first_row, []
+        for name, states in (("keys", keys), ("values", values)):
+            store = self._store((layer_idx, name), states, layout.end)
+            if layout.num_rows == 1:
+                start = layout.starts[0]
+                store[first, :, start : start + layout.counts[0]] = states[0]
+            else:
+                rows, _, slots = layout._index(states.device)
+                store[first + rows, :, slots] = states[0].transpose(0, 1)
+            written.append(store[first : first + layout.num_rows, :, : layout.end])
+        return tuple(written)
 
     def _store(self, name: tuple[int, str], states: torch.Tensor, needed: int) -> torch.Tensor:
         """Return a layer's keys or values, with room for so many slots."""

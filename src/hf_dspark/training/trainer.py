@@ -199,7 +199,6 @@ class DSparkTrainer(Trainer):
     ) -> torch.Tensor:
         """One forward and backward pass; stops before a loss that is not a number reaches the weights."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        inputs["blocks"].layout.masks.clear()  # the batches of a step are kept until its end
         bad = (~torch.isfinite(loss)).float()
         if self.args.world_size > 1:  # all processes stop, or the others would wait for ever
             bad = self.accelerator.reduce(bad, "sum")

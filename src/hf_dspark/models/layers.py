@@ -1,0 +1,148 @@
+"""What the layers of all drafts are made of: norms, rotary embedding, attention, MLP."""
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .block_attention import CachedPass, KeyRanges, SlidingWindow
+from .configuration_draft import DraftConfig
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+Attending = KeyRanges | CachedPass  # who sees what: in training, in a cached pass
+
+
+class DSparkRMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, with_scale: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size)) if with_scale else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return normed.to(hidden.dtype) if self.weight is None else self.weight * normed.to(hidden.dtype)
+
+
+class DSparkRotaryEmbedding:
+    """Rotary cosines and sines from float32 frequencies."""
+
+    # Not a module: `model.to(torch.bfloat16)` would round a buffer, and positions beyond a few hundred tokens with it.
+    def __init__(self, config: DraftConfig) -> None:
+        self._config = config
+        self._frequencies: dict[torch.device, tuple[torch.Tensor, float]] = {}
+
+    def _make(self, device: torch.device) -> tuple[torch.Tensor, float]:
+        parameters = self._config.rope_parameters
+        if parameters.get("rope_type", "default") != "default":
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](self._config, device)
+            return frequencies.float(), scaling
+        size = int(self._config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+        return parameters["rope_theta"] ** -exponents, 1.0
+
+    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        """Return cosines and sines `[B, 1, rows, rotary_dim]` for positions `[B, rows]`."""
+        device = position_ids.device
+        if device not in self._frequencies:
+            self._frequencies[device] = self._make(device)
+        frequencies, scaling = self._frequencies[device]
+        angles = position_ids[:, None, :, None].float() * frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary embedding to the leading `rotary_dim` entries of `[B, heads, rows, head_dim]`."""
+    size = cos.shape[-1]
+    turning, passing = states[..., :size], states[..., size:]
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * cos + torch.cat([-second, first], dim=-1) * sin
+    return torch.cat([turned, passing], dim=-1) if passing.shape[-1] else turned
+
+
+class DraftAttention(nn.Module):
+    """Attention from some rows to all rows of a pass and what it has seen before."""
+
+    def __init__(self, config: DraftConfig, layer_idx: int, input_size: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.scaling = config.head_dim**-0.5 if config.attention_scaling is None else config.attention_scaling
+        self.window = None
+        if config.layer_types is not None and config.layer_types[layer_idx] == "sliding_attention":
+            self.window = SlidingWindow(config.sliding_window, config.sliding_from_anchor, config.causal_sliding)
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=config.attention_bias)
+        shares_keys = config.attention_k_eq_v
+        self.v_proj = None if shares_keys else nn.Linear(input_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        norm = (lambda: DSparkRMSNorm(config.head_dim, config.rms_norm_eps)) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
+        scale_free = DSparkRMSNorm(config.head_dim, config.rms_norm_eps, with_scale=False)
+        self.v_norm = scale_free if config.value_norm else nn.Identity()
+        sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
+        self.attention_sink_bias = sinks
+
+    @property
+    def dropout_now(self) -> float:
+        return self.config.attention_dropout if self.training else 0.0
+
+    def forward(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        query_rotary: Rotary,
+        key_rotary: Rotary,
+        attending: Attending,
+        *earlier: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what rows `[B, Q, *]` read, `[B, Q, d]`, and keys and values of all rows `[B, T, *]`."""
+        query = rotate(self.q_norm(self._heads(self.q_proj(queries))), *query_rotary)
+        raw_key = self._heads(self.k_proj(keys))
+        raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(keys))
+        key, value = rotate(self.k_norm(raw_key), *key_rotary), self.v_norm(raw_value)
+        return self.o_proj(attending.attend(self, query, key, value, *earlier).flatten(2)), key, value
+
+    def _heads(self, states: torch.Tensor) -> torch.Tensor:
+        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+
+class DSparkMLP(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DraftLayer(GradientCheckpointingLayer):
+    """Base of the decoder layers: attention and MLP, and what is added around them."""
+
+    def __init__(self, config: DraftConfig, layer_idx: int, input_size: int) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer_idx, input_size)
+        self.mlp = DSparkMLP(config)
+        self.sandwich_norms = config.sandwich_norms
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        # With sandwich norms (Gemma) this one follows the attention; without, it precedes the MLP.
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layer_scalar = nn.Parameter(torch.ones(1)) if config.layer_scalar else None
+
+    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        if self.sandwich_norms:
+            hidden = hidden + self.post_attention_layernorm(attended)
+            hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        else:
+            hidden = hidden + attended
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden if self.layer_scalar is None else hidden * self.layer_scalar
