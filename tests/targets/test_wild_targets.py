@@ -235,8 +235,8 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
     monkeypatch.setattr(FeatureCapture, "take", take)
     with FakeTensorMode(allow_non_fake_inputs=True):
         target, draft = spread_pair(make_target())
-        cache = SlotCache(2, num_layers=4)
-        context = SlotCache(2, num_layers=draft.config.num_hidden_layers)
+        cache = SlotCache(2)
+        context = SlotCache(2)
         call = SimpleNamespace(keeps_some_logits=True, streamer=None, logits_processor=LogitsProcessorList())
         loop = DecodingLoop(SimpleNamespace(draft=draft, support=TargetSupport.of(target)), call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)

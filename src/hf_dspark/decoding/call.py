@@ -11,7 +11,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaL
 
 from ..models.modeling_draft import DraftModel
 from ..targets.transformers_api import output_cache_name
-from .conversation import Conversation, PromptRow, num_layers, open_cache, read_prompt
+from .conversation import Conversation, PromptRow, open_cache, read_prompt
 from .drafter import Drafter
 from .logits_processing import processors_of_row
 from .loop import DecodingLoop
@@ -24,7 +24,7 @@ def decode_call(
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
     """Decode all rows of a call, and return what `generate()` does: rows that ended early are padded on the right."""
     config, given = call.generation_config, call.model_kwargs.get("past_key_values")
-    cache = open_cache(given, len(call.input_ids), num_layers(target))
+    cache = open_cache(given, len(call.input_ids))
     prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
     requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(prompts)]
     for row, prompt in enumerate(prompts):  # no row was refused
@@ -38,7 +38,7 @@ def decode_call(
         loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
         while loop.requests:
             loop.run_round()
-    except torch.OutOfMemoryError as error:  # outside of the cache, which says more
+    except torch.OutOfMemoryError as error:  # outside of the cache
         fits = f"try a batch of {len(requests) // 2}" if len(requests) > 1 else "shorten the prompt"
         raise MemoryError(f"no memory for {len(requests)} sequences: {fits} ({error})") from error
     if call.streamer is not None:

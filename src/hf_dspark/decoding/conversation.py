@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..models.modeling_draft import DraftModel
@@ -47,7 +46,7 @@ class PromptRow:
         return torch.cat([self.columns, generated])[:length]
 
 
-def open_cache(given: Cache | None, batch_size: int, num_layers: int) -> SlotCache:
+def open_cache(given: Cache | None, batch_size: int) -> SlotCache:
     """Return the cache that a call decodes with: the given one if an earlier call returned it, else a new one."""
     if isinstance(given, SlotCache):
         num_rows = given.num_rows
@@ -57,7 +56,7 @@ def open_cache(given: Cache | None, batch_size: int, num_layers: int) -> SlotCac
     if num_rows != batch_size:
         raise ValueError(f"past_key_values holds {num_rows} sequences, the prompts are {batch_size}")
     if not isinstance(given, SlotCache):
-        return SlotCache(batch_size, num_layers=num_layers)
+        return SlotCache(batch_size)
     if given.conversation is None or given.conversation.in_progress:  # an earlier turn was interrupted
         given.reset()
     return given
@@ -162,7 +161,7 @@ class Conversation:
         """Give the requests what an earlier turn left of the draft's context, as far as its tokens are still there."""
         conversation = cache.conversation
         if conversation is None or conversation.drafted_by() is not draft:
-            draft_cache = SlotCache(cache.num_rows, num_layers=num_layers(draft))
+            draft_cache = SlotCache(cache.num_rows)
             conversation = cache.conversation = cls(draft_cache, weakref.ref(draft), unseen=list(cache.lengths))
         conversation.in_progress, cache.columns = True, None
         draft_cache, unseen = conversation.draft_cache, conversation.unseen
@@ -194,7 +193,3 @@ class Conversation:
         self.prompt_lengths = [prompt.length for prompt in prompts]
         self.waiting_features = [list(request.features) for request in requests]
         self.in_progress = False
-
-
-def num_layers(model: PreTrainedModel) -> int:
-    return model.config.get_text_config(decoder=True).num_hidden_layers

@@ -22,7 +22,7 @@ from ..scheduling.options import DecodingOptions
 from ..targets.support import TargetSupport
 from ..targets.transformers_api import CACHE_ARGUMENTS
 from .call import effective_config, make_request
-from .conversation import num_layers, read_prompt
+from .conversation import read_prompt
 from .drafter import Drafter
 from .hook import prepare_with
 from .logits_processing import NoTokenError
@@ -211,7 +211,7 @@ def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> I
                 return
             if loop is None:
                 target, call = queue.target, new[0].call
-                caches = [SlotCache(batch_size, num_layers=num_layers(model)) for model in (target, draft)]
+                caches = [SlotCache(batch_size) for _ in (target, draft)]
                 loop = DecodingLoop(Drafter(target, draft, call, caches[1]), call, caches[0])
             running += new
             shortage = None

@@ -165,8 +165,8 @@ class DraftConfig(PreTrainedConfig):
         yield 0 <= self.attention_dropout < 1, "attention_dropout", "lie in [0, 1)"
         yield self.head_dim % 2 == 0, "head_dim", "be even (rotary embedding)"
         yield heads % self.num_key_value_heads == 0, "num_key_value_heads", f"divide {heads} attention heads"
-        yield 1 <= len(set(ids)) == len(ids), "target_layer_ids", "be distinct and not empty"
-        yield len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be at most {MAX_TARGET_LAYER_IDS}"
+        yield len(set(ids)) == len(ids), "target_layer_ids", "be distinct"
+        yield 1 <= len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be 1 to {MAX_TARGET_LAYER_IDS} layers"
         yield all(-1 <= layer < last for layer in ids), "target_layer_ids", the_last
         top_k = self.draft_top_k
         yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"
@@ -174,16 +174,15 @@ class DraftConfig(PreTrainedConfig):
         yield self.dtype is None or self.dtype in DTYPES, "dtype", f"be one of {DTYPES}"
 
         rope, name = self.rope_parameters, "rope_parameters"
-        kind, values = rope.get("rope_type", "default"), rope.values()
+        kind = rope.get("rope_type", "default")
         yield kind in ROPE_TYPES, name, f"have a rope_type of {ROPE_TYPES}: others would spoil cached keys"
         numbers = {key: value for key, value in rope.items() if type(value) in (int, float)}
         for key in ("rope_theta", *ROPE_NUMBERS.get(kind, ())):
             yield key in numbers, name, f"have a number {key} for the type {kind}"
-        known = all(isinstance(value, (str, bool, int, float)) for value in values)
-        yield known, name, "have numbers, names and flags for values"
-        in_range = all(0 < value <= LARGEST for value in numbers.values())
-        yield in_range, name, "have positive numbers, finite in float32"
-        yield numbers["rope_theta"] > 1, name, "have a rope_theta above 1"
+        plain = all(isinstance(value, (str, bool, int, float)) for value in rope.values())
+        yield plain, name, "have numbers, names and flags for values"
+        in_range = all(0 < value <= LARGEST for value in numbers.values()) and numbers["rope_theta"] > 1
+        yield in_range, name, "have positive numbers, finite in float32, and a rope_theta above 1"
         turned = self.head_dim * numbers.get("partial_rotary_factor", 1.0)
         yield 2 <= turned <= self.head_dim, name, f"turn between 2 and all of the {self.head_dim} entries of a head"
 
@@ -206,12 +205,10 @@ class DraftConfig(PreTrainedConfig):
         return self.block_size
 
     def confidence_fits_for(self, domain: str | None, do_sample: bool) -> LogitFits | None:
-        """Return slopes and offsets of a domain, else of the sampling regime, else the default.
+        """Return slopes and offsets of a domain, else of the sampling regime, else the default; `None` without any.
 
-        A domain's entry for one regime, such as `math/greedy`, comes before its common one. `None` if uncalibrated.
-
-        Raises:
-            ValueError: If a domain is asked for that was not calibrated, or its numbers are not those of γ positions.
+        A domain's entry for one regime, such as `math/greedy`, comes before its common one. A `ValueError` says that a
+        domain was not calibrated, or that its numbers are not those of γ positions.
         """
         known, fits = self.sts_temperatures or {}, self.confidence_fits or {}
         regime = "sampled" if do_sample else "greedy"
@@ -233,8 +230,7 @@ class DraftConfig(PreTrainedConfig):
     def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DraftConfig":
         """Return the configuration of an untrained draft for a target.
 
-        It has five evenly spaced tapped layers without the last, and attention geometry, rotary parameters, embedding
-        scale and logit transforms of the target.
+        It taps five evenly spaced layers, and takes over geometry, rotary parameters and scales.
 
         Args:
             target_config (`PreTrainedConfig`): The target's configuration, or the target; the text part is used.
@@ -283,11 +279,9 @@ class DraftConfig(PreTrainedConfig):
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        except ValueError as error:
-            message, name = shortened(error, quote=False, size=1200), str(pretrained_model_name_or_path)
+        except (ValueError, *_MISREADINGS) as error:
+            message, name = _reason(error), str(pretrained_model_name_or_path)
             raise ValueError(message if name in message else f"{name}: {message}") from None
-        except _MISREADINGS as error:
-            raise ValueError(f"{pretrained_model_name_or_path} has no sound config.json: {_reason(error)}") from None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -316,11 +310,11 @@ class DraftConfig(PreTrainedConfig):
         checkpoint = Checkpoint.open(pretrained_model_name_or_path, **hub)
         kwargs = {name: value for name, value in kwargs.items() if name not in _LOADER_ARGUMENTS}
         if draft_model_type(checkpoint.config) not in (cls.model_type, None):
+            kind, found = cls.__name__.removesuffix("Config"), checkpoint.config
             raise ValueError(
-                f"{checkpoint.name} holds a {checkpoint.config.get('model_type')!r} model (architectures "
-                f"{checkpoint.config.get('architectures')}), which is no {cls.__name__.removesuffix('Config')} draft: "
-                f"pass a checkpoint of model_type {cls.model_type!r}, or one that DeepSpec, speculators or SpecForge "
-                "wrote"
+                f"{checkpoint.name} holds a {found.get('model_type')!r} model (architectures "
+                f"{found.get('architectures')}), which is no {kind} draft: pass one of model_type {cls.model_type!r}, "
+                "or one that DeepSpec, speculators or SpecForge wrote"
             )
         return read_draft_config(checkpoint, sample_from_anchor=kwargs.get("sample_from_anchor")), kwargs
 
@@ -339,7 +333,7 @@ def _reason(error: Exception) -> str:
         error = error.__cause__
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    return shortened(" ".join(str(error).split()), quote=False, size=400)
+    return shortened(" ".join(str(error).split()), quote=False, size=1200)
 
 
 def text_config(target: "PreTrainedConfig | PreTrainedModel") -> PreTrainedConfig:

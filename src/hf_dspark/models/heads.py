@@ -69,21 +69,21 @@ MARKOV_HEADS = dict(zip(MARKOV_HEAD_TYPES, (VanillaMarkovHead, GatedMarkovHead, 
 class Successors:
     """The `count` tokens with the largest Markov bias after each token, which `draft_top_k` looks up here.
 
-    A row of W_1 W_2 is computed when its token is first met, at the cost of one slot over the whole vocabulary. Heads
-    that also read h_k or a state get zeros in their place.
+    A row of W_1 W_2 is computed when its token is first met, at the cost of one slot over the whole vocabulary; on an
+    accelerator, where asking for a row would wait for the device each time, all are computed at once. Heads that also
+    read h_k or a state get zeros in their place.
     """
 
-    ROWS_AT_A_TIME = 256  # of W_1 W_2, while the whole table is filled
+    ROWS_AT_A_TIME = 256
 
     def __init__(self, head: VanillaMarkovHead, hidden_size: int, count: int) -> None:
         self._head, self._hidden_size, self._versions = head, hidden_size, _versions_of(head)
-        device, shape = head.markov_w1.weight.device, (head.markov_w1.num_embeddings, count)
+        first = head.markov_w1.weight
         with torch.inference_mode(False):  # rows are written later, in or out of inference mode
-            self._table = torch.full(shape, -1, dtype=torch.int32, device=device)
-        # On an accelerator, asking whether a row is there would wait for the device each time.
-        self._is_complete = device.type != "cpu"
+            self._table = torch.full((len(first), count), -1, dtype=torch.int32, device=first.device)
+        self._is_complete = first.device.type != "cpu"
         if self._is_complete:
-            self._fill()
+            self._compute(torch.arange(len(first), device=first.device))
 
     def is_current(self) -> bool:
         """Tell whether the head's weights are what they were."""
@@ -91,22 +91,17 @@ class Successors:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the successors `[B, count]` of tokens `[B]`, as ids of the draft's logits."""
-        rows = self._table[token_ids]
-        if not self._is_complete and bool((rows[:, 0] < 0).any()):
-            self._compute(token_ids[rows[:, 0] < 0].unique())
-            rows = self._table[token_ids]
-        return rows.long()
-
-    def _fill(self) -> None:
-        for token_ids in torch.arange(len(self._table), device=self._table.device).split(self.ROWS_AT_A_TIME):
-            self._compute(token_ids)
+        if not self._is_complete and bool((missing := self._table[token_ids, 0] < 0).any()):
+            self._compute(token_ids[missing].unique())
+        return self._table[token_ids].long()
 
     @torch.no_grad()
     def _compute(self, token_ids: torch.Tensor) -> None:
-        embedding = self._head.markov_w1(token_ids)
-        transition, _ = self._head.transition(embedding, embedding.new_zeros(len(token_ids), self._hidden_size), None)
-        best = largest(self._head.bias(transition), self._table.shape[1])[1]
-        self._table[token_ids] = best.to(torch.int32)
+        for some in token_ids.split(self.ROWS_AT_A_TIME):
+            embedding = self._head.markov_w1(some)
+            transition, _ = self._head.transition(embedding, embedding.new_zeros(len(some), self._hidden_size), None)
+            best = largest(self._head.bias(transition), self._table.shape[1])[1]
+            self._table[some] = best.to(torch.int32)
 
 
 def _versions_of(module: nn.Module) -> list[tuple[int, int]]:

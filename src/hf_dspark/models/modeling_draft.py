@@ -1,7 +1,6 @@
 """What all drafts have in common: the target's embedding and LM head on loan, loading, and the training pass.
 
-The embedding and the LM head are the target's, borrowed by [`DraftModel.bind`] and held outside the module tree, so
-they are neither saved, nor trained, nor moved, nor kept twice.
+What [`DraftModel.bind`] borrows is held outside the module tree: neither saved, nor trained, nor moved, nor kept twice.
 """
 
 import copy
@@ -61,6 +60,8 @@ class _Borrowed(NamedTuple):
 class DraftModel(PreTrainedModel):
     """Base of all drafts: pass one to `target.generate(..., assistant_model=draft)`, train it with [`DSparkTrainer`].
 
+    A kind of draft defines `_read` (new context into the cache; returns h), `_draw` (from h) and `teacher_forced`.
+
     Attributes:
         decoding ([`DecodingOptions`]): How `generate()` decodes with it; may be replaced at any time.
         last_stats ([`Rounds`], *optional*): Of the last call.
@@ -76,16 +77,12 @@ class DraftModel(PreTrainedModel):
         super().__init__(config)
         self.decoding = DecodingOptions()
         self.last_stats = None
-        # A tuple is not searched for submodules: what is borrowed stays out of state_dict, parameters and `.to()`.
-        self._borrowed: _Borrowed | None = None
+        self._borrowed: _Borrowed | None = None  # a tuple is not searched for submodules
         self.gradient_checkpointing = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "decoding" and not isinstance(value, DecodingOptions):
-            raise TypeError(
-                f"draft.decoding must be DecodingOptions, got {shortened(value)}: "
-                "DecodingOptions(policy=...) makes them"
-            )
+            raise TypeError(f"draft.decoding must be DecodingOptions(policy=..., ...), got {shortened(value)}")
         if name in OPTIONS:
             raise AttributeError(f"a draft has no {name}: set draft.decoding = DecodingOptions({name}=...)")
         super().__setattr__(name, value)
@@ -124,17 +121,8 @@ class DraftModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def expected_tensors(cls, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-        """Return the tensors of a draft of this config, on the meta device."""
-        with torch.device("meta"):
-            return cls(copy.deepcopy(config)).state_dict()
-
-    @classmethod
     def read_tensors(
-        cls,
-        config: PreTrainedConfig,
-        checkpoint: Checkpoint,
-        renamed: Mapping[str, str] = MappingProxyType({}),
+        cls, config: PreTrainedConfig, checkpoint: Checkpoint, renamed: Mapping[str, str] = MappingProxyType({})
     ) -> dict[str, torch.Tensor]:
         """Read a checkpoint's tensors once names, shapes and types are those of its config, or raise a `ValueError`.
 
@@ -144,11 +132,11 @@ class DraftModel(PreTrainedModel):
         if len(layers) < config.num_hidden_layers:  # before so many are built
             found = f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}"
             raise checkpoint.misfit(found)
-        expected = cls.expected_tensors(config)
-        theirs = {key: renamed.get(key, key) for key in expected}
-        checkpoint.compare({theirs[key]: tensor for key, tensor in expected.items()})
-        stored = checkpoint.load(theirs.values())
-        tensors = {key: stored[place] for key, place in theirs.items()}
+        with torch.device("meta"):
+            expected = cls(copy.deepcopy(config)).state_dict()
+        checkpoint.compare({renamed.get(key, key): tensor for key, tensor in expected.items()})
+        stored = checkpoint.load([renamed.get(key, key) for key in expected])
+        tensors = {key: stored[renamed.get(key, key)] for key in expected}
         if "d2t" in tensors:
             try:
                 kept = kept_tokens_mask(tensors["d2t"], config.vocab_size)
@@ -235,7 +223,6 @@ class DraftModel(PreTrainedModel):
 
     def draft_token_ids(self) -> torch.Tensor | None:
         """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one."""
-        return None
 
     def scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply what the target does to the output of its LM head: a factor, then a soft cap."""
@@ -259,13 +246,13 @@ class DraftModel(PreTrainedModel):
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `[B]`): x_0, the last committed token of each request.
-            features (`torch.Tensor` of shape `[B, C, m*d]`, or `[T, m*d]` with `num_features`): Tapped target layers
-                of the committed tokens not yet in `cache`, the anchor excluded; packed, request by request.
+            features (`torch.Tensor` of shape `[B, C, m*d]`, or packed `[T, m*d]` with `num_features`): Tapped target
+                layers of the committed tokens not yet in `cache`, the anchor excluded.
             cache ([`SlotCache`]): Rows 0..B-1 hold the requests' context; the new one is appended.
             sampler ([`Sampler`]): Draws the tokens, one level after another.
             num_features (`Sequence[int]`, *optional*): How many tokens of `features` belong to each request.
             committed_ids (`torch.LongTensor` of shape `[T]`, *optional*): The committed token after each token of
-                `features`, the anchor after the last one; autoregressive drafts need it.
+                `features`; autoregressive drafts need it.
             num_tokens (`int`, *optional*): Draw so many levels at most, 1 <= n <= γ; γ unless given.
         """
         counts = num_features or (features.shape[1],) * len(anchor_ids)
@@ -287,16 +274,6 @@ class DraftModel(PreTrainedModel):
         for row, count in enumerate(counts):
             cache.commit(row, count)
         return hidden
-
-    def _read(self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, *more: Any) -> torch.Tensor:
-        """Write new context `[T, m*d]` into the cache; `more` are features per request, and the committed tokens."""
-        raise NotImplementedError
-
-    def _draw(
-        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, cache: SlotCache, sampler: Sampler, *more: Any
-    ) -> Drafts:
-        """Draw what follows the anchors from h; `more` are features per request, and how many levels are drawn."""
-        raise NotImplementedError
 
     def block_layout(
         self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor

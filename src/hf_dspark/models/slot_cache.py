@@ -8,7 +8,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,16 +61,11 @@ class SlotLayout:
         """Where each row starts in the packed sequence."""
         return tuple(sum(self.counts[:row]) for row in range(self.num_rows))
 
-    @functools.cached_property
-    def is_regular(self) -> bool:
-        """Whether all rows have the same number of tokens: then packing is a reshape."""
-        return min(self.counts) == self.width
-
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return row in this pass, column and slot of each token, `[T]` each; made once per device."""
         if device not in self._by_device:
-            on_host = partial(torch.tensor, device="cpu")
-            counts, starts, firsts = map(on_host, (self.counts, self.starts, self.first_tokens))
+            per_row = (self.counts, self.starts, self.first_tokens)
+            counts, starts, firsts = (torch.tensor(each, device="cpu") for each in per_row)
             rows = torch.arange(self.num_rows, device="cpu").repeat_interleave(counts, output_size=self.num_tokens)
             columns = torch.arange(self.num_tokens, device="cpu") - firsts[rows]
             index = (rows, columns, columns + starts[rows])
@@ -124,7 +118,7 @@ class SlotLayout:
         """Bring packed states `[1, heads, T, size]` into rows `[R, heads, width, size]`, zero where no token is."""
         if self.num_rows == 1:
             return states
-        if self.is_regular:
+        if min(self.counts) == self.width:  # packing is a reshape
             return states[0].unflatten(1, (self.num_rows, self.width)).transpose(0, 1)
         rows, columns, _ = self._index(states.device)
         padded = states.new_zeros(self.num_rows, states.shape[1], self.width, states.shape[3])
@@ -134,7 +128,7 @@ class SlotLayout:
     def to_packed(self, states: torch.Tensor) -> torch.Tensor:
         """Bring states in rows, `[R, heads, width, size]`, back into the packed sequence `[1, T, heads, size]`."""
         by_token = states.transpose(1, 2)
-        if self.is_regular:
+        if min(self.counts) == self.width:  # packing is a reshape
             return by_token.flatten(0, 1)[None]
         rows, columns, _ = self._index(states.device)
         return by_token[rows, columns][None]
@@ -151,10 +145,6 @@ class RowState:
     after_all: dict[Any, torch.Tensor] = field(default_factory=dict)  # the states if all of them are accepted
 
 
-class CacheMemoryError(MemoryError):
-    """The cache does not fit; says how many rows would."""
-
-
 class SlotCache(Cache):
     """Keys and values of at most `num_rows` rows, written at per-row slots.
 
@@ -162,11 +152,9 @@ class SlotCache(Cache):
     geometrically with the longest row up to `limit`, the slots that no row will exceed.
     """
 
-    def __init__(self, num_rows: int = 1, limit: int | None = None, num_layers: int | None = None) -> None:
+    def __init__(self, num_rows: int = 1, limit: int | None = None) -> None:
         super().__init__(layers=[])
-        self.num_rows = num_rows
-        self.limit = limit
-        self.num_layers = num_layers  # that will write to it; for estimates
+        self.num_rows, self.limit = num_rows, limit
         self.conversation: Any = None  # what a decoding loop keeps with a cache that it returns
         # Where the latest call had each row's tokens in its padded batch, if it has ended.
         self.columns: Sequence[torch.Tensor] | None = None
@@ -231,7 +219,7 @@ class SlotCache(Cache):
 
     @contextmanager
     def writing(self, layout: SlotLayout) -> Iterator[None]:
-        """Say where the tokens of the forward pass belong that runs while this is entered."""
+        """Say where the tokens of the forward pass belong that runs meanwhile."""
         self._layout = layout
         try:
             yield
@@ -279,24 +267,14 @@ class SlotCache(Cache):
             # The CPU's allocator raises a RuntimeError of its own.
             if not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
                 raise
-            raise CacheMemoryError(self._memory_message(states, needed)) from error
+            raise MemoryError(
+                f"no memory for keys and values of {needed} tokens in {self.num_rows} sequences: use a smaller batch, "
+                "shorten the prompts or lower max_new_tokens"
+            ) from error
         if store is not None:
             grown[:, :, : store.shape[2]] = store
         self._stores[name] = grown
         return grown
-
-    def _memory_message(self, states: torch.Tensor, needed: int) -> str:
-        held = sum(store.nbytes for store in self._stores.values())
-        num_layers = self.num_layers or max(1, len({layer_idx for layer_idx, _ in self._stores}))
-        recurrent = [each for row in self.row_states for each in row.values()]
-        recurrent_bytes = sum(state.nbytes for each in recurrent for state in each.states.values())
-        row_bytes = 2 * num_layers * states[0, :, 0].nbytes * needed
-        row_bytes += 2 * recurrent_bytes // max(1, sum(map(bool, self.row_states)))  # before and after the block
-        what = f"no memory for keys and values of {needed} tokens, {row_bytes / 2**30:.2f} GiB a sequence"
-        if self.num_rows == 1:
-            return f"{what}: shorten the prompt or lower max_new_tokens"
-        fits = min(self.num_rows - 1, max(1, held // row_bytes))
-        return f"{what}, for {self.num_rows} sequences: a batch of {fits} fits by what could be had so far"
 
     def move_row(self, source: int, destination: int) -> None:
         """Overwrite a row by another one, which is free afterwards."""
