@@ -129,7 +129,7 @@ def test_resuming_from_a_damaged_checkpoint_is_refused_or_goes_on_from_the_last_
     folder = tmp_path / "run"
     with pytest.raises(ValueError, match="there is no whole checkpoint to resume from"):
         make_trainer().train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="there is no checkpoint .*nowhere"):
+    with pytest.raises(ValueError, match="nowhere/dspark_run.json cannot be used: there is no such file"):
         make_trainer().train(resume_from_checkpoint=str(tmp_path / "nowhere"))
     whole = make_trainer(save_strategy="steps", save_steps=2)
     whole.train()
@@ -152,7 +152,7 @@ def test_resuming_from_a_damaged_checkpoint_is_refused_or_goes_on_from_the_last_
 def test_resuming_from_a_checkpoint_without_the_optimisers_state_is_refused(make_trainer, tmp_path):
     make_trainer(save_strategy="steps", save_steps=2, save_only_model=True).train()
     for where in (str(tmp_path / "run" / "checkpoint-2"), True):
-        with pytest.raises(ValueError, match="saved with save_only_model: .*Start anew from its weights"):
+        with pytest.raises(ValueError, match="saved with save_only_model.*start anew from its weights"):
             make_trainer().train(resume_from_checkpoint=where)
 
 

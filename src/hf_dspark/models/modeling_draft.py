@@ -1,6 +1,6 @@
 """What all drafts have in common: the target's embedding and LM head on loan, loading, and the training pass.
 
-What [`DraftModel.bind`] borrows is held outside the module tree: neither saved, nor trained, nor moved, nor kept twice.
+What [`DraftModel.bind`] borrows stands outside the module tree: neither saved, trained, nor moved, nor kept twice.
 """
 
 import copy

@@ -23,8 +23,8 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
         packing (`bool`): Join short documents into rows of `max_length`.
         chat_template_kwargs (`dict`, *optional*): For the tokenizer's chat template, such as
             `{"enable_thinking": False}`.
-        feature_cache_dir (`str`, *optional*): The target's states are read from this folder as far as they are there,
-            and computed and added otherwise. Without a target, all must be there.
+        feature_cache_dir (`str`, *optional*): The target's states are read from this folder; those that it lacks are
+            computed before training. Without a target, all must be there.
         dataset_num_proc (`int`, *optional*): Processes that tokenise.
 
     Example:
@@ -46,7 +46,7 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
     chat_template_kwargs: dict | str | None = argument(
         None, "For the chat template, as JSON, such as '{\"enable_thinking\": false}'."
     )
-    feature_cache_dir: str | None = argument(None, "Where the target's states are kept; filled while training.")
+    feature_cache_dir: str | None = argument(None, "Where the target's states are kept; filled before training.")
     dataset_num_proc: int | None = argument(None, "Processes that tokenise.")
 
     # Trainer parses strings for these fields: one more than its own.
@@ -65,5 +65,5 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
         if self.push_to_hub and self.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             raise ValueError(
                 f"hub_strategy={self.hub_strategy.value!r} would publish pickled optimizer states, which are unsafe "
-                "to load: choose 'every_save' or 'end'"
+                "to load: choose 'end'"
             )

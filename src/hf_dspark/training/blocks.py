@@ -75,11 +75,3 @@ def label_hidden(last_hidden: torch.Tensor, blocks: AnchoredBlocks) -> torch.Ten
     positions = (label_positions(blocks.layout) - 1).clamp_max(last_hidden.shape[1] - 1)
     rows = last_hidden.gather(1, positions.flatten(1)[:, :, None].expand(-1, -1, last_hidden.shape[-1]))
     return rows.unflatten(1, positions.shape[1:])
-
-
-def count_covered(blocks: AnchoredBlocks, loss_mask: torch.Tensor) -> int:
-    """Return how many supervised tokens of `[B, S]` some block predicts."""
-    covered = torch.zeros_like(loss_mask, dtype=torch.bool)
-    supervised = blocks.supervised
-    covered[supervised.nonzero()[:, 0], label_positions(blocks.layout)[supervised]] = True
-    return int(covered.sum())

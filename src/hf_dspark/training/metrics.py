@@ -8,8 +8,6 @@ import torch
 from ..models.losses import DENOMINATOR_EPSILON, BlockLosses, LossWeights
 from ..scheduling.calibration import NUM_BINS
 
-# Confidences are compared by histogram: 1000 steps change the area under the curve by less than 1e-3.
-CONFIDENCE_STEPS = 1000
 TERMS = ("cross_entropy", "l1", "soft_cross_entropy", "confidence")
 
 
@@ -23,10 +21,8 @@ class BlockMetrics:
         shapes = {
             "losses": (1 + len(TERMS),),  # the weights, then the terms
             "seen": (len(TERMS),),
-            "blocks": (2,),  # blocks, and tokens they are expected to have accepted
             "slots": (2, gamma),  # reached and accepted
             "bins": (3, gamma, NUM_BINS),  # count, predicted and expected survival
-            "histogram": (2, CONFIDENCE_STEPS),  # accepted and rejected by confidence
         }
         self._sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
@@ -43,27 +39,22 @@ class BlockMetrics:
         supervised, acceptance = supervised.flatten(0, 1), losses.acceptance.flatten(0, 1).to(wide)
         survival = (acceptance * supervised).cumprod(dim=-1)
         before = torch.cat([torch.ones_like(survival[:, :1]), survival[:, :-1]], dim=-1) * supervised
-        sums["blocks"] += torch.stack([supervised[:, 0].sum().to(wide), survival.sum()])
         sums["slots"] += torch.stack([before.sum(dim=0), survival.sum(dim=0)])
         if losses.confidence_logits is None:
             return
         # A loss that is no number is reported elsewhere.
-        confidence = losses.confidence_logits.flatten(0, 1).to(wide).nan_to_num().sigmoid()
-        predicted = confidence.cumprod(dim=-1)
+        predicted = losses.confidence_logits.flatten(0, 1).to(wide).nan_to_num().sigmoid().cumprod(dim=-1)
         slots = torch.arange(self._block_size, device=device).expand_as(predicted)
         bins = slots * NUM_BINS + (predicted * NUM_BINS).long().clamp_max(NUM_BINS - 1)
         values = torch.stack([torch.ones_like(predicted), predicted, survival])[:, supervised]
         sums["bins"].flatten(1).index_add_(1, bins[supervised], values)
-        steps = (confidence * CONFIDENCE_STEPS).long().clamp_max(CONFIDENCE_STEPS - 1)
-        values = torch.stack([survival, before * (1.0 - acceptance)])[:, supervised]
-        sums["histogram"].index_add_(1, steps[supervised], values)
 
     def reduced(self, accelerator: Any, weights: LossWeights) -> dict[str, float]:
         """Return the means over the blocks of all processes since the last report; empty when there is none.
 
         They are `loss` and its terms, `tau` (expected tokens per round, bonus included), `acceptance_k` (of slot k,
         where all before it were accepted), and with a confidence head `confidence_ece` (of the survival, mean over the
-        slots) and `confidence_auc`.
+        slots).
         """
         device = accelerator.device
         sums = {name: accelerator.reduce(value.to(device), "sum").cpu() for name, value in self._sums.items()}
@@ -78,18 +69,13 @@ class BlockMetrics:
         }
         values = {"loss": sum(getattr(weights, f"{name}_weight") * mean for name, mean in means.items())}
         values |= {"confidence_loss" if name == "confidence" else name: mean for name, mean in means.items()}
-        (blocks, expected), (reached, accepted) = sums["blocks"].tolist(), sums["slots"]
-        values["tau"] = 1.0 + expected / blocks
+        reached, accepted = sums["slots"]
+        values["tau"] = 1.0 + (accepted.sum() / reached[0]).item()  # every block reaches its first slot
         rates = (accepted / reached).tolist()
         values |= {f"acceptance_{slot}": rate for slot, rate in enumerate(rates, start=1) if not math.isnan(rate)}
-        if "confidence" not in means:
-            return values
-        count, predicted, survival = sums["bins"]
-        used = count.sum(dim=-1) > 0
-        ece = (predicted - survival).abs().sum(dim=-1)[used] / count.sum(dim=-1)[used]
-        values["confidence_ece"] = ece.mean().item()
-        accepted, rejected = sums["histogram"]
-        if (pairs := accepted.sum() * rejected.sum()) > 0:  # of pairs in the same step, half count as ranked rightly
-            ranked = (accepted * (rejected.cumsum(0) - rejected / 2)).sum()
-            values["confidence_auc"] = (ranked / pairs).item()
+        if "confidence" in means:
+            count, predicted, survival = sums["bins"]
+            used = count.sum(dim=-1) > 0
+            ece = (predicted - survival).abs().sum(dim=-1)[used] / count.sum(dim=-1)[used]
+            values["confidence_ece"] = ece.mean().item()
         return values

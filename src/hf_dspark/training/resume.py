@@ -21,6 +21,7 @@ NO_FACTS = {
     *CALIBRATED, "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
+_ANEW = "start anew from its weights with DSparkDraftModel.from_pretrained"
 ARGUMENTS = ("per_device_train_batch_size", "seed", "data_seed", "num_anchors", "max_length", "packing")
 
 
@@ -52,17 +53,12 @@ def write_run_facts(checkpoint: Path, trainer: Trainer) -> None:
     replace_text(checkpoint / RUN_FACTS_FILE, f"{text}\n")
 
 
-def require_whole(checkpoint: Path) -> None:
-    """Raise a `ValueError` that names the file which a checkpoint lacks, or which is not as long as it was saved."""
-    facts_file = checkpoint / RUN_FACTS_FILE
-    if not checkpoint.is_dir():
-        raise ValueError(f"there is no checkpoint {checkpoint}")
-    if not facts_file.exists():
-        raise ValueError(f"{facts_file} is missing: the checkpoint was not saved to its end")
-    sizes = read_json(facts_file).get("files")
-    if not isinstance(sizes, dict):
-        raise ValueError(f"{facts_file} does not list the files of the checkpoint")
-    for name, size in sizes.items():
+def require_whole(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint's facts; a `ValueError` names a file that is missing, or not as long as it was saved."""
+    facts = read_json(checkpoint / RUN_FACTS_FILE)
+    if not isinstance(facts.get("files"), dict):
+        raise ValueError(f"{checkpoint / RUN_FACTS_FILE} does not list the files of the checkpoint")
+    for name, size in facts["files"].items():
         path = checkpoint / name
         if not path.is_file():
             raise ValueError(f"{path} is missing")
@@ -70,8 +66,7 @@ def require_whole(checkpoint: Path) -> None:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, and {size} were saved")
         if name == CONFIG_FILE:
             read_json(path)
-    if _has_weights(checkpoint):
-        _ = Checkpoint(checkpoint).tensors  # its headers are sound
+    return facts
 
 
 def last_checkpoint(folder: str | Path) -> str | None:
@@ -89,8 +84,12 @@ def last_checkpoint(folder: str | Path) -> str | None:
 
 def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
     """Raise a `ValueError` unless a checkpoint is whole, and of the same run and draft as a trainer's."""
-    require_whole(checkpoint)
-    require_same_run(checkpoint, run_facts(trainer))
+    before, now = require_whole(checkpoint), run_facts(trainer)
+    if different := differences(now | {name: before[name] for name in now if name in before}, now):
+        raise ValueError(
+            f"{checkpoint} belongs to a run that differs in {different}: its loss curve cannot be continued. Go on as "
+            f"before (half the processes need twice the gradient_accumulation_steps), or {_ANEW}"
+        )
     is_stream = not hasattr(trainer.train_dataset, "__len__")
     if is_stream and TrainerState.load_from_json(checkpoint / TRAINER_STATE_NAME).epoch > 1:
         warnings.warn(
@@ -98,29 +97,9 @@ def require_continuable(checkpoint: Path, trainer: Trainer) -> None:
             "not known: it begins again now, and the loss curve is not that of a run without interruption",
             stacklevel=4,
         )
-    if not _has_weights(checkpoint):
-        return
+    if not any((checkpoint / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)):
+        return  # shards of FSDP or DeepSpeed
     if not any(checkpoint.glob("rng_state*.pth")):  # every launcher saves them beside the optimiser's states
-        raise ValueError(
-            f"{checkpoint} was saved with save_only_model: the states of optimiser and schedule are missing, so "
-            "its curve cannot be continued. Start anew from its weights with DSparkDraftModel.from_pretrained."
-        )
+        raise ValueError(f"{checkpoint} was saved with save_only_model, so its curve cannot be continued: {_ANEW}")
     draft = trainer.accelerator.unwrap_model(trainer.model)  # `Trainer` would keep its weights of missing tensors
     draft.read_tensors(draft.config, Checkpoint(checkpoint))
-
-
-def require_same_run(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Raise a `ValueError` that names every fact in which the run of a checkpoint differs."""
-    before = read_json(checkpoint / RUN_FACTS_FILE)
-    different = differences(facts | {name: before[name] for name in facts if name in before}, facts)
-    if different:
-        raise ValueError(
-            f"{checkpoint} belongs to a run that differs in {different}: its loss curve cannot be continued. Go on as "
-            "before (half the processes need twice the gradient_accumulation_steps), or start anew from its weights "
-            "with DSparkDraftModel.from_pretrained."
-        )
-
-
-def _has_weights(checkpoint: Path) -> bool:
-    """Tell whether the weights are in safetensors; else they are in shards of FSDP or DeepSpeed."""
-    return any((checkpoint / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))

@@ -13,8 +13,7 @@ import torch
 from huggingface_hub import HfApi
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
-from transformers.utils import PushInProgress
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..data.examples import prepare_examples
 from ..models import publisher
@@ -23,7 +22,7 @@ from ..models.configuration_draft import CALIBRATED
 from ..models.losses import BlockLosses, LossWeights
 from ..models.modeling_draft import AnchoredBlocks, DraftModel
 from .arguments import DSparkTrainingArguments
-from .blocks import count_covered, cut_blocks, label_hidden, sample_anchors
+from .blocks import cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
 from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_run_facts
 from .rows import BlockCollator, PackedRows, PackedStream
@@ -99,15 +98,13 @@ class DSparkTrainer(Trainer):
     def _prepared(self, train_dataset: Any, eval_dataset: Any, draft: DraftModel) -> tuple[Any, Any]:
         """Return both data sets as packed or plain rows of tokens, once their target states are known to be there."""
         several = isinstance(eval_dataset, dict)
-        sets = {"train_dataset": train_dataset}
-        sets |= {f"eval_dataset[{name!r}]": part for name, part in (eval_dataset if several else {}).items()}
-        sets |= {} if several else {"eval_dataset": eval_dataset}
-        # One process at a time: the first one tokenises for all, and makes the cache's folder.
-        with self.args.main_process_first():
+        held_out = eval_dataset if several else {None: eval_dataset}
+        names = ["eval_dataset" if name is None else f"eval_dataset[{name!r}]" for name in held_out]
+        with self.args.main_process_first():  # it tokenises for all
             # A block need not fit into rows that only evaluate.
-            sizes = [draft.config.block_size] + [1] * (len(sets) - 1)
-            rows = [self._tokenised(*part, draft, size) for part, size in zip(sets.items(), sizes, strict=True)]
-            self.source.require_rows([part for part in rows if hasattr(part, "__len__")], self.args.process_index == 0)
+            rows = [self._tokenised("train_dataset", train_dataset, draft, draft.config.block_size)]
+            rows += [self._tokenised(*part, draft) for part in zip(names, held_out.values(), strict=True)]
+        self.source.fill([part for part in rows if hasattr(part, "__len__")])
         train_dataset, *evaluated = map(self._packed, rows)
         if any(isinstance(part, IterableDataset) for part in (train_dataset, *evaluated)):
             # Else accelerate joins the batches of several processes, which are of different lengths.
@@ -150,15 +147,6 @@ class DSparkTrainer(Trainer):
             number = index * self.args.world_size + self.args.process_index
             batch["blocks"] = self._sample_blocks(batch, (self.state.global_step, number))
             weight_sum += batch["blocks"].weights.sum().to(device)
-        if self.state.global_step == 0 and self.is_world_process_zero():
-            covered = sum(count_covered(batch["blocks"], batch["loss_mask"]) for batch in batches)
-            supervised = sum(int(batch["loss_mask"].sum()) for batch in batches)
-            print(
-                f"num_anchors={self.args.num_anchors} per document: the blocks of the first step predict "
-                f"{covered / max(1, supervised):.0%} of its {supervised:,} supervised tokens; other epochs draw "
-                "others",
-                flush=True,
-            )
         return batches, self.accelerator.reduce(weight_sum, "sum")
 
     def _sample_blocks(self, batch: dict[str, torch.Tensor], key: tuple[int, ...]) -> AnchoredBlocks:
@@ -203,21 +191,15 @@ class DSparkTrainer(Trainer):
         if self.args.world_size > 1:  # all processes stop, or the others would wait for ever
             bad = self.accelerator.reduce(bad, "sum")
         if bad:
+            finite = all(torch.isfinite(part).all() for part in self.source.states(inputs, self.draft))
+            cure = "lower learning_rate, set max_grad_norm, or train in bfloat16 instead of float16"
+            if not finite:
+                cure = "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
             raise FloatingPointError(
                 f"the loss is {loss.item()} at step {self.state.global_step}; the weights were not changed by it. "
-                f"Likely cure: {self._likely_cure(inputs)}."
+                f"Likely cure: {cure}"
             )
         return loss
-
-    def _likely_cure(self, inputs: dict[str, Any]) -> str:
-        states = self.source.states(inputs, self.draft)
-        parts = ((name, getattr(value, "_local_tensor", value)) for name, value in self.draft.named_parameters())
-        broken = next((name for name, part in parts if not torch.isfinite(part).all()), None)
-        if not all(torch.isfinite(part).all() for part in states):
-            return "the target's own states are not finite: load it in bfloat16 or float32 instead of float16"
-        if broken:
-            return f"the draft's weights are not finite already ({broken}): resume from an earlier checkpoint"
-        return "lower learning_rate, set max_grad_norm, or train in bfloat16 instead of float16"
 
     # Evaluation and reports
 
@@ -243,7 +225,9 @@ class DSparkTrainer(Trainer):
         own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
         is_new = not isinstance(eval_dataset, (str, dict, type(None)))
         if is_new and not any(eval_dataset is part for part in own):
-            eval_dataset = self._packed(self._tokenised("eval_dataset", eval_dataset, self.draft))
+            rows = self._tokenised("eval_dataset", eval_dataset, self.draft)
+            self.source.fill([rows] if hasattr(rows, "__len__") else [])
+            eval_dataset = self._packed(rows)
         self._eval_batches = 0
         self._metrics["eval"].reset()
         self._metrics_prefix = f"{metric_key_prefix}_"
@@ -277,17 +261,10 @@ class DSparkTrainer(Trainer):
             require_continuable(Path(resume_from_checkpoint), self)
         self._metrics["train"].reset()  # a run may have been interrupted between two reports
         config = self.draft.config
-        calibration = {name: getattr(config, name) for name in CALIBRATED if config.sts_temperatures}
-        config.update(dict.fromkeys(calibration))
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException:
-            if self.state.global_step == 0:  # the weights are as they were
-                config.update(calibration)
-            raise
-        finally:
-            if calibration and not config.sts_temperatures and self.is_world_process_zero():
-                warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
+        if any(getattr(config, name) for name in CALIBRATED):
+            config.update(dict.fromkeys(CALIBRATED))
+            warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the draft; a checkpoint that is written over is whole again when everything else is saved, too."""
@@ -350,7 +327,6 @@ class DSparkTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**card)
-        self._finish_current_push()
         upload = partial(
             publisher.load().upload_repository, self.args.output_dir, self.hub_model_id, token=token,
             private=self.args.hub_private_repo if private is None else private,
@@ -359,22 +335,7 @@ class DSparkTrainer(Trainer):
         return upload() if blocking else HfApi().run_as_future(upload)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Publish the draft of a checkpoint while training goes on.
-
-        In place of Trainer's, which uploads all of `args.output_dir`: caches, and pickled arguments with the token.
-        """
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
-            return
-        jobs = [] if self.push_in_progress is None else self.push_in_progress.jobs
-        pending = [job for job in jobs if not job.done()]
-        if pending and not self.args.hub_always_push:
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        job = publisher.load().push_checkpoint(
-            self, checkpoint_folder, self.hub_model_id, token=self.args.hub_token, revision=self.args.hub_revision,
-            commit_message=f"Training in progress, step {self.state.global_step}",
-        )  # fmt: skip
-        self.push_in_progress = PushInProgress([*pending, job])
+        """Publish nothing while training goes on: `Trainer` would upload caches, and pickled arguments with tokens."""
 
 
 def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> DraftModel:
