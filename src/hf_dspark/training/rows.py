@@ -25,9 +25,7 @@ class BlockCollator:
         batch = defaultdict(list)
         longest = max(len(row["input_ids"]) for row in rows)
         for row in rows:
-            tokens, flags = len(row["input_ids"]), len(row["loss_mask"])
-            if tokens != flags:
-                raise ValueError(f"input_ids ({tokens} tokens) and loss_mask ({flags}) differ in length")
+            tokens = len(row["input_ids"])
             padding = longest - tokens
             batch["input_ids"].append([*row["input_ids"], *[self.pad_token_id] * padding])
             batch["loss_mask"].append([*row["loss_mask"], *[0] * padding])
@@ -43,7 +41,6 @@ class PackedRows(torch.utils.data.Dataset):
     def __init__(self, rows: Sequence[dict[str, Any]], max_length: int) -> None:
         self._rows = rows
         lengths = [len(row["input_ids"]) for row in rows]
-        _require_fit(max(lengths), max_length)
         self._groups: list[list[int]] = []
         free: list[tuple[int, int]] = []  # tokens left in a group, and the group; ascending
         for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -78,7 +75,6 @@ class PackedStream(torch.utils.data.IterableDataset):
         waiting, room = [], self._max_length
         for row in self._rows:
             length = len(row["input_ids"])
-            _require_fit(length, self._max_length)
             if length > room:
                 yield join_documents(waiting)
                 waiting, room = [], self._max_length
@@ -86,11 +82,6 @@ class PackedStream(torch.utils.data.IterableDataset):
             room -= length
         if waiting:
             yield join_documents(waiting)
-
-
-def _require_fit(length: int, max_length: int) -> None:
-    if length > max_length:
-        raise ValueError(f"a row of {length} tokens does not fit into packed rows of {max_length}")
 
 
 def join_documents(documents: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

@@ -154,17 +154,14 @@ class FeatureCache:
         return self.folder / STATES_FOLDER / key[:2] / f"{key}.safetensors"
 
     def _is_there(self) -> bool:
-        """Tell whether the folder holds a cache; raise a `ValueError` if it is not one of these facts."""
+        """Tell whether the folder holds a cache; raise a `ValueError` if it is another one."""
         path = self.folder / META_FILE
         if not path.exists() and not (self.folder / STATES_FOLDER).exists():
             return False
         meta = read_json(path)  # states without it could be anybody's
-        if meta.get("format") != FORMAT_VERSION or not isinstance(meta.get("facts"), dict):
-            raise ValueError(
-                f"{path} has format {meta.get('format')!r}, this version of hf_dspark reads {FORMAT_VERSION}: delete "
-                "the folder and fill the cache again, or use another one"
-            )
-        if wrong := differences({name: meta["facts"].get(name) for name in self._facts}, self._facts):
+        facts = meta["facts"] if isinstance(meta.get("facts"), dict) else {}
+        found = {"format": meta.get("format")} | {name: facts.get(name) for name in self._facts}
+        if wrong := differences(found, {"format": FORMAT_VERSION} | self._facts):
             raise ValueError(
                 f"the feature cache in {self.folder} was made with another target or for another draft, which differs "
                 f"in {wrong}. Fingerprints differ when any weight or the dtype does, as between two revisions. Load "
@@ -227,7 +224,6 @@ class FeatureCache:
                 "space and go on, or use fewer rows, a shorter max_length or fewer target_layer_ids",
             ) from error
 
-    @torch.no_grad()
     def fill(
         self, rows: Iterable[Any], batch_size: int = 8, rank: int = 0, num_ranks: int = 1, progress: bool = True
     ) -> None:

@@ -218,10 +218,7 @@ class DSparkTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate with the same anchors each time, leaving the training's random state alone.
-
-        `eval_dataset` holds rows as for the trainer, or names one of its sets; the rest is as for `Trainer`.
-        """
+        """Evaluate as `Trainer` does, with the same anchors each time, leaving the training's random state alone."""
         own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
         is_new = not isinstance(eval_dataset, (str, dict, type(None)))
         if is_new and not any(eval_dataset is part for part in own):
@@ -249,8 +246,7 @@ class DSparkTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; `resume_from_checkpoint` is a checkpoint, or `True` for the last whole one in `args.output_dir`.
 
-        Raises:
-            ValueError: If a checkpoint is damaged (naming the file), or its run has other facts than this one.
+        A `ValueError` names a damaged file of it, or the facts in which its run differs from this one.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -294,11 +290,7 @@ class DSparkTrainer(Trainer):
         """Write the result file of this run, the model card and the one-file decoder beside the saved draft.
 
         The card is made of all result files in `args.output_dir/results`, where this run's is `training.json`.
-
-        Args:
-            model_name (`str`, *optional*): Name of the repository, if `args.hub_model_id` is not set.
-            dataset (`str` or `list[str]`, *optional*): Ids of the data sets on the Hub.
-            card: For [`~card.model_card`]: `license`, `language`, `tags`, ...
+        Arguments are those of `Trainer.create_model_card`: names of repository and data sets, `license`, `tags`, ...
         """
         if self.is_world_process_zero():
             publisher.load().write_training_card(self, model_name, dataset, **card)
@@ -314,10 +306,8 @@ class DSparkTrainer(Trainer):
     ) -> str | Future | None:
         """Save the draft and publish it, with its card and code; nothing else of `args.output_dir` is uploaded.
 
-        Arguments are those of `Trainer.push_to_hub`; `card` is for [`~DSparkTrainer.create_model_card`].
-
-        Returns:
-            `str`: URL of the commit, or a future of it if not `blocking`; `None` but in the main process.
+        Arguments are those of `Trainer.push_to_hub`; `card` is for [`~DSparkTrainer.create_model_card`]. Returns the
+        URL of the commit, or a future of it if not `blocking`; `None` but in the main process.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token or self.args.hub_token
