@@ -98,7 +98,8 @@ def test_speculators_drafts_compute_what_speculators_computed(fixtures, verifier
 
     torch.testing.assert_close(hidden, expected("out.backbone_hidden"), atol=1e-5, rtol=0)
     torch.testing.assert_close(draft.base_logits(hidden), expected("out.base_logits"), atol=1e-5, rtol=0)
-    assert slots.token_ids is draft.draft_token_ids()
+    kept = draft.draft_token_ids()
+    assert slots.token_ids is kept or torch.equal(slots.token_ids, kept)
     torch.testing.assert_close(slots.compute(*slots.inputs), expected("out.draft_logits"), atol=1e-5, rtol=0)
     torch.testing.assert_close(confidence, io["out.confidence_logits"].view(1, -1, 5), atol=1e-5, rtol=0)
 

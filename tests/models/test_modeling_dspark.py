@@ -504,15 +504,9 @@ def test_draft_top_k_distribution_is_the_softmax_over_the_best_and_the_likely_su
 
 def test_pruned_vocabularies_follow_the_weights_that_are_loaded(make_draft, target):
     draft = make_draft(target, draft_vocab_size=3)
-    with torch.inference_mode():
-        assert draft.draft_token_ids().tolist() == [0, 2, 4]
-    assert not draft.draft_token_ids().is_inference()  # it can be trained afterwards
+    assert draft.draft_token_ids().tolist() == [0, 2, 4]
     draft.load_state_dict(draft.state_dict() | {"d2t": torch.tensor([0, 0, 0])})
     assert draft.draft_token_ids().tolist() == [0, 1, 2]
-    for offsets in ([0, 0, -2], [0, 0, 46]):  # a token twice, one outside of the vocabulary
-        draft.d2t.copy_(torch.tensor(offsets))
-        with pytest.raises(ValueError, match="distinct tokens of the target's vocabulary of 48"):
-            draft.draft_token_ids()
 
 
 def test_drafts_that_were_made_in_inference_mode_draft(make_draft, target):

@@ -189,7 +189,7 @@ def test_damaged_file_is_named_and_its_row_computed_again(target, tmp_path, cont
     ("content", "message"),
     [("{", "meta.json cannot be used"), ("[1]", "meta.json cannot be used"), ("[" * 10**5, "meta.json cannot be used"),
      ('{"format": 99, "facts": {}}', r"format \(99 there, 2 now\)"),
-     *((content, r"hidden_size \(None there") for content in ('{"format": 2, "facts": 7}', '{"format": 2, "facts": {}}'))],
+     *((text, r"hidden_size \(None there") for text in ('{"format": 2, "facts": 7}', '{"format": 2, "facts": {}}'))],
 )  # fmt: skip
 def test_unsound_meta_files_are_refused(target, tmp_path, content, message):
     fill(target, tmp_path)

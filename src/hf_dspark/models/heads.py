@@ -105,12 +105,8 @@ class Successors:
 
 
 def _versions_of(module: nn.Module) -> list[tuple[int, int]]:
-    return [(weight.data_ptr(), version_of(weight)) for weight in module.parameters()]
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to; 0 for those of inference mode, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    """Return where weights are and how often they were written to; those of inference mode do not count."""
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in module.parameters()]
 
 
 def with_successors(best_ids: torch.Tensor, successor_ids: torch.Tensor) -> torch.Tensor:

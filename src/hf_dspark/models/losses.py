@@ -1,7 +1,4 @@
-"""The training losses of draft blocks: position-weighted sums over slots, in natural-log units.
-
-Logits exist for one chunk of slots at a time, and none are computed twice.
-"""
+"""The training losses of draft blocks: position-weighted sums over slots, in natural-log units, chunk by chunk."""
 
 import math
 from collections.abc import Callable
@@ -71,10 +68,6 @@ class SlotLogits:
     parameters: tuple[torch.Tensor, ...] = ()  # what `compute` reads besides, and is to be trained
     token_ids: torch.Tensor | None = None  # the vocabulary's token of each logit, [V_d], where they are fewer
 
-    def select(self, slots: torch.Tensor) -> "SlotLogits":
-        """Return those of some slots `[..., γ]`, flat."""
-        return replace(self, inputs=tuple(tensor[slots] for tensor in self.inputs))
-
 
 class BlockLosses(NamedTuple):
     """The objective of a batch of blocks, and its terms, as weighted sums. All but `loss` is detached."""
@@ -103,8 +96,8 @@ def block_losses(
 
     Labels are the data tokens x*_k, `[..., γ]`; one that the draft cannot propose has no cross-entropy, but counts in
     all other terms. Slots of weight 0 cost nothing. `weight_sum` is the denominator of all means, that of these blocks
-    unless given: with the sum over accumulation steps and processes, the losses of the parts add up to the mean over
-    all of them. Logits of `chunk_size` slots exist at a time.
+    unless given: with that of a whole step, the losses of its parts add up. Logits of `chunk_size` slots exist at a
+    time, and none are computed twice.
     """
     counted = slot_weights > 0
     own_sum, slot_weights, labels = slot_weights.sum(), slot_weights[counted], labels[counted]
@@ -112,10 +105,10 @@ def block_losses(
         places = torch.arange(len(draft.token_ids), device=labels.device)
         labels = labels.new_full((draft.vocab_size,), -1).scatter(0, draft.token_ids, places)[labels]
     inverse = 1.0 / ((own_sum if weight_sum is None else weight_sum) + DENOMINATOR_EPSILON)
-    draft = draft.select(counted)
+    draft, target = (replace(each, inputs=tuple(part[counted] for part in each.inputs)) for each in (draft, target))
     trained = [*draft.inputs, *(parameter for parameter in draft.parameters if parameter.requires_grad)]
     cross_entropy, l1, soft_cross_entropy, gradients = _vocabulary_losses(
-        draft, target.select(counted), labels, slot_weights, weights, chunk_size,
+        draft, target, labels, slot_weights, weights, chunk_size,
         trained if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained) else [],
     )  # fmt: skip
     acceptance = (1.0 - 0.5 * l1).clamp(0.0, 1.0)  # Eq. 8
@@ -164,9 +157,8 @@ def _vocabulary_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """Return Eq. 9, Eq. 10 and the soft cross-entropy of n slots, `[n]` each, and the gradients of `trained`.
 
-    Every slot's weight is known, so the gradient with respect to a chunk's logits is known as soon as they are. It
-    goes back through the head at once, and the logits are forgotten. Checkpointing would be shorter, but needs five
-    products with the vocabulary in place of three.
+    Every slot's weight is known, so the gradient of a chunk's logits is known with them, and goes back through the head
+    at once. Checkpointing would be shorter, but needs five products with the vocabulary in place of three.
     """
     if chunk_size is None:
         fewest = MINIMUM_CHUNK.get(labels.device.type, MINIMUM_CHUNK["cuda"])

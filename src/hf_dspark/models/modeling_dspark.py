@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..formats.checkpoint import kept_token_ids
 from ..sampling.distributions import largest
 from ..sampling.drafts import Drafts, Sampler
 from ..sampling.transfers import to_device
 from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_dspark import DSparkConfig
-from .heads import MARKOV_HEADS, ConfidenceHead, Successors, version_of, with_successors
+from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
 from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
@@ -93,7 +92,6 @@ class DSparkDraftModel(DraftModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.rotary = DSparkRotaryEmbedding(config)
         self._successor_tables: dict[int, Successors] = {}
-        self._kept_ids: tuple[Any, torch.Tensor] | None = None
         self.post_init()
 
     @torch.no_grad()
@@ -107,11 +105,7 @@ class DSparkDraftModel(DraftModel):
     def draft_token_ids(self) -> torch.Tensor | None:
         if self.config.draft_vocab_size is None:
             return None
-        state = self.d2t.device, version_of(self.d2t)
-        if self._kept_ids is None or self._kept_ids[0] != state:
-            with torch.inference_mode(False):  # what is kept may be trained with
-                self._kept_ids = state, kept_token_ids(self.d2t, self.config.vocab_size)
-        return self._kept_ids[1]
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def _successors(self) -> Successors | None:
         candidates = self.config.draft_top_k
@@ -145,12 +139,7 @@ class DSparkDraftModel(DraftModel):
         return self.norm(hidden)
 
     def _read(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        counts: Sequence[int],
-        committed_ids: torch.Tensor | None,
+        self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
     ) -> torch.Tensor:
         num_slots, starts = self.config.num_slots, cache.lengths[: len(counts)]
         after_context = tuple(start + count for start, count in zip(starts, counts, strict=True))
@@ -164,17 +153,10 @@ class DSparkDraftModel(DraftModel):
         return hidden.view(len(counts), num_slots, -1)
 
     def _draw(
-        self,
-        hidden: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        cache: SlotCache,
-        sampler: Sampler,
-        counts: Sequence[int],
-        num_tokens: int | None,
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
     ) -> Drafts:
-        return self.sample_block(
-            hidden, self.base_logits(self.predicting(hidden)[:, :num_tokens]), anchor_ids, sampler
-        )
+        base_logits = self.base_logits(self.predicting(hidden)[:, :num_tokens])
+        return self.sample_block(hidden, base_logits, anchor_ids, sampler)
 
     def sample_block(
         self, hidden: torch.Tensor, base_logits: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler
@@ -184,7 +166,7 @@ class DSparkDraftModel(DraftModel):
 
         It reads h `[R, slots, d]`, U_1..U_n `[R, n, V or V_d]`, n <= γ, and x_0 `[R]`, and draws n levels at most.
         """
-        tokens, state, top_k = anchor_ids, None, self.config.draft_top_k
+        tokens, state, top_k, kept_ids = anchor_ids, None, self.config.draft_top_k, self.draft_token_ids()
         best = None if top_k is None else largest(base_logits, top_k)[1]
         successors = None if top_k is None else self._successors()
         if self.markov_head is not None and not self.config.sample_from_anchor:
@@ -204,7 +186,9 @@ class DSparkDraftModel(DraftModel):
             confidence = None
             if self.confidence_head is not None and sampler.reads_confidence:
                 confidence = self.confidence_head(node_hidden, embeddings[-1] if embeddings else None).float()
-            level = sampler(scores.float(), self._target_ids(candidates, len(tokens)), confidence)
+            if kept_ids is not None:  # the target's tokens
+                candidates = kept_ids.expand(len(tokens), -1) if candidates is None else kept_ids[candidates]
+            level = sampler(scores.float(), candidates, confidence)
             if level is None:
                 return sampler.finish()
             tokens, parents = level
@@ -219,13 +203,6 @@ class DSparkDraftModel(DraftModel):
     def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
         return per_slot[..., -self.config.block_size :, :]
-
-    def _target_ids(self, candidates: torch.Tensor | None, num_rows: int) -> torch.Tensor | None:
-        """Bring candidates from a pruned vocabulary to the target's; `None` where all of one vocabulary are meant."""
-        token_ids = self.draft_token_ids()
-        if token_ids is None:
-            return candidates
-        return token_ids.expand(num_rows, -1) if candidates is None else token_ids[candidates]
 
     def block_hidden(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor

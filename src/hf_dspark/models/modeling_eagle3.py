@@ -6,6 +6,7 @@ the target's features; in a block, it is the draft's own output of the slot befo
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,14 +83,10 @@ class Eagle3DraftModel(DraftModel):
         self.post_init()
 
     def _read(
-        self,
-        anchor_ids: torch.Tensor,
-        features: torch.Tensor,
-        cache: SlotCache,
-        counts: Sequence[int],
-        committed_ids: torch.Tensor | None,
+        self, anchor_ids: torch.Tensor, features: torch.Tensor, cache: SlotCache, counts: Sequence[int], *more: Any
     ) -> torch.Tensor:
         """Return the output of each request's last slot before the final norm, `[B, d]`."""
+        (committed_ids,) = more
         if committed_ids is None:
             raise ValueError(
                 "an Eagle3 draft reads each context token together with the next one: pass committed_ids, the "
@@ -104,15 +101,9 @@ class Eagle3DraftModel(DraftModel):
         return self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
 
     def _draw(
-        self,
-        hidden: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        cache: SlotCache,
-        sampler: Sampler,
-        counts: Sequence[int],
-        num_tokens: int | None,
+        self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
     ) -> Drafts:
-        tokens, top_k = None, self.config.draft_top_k
+        tokens, top_k, (cache, counts) = None, self.config.draft_top_k, more
         # Where the block begins; a slot that was read without features is not counted.
         starts = [length + (count == 0) for length, count in zip(cache.lengths, counts, strict=False)]
         for slot in range(num_tokens or self.config.block_size):

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from ..sampling.drafts import Drafts, Sampler
 from .configuration_dspark import DSparkConfig
 from .modeling_draft import DraftModel
-from .slot_cache import SlotCache
 
 
 class PromptLookup(DraftModel):
@@ -51,7 +50,7 @@ class PromptLookup(DraftModel):
     def _read(self, *given: Any) -> None:
         """Keep nothing of the context."""
 
-    def _draw(self, hidden: None, anchor_ids: torch.Tensor, cache: SlotCache, sampler: Sampler, *more: Any) -> Drafts:
+    def _draw(self, hidden: None, anchor_ids: torch.Tensor, sampler: Sampler, *more: Any) -> Drafts:
         return sampler.finish()  # it knows what was matched
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
