@@ -16,8 +16,7 @@ DRAFTS: dict[str, type[DraftModel]] = {
 
 def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
     """Load a draft of any kind and format, as [`DraftModel.from_pretrained`]; a `ValueError` if it is no draft."""
-    hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
-    checkpoint = Checkpoint(name_or_path, **hub)
+    checkpoint = Checkpoint(name_or_path, **{name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs})
     kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
         raise ValueError(
@@ -27,10 +26,7 @@ def load_draft(name_or_path: str | os.PathLike, **kwargs: Any) -> DraftModel:
 
 
 def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
-    """Tell whether a folder or repository holds a draft of any format that can be read.
-
-    An `OSError` says that a repository cannot be read: it does not exist, or the Hub does not answer.
-    """
+    """Tell whether a folder or repository holds a draft of any format; an `OSError` says that it cannot be read."""
     try:
         return draft_model_type(Checkpoint(name_or_path, **hub_kwargs).config) in DRAFTS
     except (ValueError, TypeError):  # whoever loads it says what is wrong

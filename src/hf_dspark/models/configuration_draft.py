@@ -72,9 +72,8 @@ class DraftConfig(PreTrainedConfig):
         num_target_layers (`int`, *optional*): Layers of the target; `None` where a checkpoint does not say.
         target_layer_ids (`list[int]`): Tapped target layers: -1 is the embedding output, i the output of decoder
             layer i. The last layer must not be tapped, because transformers reports it after the final norm.
-        draft_top_k (`int`, *optional*): Sample on k candidates of each slot only; the truncated distribution is then
-            the draft distribution, so the output stays exact. Saves the Markov head's products with large
-            vocabularies.
+        draft_top_k (`int`, *optional*): Draft among k candidates of each slot only, which is as exact, and saves the
+            Markov head's products with large vocabularies.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
 
     Raises:
@@ -268,14 +267,9 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
-        """Read a checkpoint's `config.json`. Nothing that it names is followed or run.
+        """Read the `config.json` of a folder or a repository on the Hub. Nothing that it names is followed or run.
 
-        Args:
-            pretrained_model_name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
-            kwargs: As in transformers; fields of the configuration override what is read.
-
-        Raises:
-            ValueError: If it is no sound configuration of such a draft; names file and field.
+        `kwargs` are as in transformers. A `ValueError` names file and field if it is no sound configuration.
         """
         try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)

@@ -46,7 +46,7 @@ class DSparkConfig(DraftConfig):
             regime: `fits`, `means`, `best` and `chain` of `SiblingAcceptance`.
         sample_from_anchor (`bool`): The slot of the anchor predicts the first token, and slot k the token after its
             own. False is the fill-in layout of DFlash: a block has γ+1 slots, the anchor's predicts nothing, and each
-            other one the token in its own place. Always written, because serving engines guess when it is missing.
+            other one the token in its own place.
         sliding_from_anchor (`bool`): In sliding layers, all slots see the same last `sliding_window` tokens of the
             context, and their block (speculators).
         causal_sliding (`bool`): In sliding layers, a slot sees no later slot of its block (speculators).
@@ -55,9 +55,8 @@ class DSparkConfig(DraftConfig):
         attention_sinks (`bool`): A learnt score per head that takes attention weight and gives nothing (MiMo).
         embedding_norm (`bool`): Whether embedding rows pass the norm that a target may have inside its embedding
             (Muse Glimmer); drafts of other projects read the bare table.
-        kwargs: As for [`DraftConfig`]. With `draft_top_k`, the Markov bias, too, is computed for the candidates only:
-            three quarters are those with the best base logits, one quarter those that the Markov head favours most
-            after the previous token.
+        kwargs: As for [`DraftConfig`]. Of `draft_top_k` candidates, three quarters are those with the best base
+            logits, one quarter those that the Markov head favours most after the previous token.
 
     Example:
 
@@ -120,12 +119,11 @@ class DSparkConfig(DraftConfig):
         need = "be False when markov_rank is 0: there is no Markov embedding to read"
         yield self.markov_rank > 0 or not reads_markov, "confidence_head_with_markov", need
         yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
-        for name in ("sts_temperatures", "confidence_fits"):
-            sound = self.enable_confidence_head or not getattr(self, name)
-            yield sound, name, "be None without a confidence head"
-        temperatures = self.sts_temperatures
+        temperatures, fits, regimes = self.sts_temperatures, self.confidence_fits, set(self.sibling_acceptance or ())
+        need = "be None without a confidence head"
+        yield self.enable_confidence_head or not temperatures, "sts_temperatures", need
+        yield self.enable_confidence_head or not fits, "confidence_fits", need
         yield temperatures is None or "default" in temperatures, "sts_temperatures", "have a 'default' entry"
-        regimes = set(self.sibling_acceptance or ())
         yield regimes <= {"greedy", "sampled"}, "sibling_acceptance", "have entries 'greedy' and 'sampled'"
 
     def siblings_for(self, do_sample: bool) -> SiblingAcceptance:

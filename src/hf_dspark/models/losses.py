@@ -157,7 +157,7 @@ def _vocabulary_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """Return Eq. 9, Eq. 10 and the soft cross-entropy of n slots, `[n]` each, and the gradients of `trained`.
 
-    Every slot's weight is known, so the gradient of a chunk's logits is known with them, and goes back through the head
+    Every slot's weight is known, so the gradient of a chunk's logits is known, too, and goes back through the head
     at once. Checkpointing would be shorter, but needs five products with the vocabulary in place of three.
     """
     if chunk_size is None:

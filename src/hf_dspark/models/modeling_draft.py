@@ -151,15 +151,12 @@ class DraftModel(PreTrainedModel):
 
         Args:
             repo_id (`str`): The repository, `user/name`; made if it does not exist.
-            results (`Iterable`): Result files, or folders of them, that the card is made of.
+            results (`Iterable`): Result files, or folders of them, that the card is made of. A `ValueError` names one
+                of another draft or target; nothing was uploaded then.
             kwargs: `private`, `token`, `revision`, `commit_message`, `max_shard_size`, `license`, ...
 
         Returns:
             `str`: URL of the commit.
-
-        Raises:
-            ValueError: If a result belongs to another draft or target; nothing was uploaded.
-            OSError: If the upload failed.
         """
         return publisher.load().push_draft(self, repo_id, results, **kwargs)
 
@@ -275,12 +272,10 @@ class DraftModel(PreTrainedModel):
             cache.commit(row, count)
         return hidden
 
-    def block_layout(
-        self, anchor_positions: torch.Tensor, anchor_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> BlockLayout:
+    def block_layout(self, anchors: torch.Tensor, real: torch.Tensor, position_ids: torch.Tensor) -> BlockLayout:
         """Return where this draft's training blocks stand."""
         gamma, num_slots = self.config.block_size, self.config.num_slots
-        return BlockLayout(anchor_positions, anchor_mask, position_ids, gamma, sample_from_anchor=num_slots == gamma)
+        return BlockLayout(anchors, real, position_ids, gamma, sample_from_anchor=num_slots == gamma)
 
     def teacher_forced(
         self, input_ids: torch.Tensor, features: torch.Tensor, layout: BlockLayout, labels: torch.Tensor
@@ -300,10 +295,10 @@ class DraftModel(PreTrainedModel):
         weights: LossWeights | None = None,
         weight_sum: torch.Tensor | None = None,
     ) -> BlockLosses:
-        """Return the losses of N anchored blocks per row. Logits exist for supervised slots alone, a chunk at a time.
+        """Return the losses of N anchored blocks per row; see [`block_losses`]. DSpark Section 3.3.
 
         It reads tokens `[B, S]`, their features `[B, S, m*d]`, and the target's last hidden states before the labels,
-        `[B, N, γ, d]`. Means are over `weight_sum`, that of these blocks unless given. DSpark Section 3.3.
+        `[B, N, γ, d]`.
         """
         draft, confidence_logits = self.teacher_forced(input_ids, features, blocks.layout, blocks.labels)
         target = SlotLogits(self.target_logits, (label_hidden,), self.config.vocab_size)
@@ -357,9 +352,8 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
     wrong = [f"{name}: draft {ours}, target {theirs}" for name, ours, theirs in facts if ours != theirs]
     if wrong:
         raise ValueError(
-            f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits only the model it was "
-            "trained on: load the matching pair, or train one with "
-            f"{type(config).__name__}.from_target(target.config)."
+            f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits the model it was trained on "
+            f"alone: load the matching pair, or train one with {type(config).__name__}.from_target(target.config)."
         )
 
 
