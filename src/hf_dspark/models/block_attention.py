@@ -59,12 +59,6 @@ class BlockLayout:
         """Index of the first token of each block's document, `[B, N]`."""
         return self.anchor_positions - self.position_ids.gather(1, self.anchor_positions)
 
-    @property
-    def block_position_ids(self) -> torch.Tensor:
-        """Positions of the block rows in their documents, `[B, N*slots]`."""
-        slots = torch.arange(self.num_slots, device=self.starts.device)
-        return ((self.anchor_positions - self.starts)[:, :, None] + slots).flatten(1)
-
 
 @dataclass(frozen=True)
 class KeyRanges:
@@ -122,7 +116,8 @@ class KeyRanges:
             sequences, num_blocks = (key, value), self.starts.shape[1]
             shape = (num_blocks, (key.shape[2] - self.length) // num_blocks)
             own = [part[:, :, self.length :].unflatten(2, shape) for part in sequences]
-        group, dropout, outputs = query.shape[1] // key.shape[1], layer.dropout_now, []
+        group, outputs = query.shape[1] // key.shape[1], []
+        dropout = layer.config.attention_dropout if layer.training else 0.0
         for blocks, stretch in self.chunks:
             keys, values = (
                 torch.cat([seen[:, :, stretch], part[:, :, blocks].flatten(2, 3)], dim=2)

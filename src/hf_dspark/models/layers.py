@@ -86,10 +86,6 @@ class DraftAttention(nn.Module):
         sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
         self.attention_sink_bias = sinks
 
-    @property
-    def dropout_now(self) -> float:
-        return self.config.attention_dropout if self.training else 0.0
-
     def forward(
         self,
         queries: torch.Tensor,

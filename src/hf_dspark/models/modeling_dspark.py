@@ -211,7 +211,9 @@ class DSparkDraftModel(DraftModel):
         anchor_ids = input_ids.gather(1, layout.anchor_positions)
         block_ids = labels.new_full((*anchor_ids.shape, self.config.num_slots), self.config.mask_token_id)
         block_ids[:, :, 0] = torch.where(layout.anchor_mask, anchor_ids, block_ids[:, :, 0])
-        position_ids = torch.cat([layout.position_ids, layout.block_position_ids], dim=1)
+        slots = torch.arange(self.config.num_slots, device=labels.device)
+        block_positions = (layout.anchor_positions - layout.starts)[:, :, None] + slots  # in their documents
+        position_ids = torch.cat([layout.position_ids, block_positions.flatten(1)], dim=1)
         length = input_ids.shape[1]
         starts, ends = layout.starts.where(layout.anchor_mask, length), layout.anchor_positions * layout.anchor_mask
         ranges = KeyRanges(starts, ends, length, self.config.num_slots)  # dummies see their own blocks alone

@@ -124,11 +124,10 @@ class Eagle3DraftModel(DraftModel):
         rotary = self.rotary(layout.position_ids(self.device), embeds.dtype)
         last = to_device([list(accumulate(layout.counts))], self.device) - 1
         last_slots = tuple(start + count - 1 for start, count in zip(layout.starts, layout.counts, strict=True))
-        inner = CachedPass(cache, (layout,), layout, is_causal=True)
-        outer = CachedPass(cache, (layout,), SlotLayout(last_slots, (1,) * layout.num_rows), is_causal=True)
-        for layer in self.layers[:-1]:
-            hidden, _, _ = layer(hidden, embeds, rotary, inner)
-        hidden, _, _ = self.layers[-1](hidden, embeds, rotary, outer, last)
+        attending = [layout] * (len(self.layers) - 1) + [SlotLayout(last_slots, (1,) * layout.num_rows)]
+        for layer, queries in zip(self.layers, attending, strict=True):
+            drafting = CachedPass(cache, (layout,), queries, is_causal=True)
+            hidden, _, _ = layer(hidden, embeds, rotary, drafting, None if queries is layout else last)
         return hidden[0]
 
     def block_hidden(
@@ -152,11 +151,10 @@ class Eagle3DraftModel(DraftModel):
         embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
         rotary = self.rotary(layout.position_ids, embeds.dtype)
         earlier: list[tuple[torch.Tensor, ...]] = []  # keys and values of all steps, by layer
-        for layer in self.layers[:-1]:
-            hidden, *new = layer(hidden, embeds, rotary, whole)
+        attending = [(whole, None)] * (len(self.layers) - 1) + [(ranges, slots)]
+        for layer, who in zip(self.layers, attending, strict=True):
+            hidden, *new = layer(hidden, embeds, rotary, *who)
             earlier.append(tuple(new))
-        hidden, *new = self.layers[-1](hidden, embeds, rotary, ranges, slots)
-        earlier.append(tuple(new))
         outputs = [hidden]
         positions = layout.position_ids.gather(1, slots)
         for step in range(1, self.config.block_size):
