@@ -121,48 +121,40 @@ def test_default_target_layer_ids_are_evenly_spaced_and_valid_for_every_depth():
 # ---- from a target
 
 
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 123_456.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0},
+}  # fmt: skip
+COPIED = SIZES.keys() - {"num_hidden_layers"} | {
+    "head_dim", "rms_norm_eps", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id", "initializer_range",
+}  # fmt: skip
+
+
 def test_from_target_copies_the_geometry_of_qwen3():
-    rope = {"rope_type": "default", "rope_theta": 123_456.0}
     target = Qwen3Config(
-        **SIZES, head_dim=24, rms_norm_eps=1e-5, rope_parameters=rope, hidden_act="gelu", eos_token_id=7,
+        **SIZES, head_dim=24, rms_norm_eps=1e-5, rope_parameters=ROPES["default"], hidden_act="gelu", eos_token_id=7,
         bos_token_id=6, pad_token_id=5, initializer_range=0.05,
     )  # fmt: skip
     config = DSparkConfig.from_target(target)
-    copied = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "max_position_embeddings", "rms_norm_eps", "hidden_act", "eos_token_id", "bos_token_id", "pad_token_id",
-        "initializer_range",
-    )  # fmt: skip
-    assert {name: getattr(config, name) for name in copied} == {name: getattr(target, name) for name in copied}
-    assert config.rope_parameters["rope_theta"] == 123_456.0
+    assert {name: getattr(config, name) for name in COPIED} == {name: getattr(target, name) for name in COPIED}
     assert (config.embedding_scale, config.logit_scale, config.final_logit_softcapping) == (1.0, 1.0, None)
     assert (config.num_target_layers, config.target_model_type) == (13, "qwen3")
-    assert config.num_hidden_layers == 2  # 13 // 6
     assert config.target_layer_ids == default_target_layer_ids(13)
 
 
-def test_from_target_keeps_rope_scaling_that_does_not_depend_on_the_length():
-    rope = {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    }  # fmt: skip
-    config = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=rope))
-    assert rope.items() <= config.rope_parameters.items()
-    assert config.head_dim == 8
-    rope = {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}
-    config = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=rope))
-    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == ("default", 5e5)
-
-
-def test_from_target_takes_the_full_attention_rope_of_gemma3():
-    target = Gemma3TextConfig(**SIZES, head_dim=8)
-    assert target.rope_parameters["sliding_attention"]["rope_theta"] == 1e4
-    config = DSparkConfig.from_target(target)
-    assert config.rope_parameters["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"] == 1e6
-    assert "full_attention" not in config.rope_parameters
+@pytest.mark.parametrize("rope", ROPES)
+def test_from_target_keeps_rope_scaling_that_does_not_depend_on_the_length(rope):
+    found = DSparkConfig.from_target(LlamaConfig(**SIZES, rope_parameters=ROPES[rope])).rope_parameters
+    kept = {"rope_type": "default", "rope_theta": 5e5} if rope == "dynamic" else ROPES[rope]
+    assert kept.items() <= found.items()
 
 
 GEMMA_SCALE = {"embedding_scale": 32**0.5}
+GPT2 = GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=4, n_positions=64)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +166,21 @@ GEMMA_SCALE = {"embedding_scale": 32**0.5}
         (GraniteConfig(**SIZES, embedding_multiplier=12.0, logits_scaling=8.0),
          {"embedding_scale": 12.0, "logit_scale": 0.125}),
         (CohereConfig(**SIZES, logit_scale=0.0625), {"embedding_scale": 1.0, "logit_scale": 0.0625}),
+        (GPT2, {"hidden_size": 32, "head_dim": 8, "num_key_value_heads": 4, "num_target_layers": 4,
+                "intermediate_size": 128}),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )  # fmt: skip
-def test_from_target_reads_scales_and_capping(target, facts):
+def test_from_target_reads_scales_and_manages_without_what_a_family_lacks(target, facts):
     config = DSparkConfig.from_target(target)
     assert {name: getattr(config, name) for name in facts} == pytest.approx(facts)
     assert config.layer_types == ["full_attention"] * config.num_hidden_layers
+    if target.model_type == "gemma3_text":  # which has another one for its sliding layers
+        assert config.rope_parameters["rope_theta"] == target.rope_parameters["full_attention"]["rope_theta"] == 1e6
+        assert "full_attention" not in config.rope_parameters
 
 
-def test_from_target_manages_without_rope_and_head_dim():
-    target = GPT2Config(vocab_size=96, n_embd=32, n_layer=4, n_head=4, n_positions=64)
-    config = DSparkConfig.from_target(target)
-    assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (32, 8, 4)
-    assert (config.num_hidden_layers, config.num_target_layers, config.intermediate_size) == (1, 4, 128)
-    assert config.rope_parameters["rope_type"] == "default"
+def test_from_target_refuses_encoder_decoders():
     with pytest.raises(ValueError, match="decoder-only causal LM, got the encoder-decoder 't5'"):
         DSparkConfig.from_target(T5Config())
 
@@ -205,31 +197,33 @@ def test_from_target_chooses_the_drafts_depth_by_the_targets_and_lets_overrides_
 # ---- from DeepSpec
 
 
-def test_deepspec_qwen3_config_is_translated(fixtures):
-    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / "draft_rnn")
-    assert (config.model_type, config.target_model_type) == ("dspark", "qwen3")
-    assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, 64, 48)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 24)
-    assert (config.block_size, config.mask_token_id, config.num_hidden_layers) == (5, 255, 1)
-    assert (config.target_layer_ids, config.num_target_layers) == ([0, 1], 3)
-    assert (config.markov_rank, config.markov_head_type) == (8, "rnn")
-    assert config.enable_confidence_head and config.confidence_head_with_markov
-    assert config.qk_norm and not config.sandwich_norms and not config.value_norm and not config.attention_k_eq_v
-    assert (config.sliding_window, config.embedding_scale, config.final_logit_softcapping) == (None, 1.0, None)
-    assert config.rope_parameters["rope_theta"] == 1e6
-    dflash = DSparkConfig.from_pretrained(fixtures / "deepspec" / "draft_dflash")
-    assert (dflash.markov_rank, dflash.enable_confidence_head) == (0, False)
+NO_GEMMA = dict.fromkeys(("sandwich_norms", "value_norm", "attention_k_eq_v", "layer_scalar"), False)
+DEEPSPEC = {
+    "draft_rnn": NO_GEMMA | {
+        "target_model_type": "qwen3", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 48,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "block_size": 5, "mask_token_id": 255,
+        "num_hidden_layers": 1, "target_layer_ids": [0, 1], "num_target_layers": 3, "markov_rank": 8,
+        "markov_head_type": "rnn", "enable_confidence_head": True, "confidence_head_with_markov": True,
+        "qk_norm": True, "sliding_window": None, "embedding_scale": 1.0, "final_logit_softcapping": None,
+    },
+    "draft_dflash": {"markov_rank": 0, "enable_confidence_head": False},
+    "gemma4/draft_vanilla": dict.fromkeys(NO_GEMMA, True) | {
+        "target_model_type": "gemma4_text", "head_dim": 24, "num_key_value_heads": 1, "mask_token_id": 4,
+        "hidden_act": "gelu_pytorch_tanh", "attention_scaling": 1.0, "embedding_scale": 48**0.5,
+        "final_logit_softcapping": 5.0, "sliding_window": None,
+    },
+}  # fmt: skip
+DEEPSPEC_ROPES = {"draft_rnn": ("default", 1e6, None), "gemma4/draft_vanilla": ("proportional", 1e6, 0.25)}
 
 
-def test_deepspec_gemma4_config_is_translated(fixtures):
-    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / "gemma4" / "draft_vanilla")
-    assert (config.model_type, config.target_model_type) == ("dspark", "gemma4_text")
-    assert (config.head_dim, config.num_key_value_heads, config.hidden_act) == (24, 1, "gelu_pytorch_tanh")
-    assert config.attention_k_eq_v and config.value_norm and config.sandwich_norms and config.layer_scalar
-    assert config.attention_scaling == 1.0 and config.embedding_scale == pytest.approx(48**0.5)
-    assert (config.final_logit_softcapping, config.sliding_window, config.mask_token_id) == (5.0, None, 4)
-    assert config.rope_parameters["rope_type"] == "proportional"
-    assert config.rope_parameters["partial_rotary_factor"] == 0.25
+@pytest.mark.parametrize("name", DEEPSPEC)
+def test_deepspec_configs_are_translated(fixtures, name):
+    config = DSparkConfig.from_pretrained(fixtures / "deepspec" / name)
+    assert config.model_type == "dspark"
+    assert {field: getattr(config, field) for field in DEEPSPEC[name]} == DEEPSPEC[name]
+    if name in DEEPSPEC_ROPES:
+        keys = ("rope_type", "rope_theta", "partial_rotary_factor")
+        assert tuple(map(config.rope_parameters.get, keys)) == DEEPSPEC_ROPES[name]
 
 
 def test_deepspec_leftovers_do_not_enter_the_saved_config(fixtures, tmp_path):

@@ -517,19 +517,6 @@ def test_deepspec_checkpoints_of_other_designs_are_refused(folder, tmp_path, cha
 # ---- configuration
 
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [*itertools.product(("block_size", "draft_top_k"), (0,)), ("head_dim", 7), ("num_key_value_heads", 3),
-     ("target_layer_ids", [3]), ("rope_parameters", DYNAMIC)],
-)  # fmt: skip
-def test_config_refuses_a_wrong_value_and_names_its_field(target, field, value):
-    with pytest.raises(ValueError, match=rf"Eagle3Config\.{field}"):
-        Eagle3Config.from_target(target.config, **{field: value})
-
-
 def test_config_takes_the_facts_of_the_target():
     sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 8}
     config = Eagle3Config.from_target(Gemma2Config(**sizes, num_key_value_heads=2, final_logit_softcapping=30.0))
