@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer
 from hf_dspark.scheduling.calibration import expected_calibration_error
 from hf_dspark.training.blocks import label_hidden
 from hf_dspark.training.target_states import target_states
 from tests.training.tiny import KINDS, tiny_arguments, tiny_draft
+from tests.training.train_tiny import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data")
 
@@ -221,15 +222,8 @@ def test_drafts_are_loaded_by_name_with_wide_weights(make_trainer, target, tmp_p
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_targets_train_drafts(make_trainer, logged, make_target, tmp_path, bits):
-    pytest.importorskip("bitsandbytes")
-    make_target(hidden_size=64, intermediate_size=64, head_dim=16, vocab_size=64).save_pretrained(tmp_path / "target")
-    target = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "target", device_map="cpu", dtype=torch.float32,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_compute_dtype=torch.float32
-        ),
-    )  # fmt: skip
+def test_quantised_targets_train_drafts(make_trainer, logged, make_quantised, tmp_path, bits):
+    target = make_quantised(bits)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, block_size=4, markov_rank=8))
     trainer = make_trainer(draft, target, max_steps=8, feature_cache_dir=str(tmp_path / "cache"))
     trainer.train()
@@ -253,16 +247,8 @@ def test_offloaded_targets_train_drafts(make_trainer, make_draft, make_target, t
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("kind", ["map", "stream", "torch"])
 def test_data_sets_of_every_kind_train(make_trainer, logged, rows, kind, packing):
-    if kind == "torch":
-
-        class Rows(torch.utils.data.IterableDataset):
-            def __iter__(self):
-                return iter(rows)
-
-        data = Rows()
-    else:
-        data = pytest.importorskip("datasets").Dataset.from_list(rows)
-        data = data.to_iterable_dataset() if kind == "stream" else data
+    data = Stream(rows) if kind == "torch" else pytest.importorskip("datasets").Dataset.from_list(rows)
+    data = data.to_iterable_dataset() if kind == "stream" else data
     workers = {} if kind != "map" else {"dataloader_num_workers": 1, "train_sampling_strategy": "group_by_length"}
     trainer = make_trainer(data=data, eval_data={"a": rows}, max_steps=2, max_length=64, packing=packing, **workers)
     trainer.train()
