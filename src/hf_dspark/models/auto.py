@@ -34,7 +34,6 @@ def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
 
 
 def is_draft(model: Any) -> bool:
-    """Tell one of our drafts by its config."""
     return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS
 
 
@@ -48,7 +47,6 @@ def require_pair(target: Any, draft: Any) -> None:
 
 
 def require_draft(draft: Any) -> None:
-    """Raise a `TypeError` unless this is a draft."""
     if not is_draft(draft):
         raise _not_loaded("a DSparkDraftModel or an Eagle3DraftModel", draft, "DSparkDraftModel")
 

@@ -35,7 +35,6 @@ class SlidingWindow:
         return distance <= self.size if self.from_anchor else distance + slot < self.size
 
     def sees_slot(self, slot: Any, other: Any) -> Any:
-        """Tell whether a slot sees another one of its block."""
         near = (slot - other < self.size) | self.from_anchor
         return near & (other <= slot) if self.causal else near
 
@@ -145,7 +144,6 @@ class CachedPass:
     masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)  # folded, for all layers
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
-        """Return the positions of all that is written, `[1, T]`."""
         return torch.cat([layout.position_ids(device) for layout in self.written], dim=1)
 
     def keys_from(self, window: SlidingWindow | None) -> int:

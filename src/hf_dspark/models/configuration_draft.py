@@ -195,7 +195,6 @@ class DraftConfig(PreTrainedConfig):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens that the draft can propose."""
         return self.vocab_size
 
     @property
@@ -322,7 +321,6 @@ _LOADER_ARGUMENTS = ("trust_remote_code", "_from_pipeline", "_from_auto", "gguf_
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong with a value, in one line."""
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, KeyError):
@@ -355,7 +353,6 @@ def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int
 
 
 def embedding_scale(text: PreTrainedConfig) -> float:
-    """Return the factor that a target puts on its embedding rows."""
     if text.model_type.startswith("gemma"):
         return float(text.hidden_size) ** 0.5
     return float(getattr(text, "embedding_multiplier", None) or 1.0)

@@ -137,7 +137,6 @@ class DSparkConfig(DraftConfig):
 
     @property
     def num_slots(self) -> int:
-        """Slots of a block: γ, and in the fill-in layout the anchor's."""
         return self.block_size + (not self.sample_from_anchor)
 
     @classmethod

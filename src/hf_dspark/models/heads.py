@@ -86,7 +86,6 @@ class Successors:
             self._compute(torch.arange(len(first), device=first.device))
 
     def is_current(self) -> bool:
-        """Tell whether the head's weights are what they were."""
         return self._versions == _versions_of(self._head)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:

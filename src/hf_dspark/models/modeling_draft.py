@@ -273,7 +273,6 @@ class DraftModel(PreTrainedModel):
         return hidden
 
     def block_layout(self, anchors: torch.Tensor, real: torch.Tensor, position_ids: torch.Tensor) -> BlockLayout:
-        """Return where this draft's training blocks stand."""
         gamma, num_slots = self.config.block_size, self.config.num_slots
         return BlockLayout(anchors, real, position_ids, gamma, sample_from_anchor=num_slots == gamma)
 

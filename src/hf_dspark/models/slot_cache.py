@@ -196,7 +196,6 @@ class SlotCache(Cache):
                 store[row, :, length:].zero_()
 
     def truncate(self, row: int, length: int) -> None:
-        """Keep the first slots of a row alone."""
         assert length <= self._lengths[row], "only commit() lengthens a row"
         self._lengths[row] = length
         if length == 0:
@@ -209,7 +208,6 @@ class SlotCache(Cache):
 
     @property
     def layout(self) -> SlotLayout:
-        """The layout of the forward pass that is running."""
         if self._layout is None:
             raise ValueError(
                 "a SlotCache is written by hf_dspark's decoding loop only: to go on without a draft, pass "
@@ -219,7 +217,6 @@ class SlotCache(Cache):
 
     @contextmanager
     def writing(self, layout: SlotLayout) -> Iterator[None]:
-        """Say where the tokens of the forward pass belong that runs meanwhile."""
         self._layout = layout
         try:
             yield
@@ -277,7 +274,6 @@ class SlotCache(Cache):
         return grown
 
     def move_row(self, source: int, destination: int) -> None:
-        """Overwrite a row by another one, which is free afterwards."""
         for store in self._stores.values():
             store[destination] = store[source]  # stale slots, too: see `clear`
         self._lengths[destination], self._lengths[source] = self._lengths[source], 0
@@ -295,7 +291,6 @@ class SlotCache(Cache):
             parts[first], parts[second] = parts[second], parts[first]
 
     def shrink(self, num_rows: int) -> None:
-        """Keep the first rows alone."""
         for name, store in self._stores.items():
             self._stores[name] = store[:num_rows].clone()
         self.num_rows, self._lengths, self.row_states = num_rows, self._lengths[:num_rows], self.row_states[:num_rows]
@@ -353,7 +348,6 @@ class SlotCache(Cache):
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the committed slots of the longest row."""
         return max(self._lengths)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

@@ -44,7 +44,6 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def write_run_facts(checkpoint: Path, trainer: Trainer) -> None:
-    """Write a checkpoint's facts, once everything else of it is there."""
     files = {str(path.relative_to(checkpoint)): path for path in sorted(checkpoint.rglob("*")) if path.is_file()}
     # A card and the decoder's name in the config may be added later.
     sizes = {name: None if name == CONFIG_FILE else path.stat().st_size for name, path in files.items()}

@@ -131,7 +131,6 @@ class DSparkTrainer(Trainer):
 
     @property
     def draft(self) -> DraftModel:
-        """The draft itself, without what the launcher wraps around it."""
         return self.accelerator.unwrap_model(self.model)
 
     # One step
@@ -206,7 +205,6 @@ class DSparkTrainer(Trainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None, None]:
-        """Evaluation needs the loss and the metrics, no predictions."""
         inputs = self._prepare_inputs(inputs)
         number = self._eval_batches * self.args.world_size + self.args.process_index
         self._eval_batches += 1
@@ -232,7 +230,6 @@ class DSparkTrainer(Trainer):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what the batches since the last report add up to, over all processes."""
         # In place: evaluate() returns this dictionary, and the best model is chosen from it.
         if f"{self._metrics_prefix}loss" in logs:
             values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
