@@ -193,11 +193,10 @@ def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write):
     parts = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))
     assert "**2.50 to 3.50 tokens** per pass" in parts[""]
     for line in (
-        "| tau on held-out rows of code, estimated | 2.50 |", "| tau on held-out rows of math, estimated | 3.50 |",
-        "| loss on held-out rows of math | 0.75 |",
-        "| acceptance by position on held-out rows of code, estimated | 0.50 |",
+        "tau on held-out rows of code, estimated | 2.50", "tau on held-out rows of math, estimated | 3.50",
+        "loss on held-out rows of math | 0.75", "position on held-out rows of code, estimated | 0.50",
     ):  # fmt: skip
-        assert line in parts["Training"]
+        assert f"{line} |" in parts["Training"]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +220,6 @@ def test_a_saved_repository_warns_about_what_its_card_does_not_name(draft, tmp_p
     ("changed", "difference"),
     [
         ({"num_parameters": 1}, "num_parameters (1 there"),
-        ({"block_size": 9}, "block_size (9 there, 4 now)"),
-        ({"model_type": "dspark_eagle3"}, "model_type ('dspark_eagle3' there, 'dspark' now)"),
         ({"markov_rank": 0, "markov_head": None}, "markov_head (None there, 'vanilla' now), markov_rank (0 there"),
         ({"name": "someone/else", "weights": "0123"}, "someone/else, which differs in weights ('0123' there"),
     ],

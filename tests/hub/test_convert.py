@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,8 +125,7 @@ def test_drafts_that_do_not_say_how_deep_their_target_is_refuse_one_that_lacks_a
 
 @pytest.mark.parametrize(("anchored", "gamma"), [(True, 5), (False, 4)])
 def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_path, anchored, gamma):
-    folder = tmp_path / "draft"
-    shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", folder)
+    folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
     edit(folder, sample_from_anchor=None)
     with pytest.raises(ValueError, match="lacks 'sample_from_anchor'.*true means.*false that the anchor's slot"):
         DSparkDraftModel.from_pretrained(folder)
@@ -445,8 +445,7 @@ def test_eagle3_drafts_have_a_place_in_deepspecs_format_only(target, tmp_path):
     ],
 )
 def test_speculators_drafts_with_unknown_features_are_refused(fixtures, tmp_path, change, message):
-    folder = tmp_path / "draft"
-    shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", folder)
+    folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
     edit(folder, **change)
     for load in (read_checkpoint, DSparkConfig.from_pretrained):
         with pytest.raises(ValueError, match=message):
@@ -489,29 +488,26 @@ def test_conversion_for_one_engine_asks_what_it_can_run(make_draft, target, tmp_
     assert any(note.startswith("vllm cannot run this draft") for note in report.notes)
     report = convert_checkpoint(draft, tmp_path / "for_one", "deepspec", target=target, engine="sglang")
     assert report.engines == ("sglang",)
-    with pytest.raises(ValueError, match="vllm cannot run this draft"):
-        convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="vllm")
     with pytest.raises(ValueError, match="is read by .*, not by 'transformers'"):
         convert_checkpoint(draft, tmp_path / "b", "deepspec", target=target, engine="transformers")
 
 
 def test_failed_conversion_leaves_nothing_and_a_good_one_a_full_folder(make_draft, target, tmp_path, monkeypatch):
-    folder = tmp_path / "there"
+    draft, folder = make_draft(target), tmp_path / "there"
     folder.mkdir()
-    report = convert_checkpoint(make_draft(target), folder, "sglang")
+    report = convert_checkpoint(draft, folder, "sglang")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert sorted(path.name for path in folder.iterdir()) == list(report.files) == ["config.json", "model.safetensors"]
     with pytest.raises(ValueError, match="not overwritten"):
-        convert_checkpoint(make_draft(target), folder, "sglang")
-    assert len(list(folder.iterdir())) == 2
+        convert_checkpoint(draft, folder, "sglang")
     shutil.rmtree(folder)
-
-    def full_disk(*args, **kwargs):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("hf_dspark.hub.convert.save_torch_state_dict", full_disk)
+    monkeypatch.chdir(tmp_path)
+    for output in (".", tmp_path):
+        with pytest.raises(ValueError, match="is the working folder, which cannot be replaced: name another"):
+            convert_checkpoint(draft, output, "hf_dspark")
+    monkeypatch.setattr("hf_dspark.hub.convert.save_torch_state_dict", Mock(side_effect=OSError("No space left")))
     with pytest.raises(OSError, match="No space left"):
-        convert_checkpoint(make_draft(target), folder, "sglang")
+        convert_checkpoint(draft, folder, "sglang")
     assert not list(tmp_path.iterdir())
 
 
@@ -535,14 +531,6 @@ def test_the_target_says_how_deep_it_is_where_the_draft_does_not(make_draft, tar
     assert config_file(tmp_path / "there")["num_target_layers"] == 4
 
 
-def test_the_working_folder_is_refused_as_a_place(make_draft, target, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for output in (".", tmp_path):
-        with pytest.raises(ValueError, match="is the working folder, which cannot be replaced: name another"):
-            convert_checkpoint(make_draft(target), output, "hf_dspark")
-    assert not list(tmp_path.iterdir())
-
-
 def test_deepspec_copies_come_from_the_files_of_a_tied_target(make_draft, make_target, tmp_path):
     target = make_target(tie_word_embeddings=True)
     target.save_pretrained(tmp_path / "target")
@@ -562,15 +550,13 @@ def test_unknown_formats_and_checkpoints_are_named(fixtures, make_draft, target,
 
 
 def test_damaged_vocabulary_maps_are_found(fixtures, tmp_path):
-    folder = tmp_path / "draft"
-    shutil.copytree(fixtures / "speculators" / "pruned_vocab_vanilla", folder)
+    folder = Path(shutil.copytree(fixtures / "speculators" / "pruned_vocab_vanilla", tmp_path / "draft"))
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"t2d": ~tensors["t2d"]}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="t2d and d2t name different tokens"):
-        read_checkpoint(folder)
-    save_file(tensors | {"d2t": torch.zeros(64).long()}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="name different tokens"):
-        read_checkpoint(folder)
-    save_file(tensors | {"d2t": torch.full((64,), 90)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="64 distinct tokens"):
-        read_checkpoint(folder)
+    for damage, message in (
+        ({"t2d": ~tensors["t2d"]}, "t2d and d2t name different tokens"),
+        ({"d2t": torch.zeros(64).long()}, "name different tokens"),
+        ({"d2t": torch.full((64,), 90)}, "64 distinct tokens"),
+    ):
+        save_file(tensors | damage, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            read_checkpoint(folder)

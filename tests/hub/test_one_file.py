@@ -4,6 +4,7 @@ plain decoding. Its output distribution is enumerated through its own `generate`
 import ast
 import importlib.util
 import itertools
+import math
 import string
 import sys
 
@@ -32,7 +33,7 @@ from hf_dspark.sampling.drafts import ChainSampler
 from hf_dspark.scheduling.calibration import calibrated_confidence
 from hf_dspark.targets.feature_capture import FeatureCapture
 from hf_dspark.targets.support import TargetSupport
-from tests.distributions import ROUNDING, total_variation
+from tests.distributions import ROUNDING, Paths, TargetDistribution, total_variation
 from tests.targets.test_model_types import PLAIN, PROMPTS, TYPES, make_pair
 
 PROMPT = torch.tensor([[3, 9, 12, 30]])
@@ -188,54 +189,19 @@ def test_kinds_of_targets_are_decoded_as_without_a_draft(one_file, copied, monke
         torch.testing.assert_close(rolled_back.keys, fresh.keys, atol=1e-4, rtol=1e-4)
 
 
-class Choices:
-    """The random choices of one run: those of a given path, then the first possible ones."""
-
-    def __init__(self, path):
-        self.path, self.depth, self.mass, self.others = path, 0, 1.0, []
-
-    def __call__(self, probabilities):
-        possible = [index for index, probability in enumerate(probabilities) if probability > 0.0]
-        if self.depth == len(self.path):
-            self.others += [[*self.path, index] for index in possible[1:]]
-            self.path = [*self.path, possible[0]]
-        choice, self.depth = self.path[self.depth], self.depth + 1
-        self.mass *= probabilities[choice]
-        return choice
-
-    def draw(self, distribution):
-        return torch.tensor([self((distribution.double() / distribution.double().sum()).tolist())])
+def enumerated_distribution(monkeypatch, one_file, decode):
+    """Run `decode` along every path of its draws and uniforms; returns the exact distribution of what it returns."""
+    distribution, paths = {}, Paths()
 
     def happens(self, probability):
-        return self([1.0 - probability.item(), probability.item()]) == 1
+        return paths.choose([1.0 - probability.item(), probability.item()]) == 1
 
-
-def enumerated_distribution(monkeypatch, one_file, decode):
-    """Run `decode` along every path of its draws and uniforms; returns the exact distribution of what it
-    returns."""
-    distribution, paths = {}, [[]]
-    while paths:
-        choices = Choices(paths.pop())
-        for name in ("draw", "happens"):
-            monkeypatch.setattr(one_file.TokenRule, name, staticmethod(getattr(choices, name)))
+    monkeypatch.setattr(one_file.TokenRule, "happens", happens)
+    monkeypatch.setattr(one_file.TokenRule, "draw", lambda self, probs: torch.tensor([paths.choose(probs.double())]))
+    for path in paths:
         output = tuple(decode()[0].tolist())
-        distribution[output] = distribution.get(output, 0.0) + choices.mass
-        paths += choices.others
+        distribution[output] = distribution.get(output, 0.0) + path.probability
     assert sum(distribution.values()) == pytest.approx(1.0, abs=1e-6)
-    return distribution
-
-
-def target_distribution(target, prompt, length, processors):
-    """Return the distribution of plain sampling, sequence by sequence."""
-    distribution = {tuple(prompt[0].tolist()): 1.0}
-    for _ in range(length):
-        grown = {}
-        for sequence, mass in distribution.items():
-            ids = torch.tensor([sequence])
-            with torch.no_grad():
-                probs = processors(ids, target(ids).logits[:, -1]).softmax(-1)[0].tolist()
-            grown |= {(*sequence, token): mass * probability for token, probability in enumerate(probs) if probability}
-        distribution = grown
     return distribution
 
 
@@ -254,13 +220,16 @@ def distance(one_file, copied, make_target, monkeypatch):
         if spoil is not None:
             spoil(copy)
         call = {"do_sample": True, "top_k": 0, "max_new_tokens": new_tokens, "pad_token_id": 0, **dict(options)}
-        call["attention_mask"] = torch.ones_like(prompt)
-        distribution = enumerated_distribution(
-            monkeypatch, one_file, lambda: one_file.generate(target, assistant_model=copy, inputs=prompt, **call)
+        call |= {"inputs": prompt, "attention_mask": torch.ones_like(prompt)}
+        found = enumerated_distribution(
+            monkeypatch, one_file, lambda: one_file.generate(target, assistant_model=copy, **call)[:, 4:]
         )
-        return total_variation(
-            distribution, target_distribution(target, prompt, new_tokens, LogitsProcessorList(processors))
-        )
+        after = TargetDistribution(target, LogitsProcessorList(processors), prompt)
+        expected = {
+            tokens: math.prod(after(tokens[:place])[token].item() for place, token in enumerate(tokens))
+            for tokens in itertools.product(range(vocab_size), repeat=new_tokens)
+        }
+        return total_variation(found, expected)
 
     return measure
 
@@ -276,14 +245,20 @@ def test_sampling_follows_the_target_distribution_with_three_tokens_and_processo
 
 
 def test_sampling_follows_the_target_distribution_when_a_threshold_cuts(distance):
-    lengths = []
+    lengths = set()
 
     def watch(copy):
         draw_block = copy.draw_block
-        copy.draw_block = lambda *args: [lengths.append(len(found[0])) or found for found in [draw_block(*args)]][0]
+
+        def watched(*args):
+            drafts, distributions = draw_block(*args)
+            lengths.add(len(drafts))
+            return drafts, distributions
+
+        copy.draw_block = watched
 
     assert distance(options={"assistant_confidence_threshold": 0.5}, spoil=watch) < ROUNDING
-    assert {0, 2} <= set(lengths) or {1, 2} <= set(lengths)  # cut, and not cut
+    assert 2 in lengths and len(lengths) > 1  # cut, and not cut
 
 
 def test_enumeration_catches_rejected_drafts_replaced_from_the_whole_distribution(distance, monkeypatch, one_file):
@@ -423,19 +398,11 @@ def test_what_would_decode_wrongly_is_refused(one_file, copied, pair, monkeypatc
 
 def test_answers_on_one_side_of_a_switch_are_decoded(one_file, copied, pair, monkeypatch):
     target, draft = pair[0], copied(pair[1])
+    plain = target.generate(PROMPT, **GREEDY)
     for switch in (3, 43):  # before the prompt's end, and where no pass reads it
         rope = LONGROPE | {"original_max_position_embeddings": switch}
         monkeypatch.setattr(target.config, "rope_parameters", rope)
-        one_file._check(target, draft.config, PROMPT, *_prepared(target))
-
-
-def _prepared(target):
-    """The prepared generation config of a greedy call that ends at 44 tokens."""
-    found = []
-    target.generate(
-        PROMPT, custom_generate=lambda *args, **kwargs: found.append(kwargs["generation_config"]), **GREEDY
-    )
-    return found[0], {}
+        assert one_file.generate(target, assistant_model=draft, inputs=PROMPT, **GREEDY).equal(plain)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
