@@ -89,12 +89,6 @@ def test_nulls_that_a_table_adds_are_not_trained_on():
     assert rows[0] == rows[1] and "here" in supervised(rows[0], tokenizer)[0]
 
 
-def test_rows_of_regenerate_need_no_tokenizer():
-    row = {"prompt": "a", "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "text": "b", "finished": True}
-    (prepared,) = prepare_examples([row], None, block_size=2, vocab_size=20)
-    assert prepared["input_ids"] == [5, 6, 7, 8, 9] and prepared["loss_mask"] == [0, 0, 1, 1, 1]
-
-
 @pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_WITHOUT_END, FORGETFUL, STRICT])
 def test_answers_and_their_ends_are_supervised_without_the_templates_white_space(template):
     tokenizer = make_tokenizer(template)
@@ -213,26 +207,21 @@ def test_answers_in_a_prompt_of_messages_are_context_only(template):
     assert row["input_ids"] == tokenize_example({"messages": TWO_TURNS}, tokenizer)["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "completion_mask"])
-def test_tokenised_rows_pass_through_and_two_masks_supervise_what_both_allow(name):
-    row = {"input_ids": torch.tensor([3, 4, 5]), name: [False, True, True], "text": "ignored"}
-    assert tokenize_example(row, make_tokenizer()) == {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]}
-    two = {"input_ids": [3, 4, 5], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
-    assert tokenize_example(two, make_tokenizer())["loss_mask"] == [0, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
+        *(({name: [False, True, True, False], "text": "ignored"}, ([3, 4, 5, 6], [0, 1, 1, 0]))
+          for name in ("loss_mask", "assistant_masks", "completion_mask")),
+        ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 0]}, ([3, 4, 5, 6], [0, 1, 0, 0])),
         ({"labels": [-100, 4, 5, -100]}, ([3, 4, 5, 6], [0, 1, 1, 0])),
         ({"labels": torch.tensor([-100, 4, 5, 6]), "completion_mask": [0, 0, 1, 1]}, ([3, 4, 5, 6], [0, 0, 1, 1])),
         ({}, ([3, 4, 5, 6], [1, 1, 1, 1])),
         ({"attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 5, 6]}, ([4, 5, 6], [0, 1, 1])),  # padding is dropped
         ({"attention_mask": [1, 1, 0, 0]}, ([3, 4], [1, 1])),
     ],
-)
+)  # fmt: skip
 def test_tokenised_rows_are_read_as_other_trainers_take_them(columns, expected):
-    row = tokenize_example({"input_ids": [3, 4, 5, 6]} | columns, make_tokenizer())
+    row = tokenize_example({"input_ids": torch.tensor([3, 4, 5, 6])} | columns, make_tokenizer())
     assert (row["input_ids"], row["loss_mask"]) == expected
 
 
@@ -330,16 +319,18 @@ def test_kept_rows_are_those_with_an_anchor():
     with pytest.warns(UserWarning, match="2 of 4 examples.*1 without a supervised token.*, 1 with one"):
         kept = prepare_examples(rows, make_tokenizer(), 2, 200)
     assert [row["loss_mask"] for row in kept] == [masks[1], masks[3]]
-    rows = [{"prompt_ids": [5], "completion_ids": [6, 7, 8]}, {"prompt_ids": [5], "error": "too long"}]
+    row = {"prompt": "a", "prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "text": "b", "finished": True}
     with pytest.warns(UserWarning, match="1 without a supervised token .a regeneration that failed has none"):
-        assert len(prepare_examples(rows, make_tokenizer(), 2, 200)) == 1
+        assert len(prepare_examples([row, {"prompt_ids": [5], "error": "too long"}], make_tokenizer(), 2, 200)) == 1
+    (prepared,) = prepare_examples([row], None, block_size=2, vocab_size=20)
+    assert prepared == {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1]}
 
 
 @pytest.mark.parametrize("kind", ["list", "table", "stream"])
 def test_data_in_which_nothing_is_supervised_are_refused(kind):
-    rows = {"list": CHATS[1:2], "table": table(CHATS[1:2]), "stream": table(CHATS[1:2]).to_iterable_dataset()}[kind]
+    rows = CHATS[1:2] if kind == "list" else table(CHATS[1:2])
     with pytest.raises(ValueError, match="none of .*1 examples has a supervised token"):
-        prepare_examples(rows, make_tokenizer(), 4, 200)
+        prepare_examples(rows.to_iterable_dataset() if kind == "stream" else rows, make_tokenizer(), 4, 200)
 
 
 def test_data_too_short_for_a_block_are_refused_with_the_longest_found():
@@ -365,7 +356,7 @@ def test_things_that_are_no_dataset_are_refused():
             prepare_examples(wrong, make_tokenizer(), 2, 64)
 
 
-@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+@pytest.mark.parametrize("form", ["torch", "numpy"])
 def test_rows_that_are_left_out_are_counted_in_a_data_set_of_every_format(form):
     rows = [{"input_ids": [1, 2, 3, 4], "loss_mask": mask} for mask in ([1, 1, 1, 1], [0, 0, 0, 0])]
     data = pytest.importorskip("datasets").Dataset.from_list(rows).with_format(form)

@@ -182,9 +182,8 @@ def test_name_in_a_config_is_not_believed_and_labels_are_left_out(folder, tmp_pa
     labels = {str(number): "x" for number in range(1000)}
     change_config(folder, **{key: str(tmp_path / "elsewhere"), "num_labels": 10**9, "id2label": labels})
     with bounded():
-        config = DSparkConfig.from_pretrained(folder)
-        assert config.name_or_path == "" and len(config.id2label) == 2
-        assert DSparkDraftModel.from_pretrained(folder).name_or_path == str(folder)
+        draft = DSparkDraftModel.from_pretrained(folder)
+    assert draft.name_or_path == str(folder) and len(draft.config.id2label) == 2
 
 
 def test_package_never_unpickles_and_never_trusts_remote_code_by_itself():
@@ -332,12 +331,9 @@ def test_config_cannot_replace_a_part_of_its_class(folder, key):
     "changes",
     [
         {"architectures": 5}, {"architectures": {"a": 1}}, {"model_type": ["dspark"]}, {"model_type": None},
-        {"architectures": ["Qwen3DSparkModel"]}, {"architectures": ["Qwen3DSparkModel"], "model_type": 3},
-        {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"},
+        {"architectures": ["Qwen3DSparkModel"], "model_type": 3}, {"model_type": "qwen3"},
         {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "layer_types": 7},
         {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "rope_parameters": "none"},
-        {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "markov_rank": None},
-        {"model_type": "qwen3"},
     ],
     ids=str,
 )  # fmt: skip
@@ -352,13 +348,10 @@ def test_config_that_only_pretends_to_be_a_known_kind_gives_one_error(folder, ch
         assert changes.get("architectures") != ["Gemma4DSparkModel"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"num_hidden_layers": 10**9}, {"hidden_size": 64}, {"rope_parameters": {"rope_theta": 0}}]
-)
+@pytest.mark.parametrize("wrong", [{"num_hidden_layers": 10**9}, {"rope_parameters": {"rope_theta": 0}}])
 def test_eagle3_config_is_distrusted_as_well(tmp_path, wrong):
     sizes = {name: value for name, value in SIZES.items() if name != "markov_rank"} | {"num_hidden_layers": 1}
     Eagle3DraftModel(Eagle3Config(**sizes)).save_pretrained(tmp_path)
-    Eagle3DraftModel.from_pretrained(tmp_path)
     change_config(tmp_path, **wrong)
     refused(tmp_path, load=Eagle3DraftModel.from_pretrained)
 
@@ -459,9 +452,7 @@ def test_thousands_of_strange_tensors_give_a_short_error(folder):
 @pytest.mark.parametrize("offsets", [[48, 0], [1, 0], [2**62, 0]])
 def test_pruned_vocabulary_with_strange_tokens_is_refused(tmp_path, offsets):
     folder = tmp_path / "pruned"
-    draft = DSparkDraftModel(DSparkConfig(**SIZES, draft_vocab_size=2))
-    draft.save_pretrained(folder)
-    DSparkDraftModel.from_pretrained(folder)
+    DSparkDraftModel(DSparkConfig(**SIZES, draft_vocab_size=2)).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"d2t": torch.tensor(offsets)}, folder / "model.safetensors")
     refused(folder, "d2t")
