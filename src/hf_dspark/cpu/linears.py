@@ -47,7 +47,7 @@ class fast_linears:
         self._routes: list[Route] = [  # made once: rounds enter often
             (vars(module), types.MethodType(_forward, module))
             for module in modules
-            if type(module) is nn.Linear and any(may_gain(getattr(module, "weight", None), way) for way in ways)
+            if type(module) is nn.Linear and any(may_gain(way, getattr(module, "weight", None)) for way in ways)
         ]
         self._packed = packed
         self._entries: list[list[Route]] = []
@@ -56,7 +56,7 @@ class fast_linears:
         routes = [route for route in self._routes if "forward" not in route[0]]
         if self._packed:
             layers = [forward.__self__ for _, forward in routes]
-            weights = {layer.weight for layer in layers if may_gain(layer.weight, "packed")}  # each once
+            weights = {layer.weight for layer in layers if may_gain("packed", layer.weight)}  # each once
             packed = {weight: PackedWeight(weight) for weight in weights}
             routes = [
                 (vars(layer), types.MethodType(partial(_forward, packed=packed.get(layer.weight)), layer))

@@ -72,11 +72,11 @@ def small_batch_linear(
     if torch.compiler.is_compiling() or not _is_served(input, weight, bias):
         return F.linear(input, weight, bias)
     num_rows = input.shape[:-1].numel()
-    if packed is not None and _gains("packed", num_rows, weight) and (prepacked := packed.of(weight)) is not None:
+    if packed is not None and may_gain("packed", weight, num_rows) and (prepacked := packed.of(weight)) is not None:
         return onednn_linear(input, prepacked, bias)
-    if _gains("swapped", num_rows, weight):
+    if may_gain("swapped", weight, num_rows):
         return swapped_linear(input, weight, bias)
-    return (onednn_linear if _gains("onednn", num_rows, weight) else F.linear)(input, weight, bias)
+    return (onednn_linear if may_gain("onednn", weight, num_rows) else F.linear)(input, weight, bias)
 
 
 def onednn_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,13 +105,13 @@ def _first_integers(count: int) -> torch.Tensor:
     return torch.arange(count, device="cpu")
 
 
-def may_gain(weight: torch.Tensor | None, way: str) -> bool:
-    """Tell whether products with a weight may be faster in another way. Compressed layers have no weight at first."""
-    return weight is not None and _gains(way, None, weight)
+def may_gain(way: str, weight: torch.Tensor | None, num_rows: int | None = None) -> bool:
+    """Tell whether a way is faster for products of a large matrix in CPU memory with that many rows, or with any.
 
-
-def _gains(way: str, num_rows: int | None, weight: torch.Tensor) -> bool:
-    """Tell whether a way is faster for that many rows, or any, of a large matrix in CPU memory without strides."""
+    Compressed layers have no weight at first.
+    """
+    if weight is None:
+        return False
     gain = gain_of(way, weight.dtype)
     return (
         gain is not None

@@ -50,10 +50,6 @@ class Checkpoint(os.PathLike):
     """
 
     def __init__(self, name_or_path: str | os.PathLike, **hub_kwargs: Any) -> None:
-        if not isinstance(name_or_path, (str, os.PathLike)):
-            raise TypeError(
-                f"a checkpoint is named by a folder or a repository on the Hub, got {type(name_or_path).__name__}"
-            )
         if unknown := sorted(hub_kwargs.keys() - set(HUB_ARGUMENTS)):
             raise TypeError(f"got the arguments {unknown}, known are {', '.join(HUB_ARGUMENTS)}")
         self.name, self._hub = os.fspath(name_or_path), hub_kwargs
@@ -161,6 +157,11 @@ class Checkpoint(os.PathLike):
             "markov_head_type, enable_confidence_head, num_hidden_layers and the norms in config.json."
         )
 
+    @property
+    def _where(self) -> str:
+        asked = "on the Hub, or in the local cache where HF_HUB_OFFLINE or local_files_only forbid to ask it"
+        return asked if self._folder is None else f"in {self._folder}"
+
     def _find(self, file: str) -> Path | None:
         """Return where a file of the checkpoint is, `None` if it has none of that name."""
         if self._folder is None:
@@ -175,7 +176,7 @@ class Checkpoint(os.PathLike):
 
     def _find_on_hub(self, file: str) -> Path | None:
         hub, fault = dict(self._hub), None
-        if not self._is_offline:
+        if not is_offline_mode() and not hub.get("local_files_only"):
             try:
                 _ask_hub(constants.ENDPOINT)
             except Exception as error:  # of the network, or of the library that talks to it
@@ -191,18 +192,6 @@ class Checkpoint(os.PathLike):
             return None
         self._hub["revision"] = extract_commit_hash(found, self._hub.get("revision"))
         return Path(found)
-
-    @property
-    def _is_offline(self) -> bool:
-        return is_offline_mode() or bool(self._hub.get("local_files_only"))
-
-    @property
-    def _where(self) -> str:
-        if self._folder is not None:
-            return f"in {self._folder}"
-        return (
-            "in the local cache (HF_HUB_OFFLINE or local_files_only asks no Hub)" if self._is_offline else "on the Hub"
-        )
 
 
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
