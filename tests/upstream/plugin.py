@@ -298,8 +298,9 @@ def _mask_of_all(model: PreTrainedModel, given: tuple, expected: Expected) -> to
 
 
 def _is_ours(error: Exception) -> bool:
+    """Tell whether an error was raised by this package, and not by a call in it that went wrong."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(OUR_FOLDER)
+    return bool(frames) and frames[-1].filename.startswith(OUR_FOLDER) and frames[-1].line.startswith("raise ")
 
 
 def _of_error(error: Exception) -> Outcome:
