@@ -148,6 +148,19 @@ def test_every_row_of_a_ragged_batch_is_decoded_as_if_alone(model_type, facts):
 
 
 @pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
+def test_hidden_states_are_those_of_plain_generate(model_type, facts):
+    target, draft = make_pair(model_type, facts)
+    asked = PLAIN | {"max_new_tokens": 4, "return_dict_in_generate": True, "output_hidden_states": True}
+    batch = padded(PROMPTS[:3])
+    plain, ours = target.generate(**batch, **asked), target.generate(**batch, **asked, assistant_model=draft)
+    for step, own_step in zip(plain.hidden_states, ours.hidden_states, strict=True):
+        for layer, own in zip(step, own_step, strict=True):
+            assert own.shape == layer.shape
+            last = -2 if layer.shape[-2] == (step[-1].shape[-2]) else -3  # hyper-connections have streams after it
+            torch.testing.assert_close(own.select(last, -1), layer.select(last, -1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("model_type", "facts"), TYPES.items(), ids=TYPES)
 def test_trees_follow_their_own_branch_alone(model_type, facts):
     target, draft = make_pair(model_type, facts)
     greedy = PLAIN | {"max_new_tokens": 20}
