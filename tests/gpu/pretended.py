@@ -54,6 +54,9 @@ class DeviceTensor(torch.Tensor):
         new.host, new.place = host, place
         return new
 
+    def as_subclass(self, kind: type[torch.Tensor]) -> "DeviceTensor":
+        return self
+
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {}, None)
@@ -101,9 +104,9 @@ def moved(model: nn.Module, places: Mapping[str, torch.device] | None = None) ->
 
 
 def _run(func: Callable, args: tuple, kwargs: dict[str, Any], counts: Counts | None) -> Any:
-    if func is torch.device:
-        return func(*args, **kwargs)
     name = getattr(func, "__name__", str(func))
+    if func is torch.device or name == "_parse_to":
+        return func(*args, **kwargs)
     if name == "to" and type(args[1] if len(args) > 1 else None) is int:
         args = (args[0], torch.device("cuda", args[1]), *args[2:])
     if type(kwargs.get("device")) is int:
@@ -116,6 +119,8 @@ def _run(func: Callable, args: tuple, kwargs: dict[str, Any], counts: Counts | N
             return ours[0].place if attribute == "device" else PROPERTIES[attribute]
     if ours and name == "numpy":
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
+    if name == "_has_compatible_shallow_copy_type" and len({_place_of(each) for each in leaves}) > 1:
+        return False  # modules get new parameters when they are moved
     if name not in CROSSING and ours:
         _require_one_device(name, leaves)
     asked = _place_asked(name, leaves)
