@@ -369,7 +369,7 @@ def test_training_steps_have_the_same_losses(kind, cached, tmp_path, monkeypatch
 
 # ---- what a round asks of the device
 
-# Launches, copies to the device, and waits of a round at most, or of a token without a draft: one row of the trained pair.
+# Launches, copies to the device and waits of a round at most, or of a token without a draft, for one row.
 LIMITS = {
     "no draft": (None, GREEDY, 210, 0, 1),
     "chain, greedy": (FullBlock(), GREEDY, 480, 6, 2.5),
