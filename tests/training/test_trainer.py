@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer
+from hf_dspark import DSparkConfig, DSparkDraftModel, DSparkTrainer, DSparkTrainingArguments
 from hf_dspark.scheduling.calibration import expected_calibration_error
 from hf_dspark.training.blocks import label_hidden
 from hf_dspark.training.target_states import target_states
@@ -311,6 +311,12 @@ def test_mistakes_with_rows_targets_and_arguments_are_named(make_trainer, make_d
         make_trainer(make_draft(target), target=make_target(vocab_size=50))
     with pytest.raises(ValueError, match="soft_cross_entropy_weight=0, got 0.5"):
         make_trainer(make_draft(target, draft_vocab_size=20), soft_cross_entropy_weight=0.5)
+
+
+def test_arguments_default_to_the_methods_schedule(tmp_path):
+    arguments = DSparkTrainingArguments(tmp_path, use_cpu=True)
+    assert (arguments.learning_rate, arguments.warmup_steps, arguments.num_train_epochs) == (6e-4, 0.04, 10)
+    assert arguments.lr_scheduler_type == "cosine"
 
 
 @pytest.mark.parametrize(
