@@ -2,12 +2,6 @@
 
 import contextlib
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -35,7 +29,7 @@ def text_tokenizer(chat_tokenizer):
 
 def without_times(result: dict) -> dict:
     """Return a result file without what two runs may differ in."""
-    measured = ("seconds", "prefill_seconds", "peak_memory_mib", "draft_seconds", "verify_seconds", "total_seconds",
+    measured = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds",
                 "tokens_per_second", "seconds_per_round", "time_to_first_token", "speedup", "provenance")  # fmt: skip
 
     def kept(value):
@@ -94,14 +88,13 @@ def test_turns_decoded_together_have_the_rounds_that_they_have_alone(pair, text_
     assert seconds[0] == seconds[1] == seconds[2]
     assert together.metrics["all"].rounds == alone.metrics["all"].rounds
     assert len({record.seconds / len(record.token_ids) for record in first}) == 1
-    assert {record.rows_together for record in first} == {3} and {part.rows_together for part in alone.answers} == {1}
 
 
 @pytest.mark.parametrize("templated", [True, False])
 def test_each_turn_follows_the_targets_own_answer(pair, chat_tokenizer, templated, monkeypatch):
     target, draft = pair
     seen = []
-    spy = lambda *args, **kwargs: seen.append(args[1]) or timed_call(*args, **kwargs)  # noqa: E731
+    spy = lambda *args, **kwargs: seen.append([each.prompt_ids for each in args[1]]) or timed_call(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(driver, "timed_call", spy)
     if not templated:
         chat_tokenizer.chat_template = None
@@ -169,31 +162,17 @@ def test_packed_copies_serve_plain_decoding_too(pair, text_tokenizer, monkeypatc
         yield
         entered.append("left")
 
-    def call_inside(*arguments, **options):
-        inside.append(len(entered) == 1)
-        return timed_call(*arguments, **options)
-
+    spy = lambda *args, **kwargs: inside.append(len(entered)) or timed_call(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(evaluation, "fast_linears", recorded)
-    monkeypatch.setattr(driver, "timed_call", call_inside)
+    monkeypatch.setattr(driver, "timed_call", spy)
     found = evaluate(*pair, {"t": TEXTS[:1]}, text_tokenizer, compare_plain=True, packed=True, **GREEDY)
-    assert entered == [(pair, True), "left"] and len(inside) >= 2 and all(inside)
-    assert found.facts["packed"] is True
-
-
-def test_a_different_answer_is_counted_as_such(pair, text_tokenizer, monkeypatch):
-    def wrong_when_plain(target, prompts, seed, draft=None, **options):
-        call = timed_call(target, prompts, seed, draft, **options)
-        return replace(call, token_ids=[[*ids, 7] for ids in call.token_ids]) if draft is None else call
-
-    monkeypatch.setattr(driver, "timed_call", wrong_when_plain)
-    found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY)
-    assert found.metrics["t"].speedup.identical == 0
+    assert entered == [(pair, True), "left"] and inside == [1, 1] and found.facts["packed"] is True
 
 
 def test_wrong_tokens_of_drafted_answers_are_not_taken_for_rounding(pair, text_tokenizer, monkeypatch):
     def one_wrong_when_drafted(target, prompts, seed, draft=None, **options):
         call = timed_call(target, prompts, seed, draft, **options)
-        return call if draft is None else replace(call, token_ids=[[*ids[:-1], 7] for ids in call.token_ids])
+        return call if draft is None else [replace(each, token_ids=[*each.token_ids[:-1], 7]) for each in call]
 
     monkeypatch.setattr(driver, "timed_call", one_wrong_when_drafted)
     found = evaluate(*pair, {"t": TEXTS}, text_tokenizer, compare_plain=True, **GREEDY).metrics["t"]
@@ -244,7 +223,7 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place
     real = timed_call
 
     def failing(target, prompts, *args, **options):
-        if any(6 in ids[:3] for ids in prompts):
+        if any(6 in each.prompt_ids[:3] for each in prompts):
             raise RuntimeError("no 'is' please")
         return real(target, prompts, *args, **options)
 
@@ -261,7 +240,7 @@ def test_a_prompt_that_fails_fails_alone(pair, text_tokenizer, batch_size, place
 def wrong_calls():
     good, several = {"t": ["up"]}, GenerationConfig(do_sample=True, num_return_sequences=2)
     return [
-        ({"tasks": {"t": "nowhere.jsonl"}}, "task 't': there is no file nowhere.jsonl: name a JSON Lines file"),
+        ({"tasks": {"t": "nowhere.jsonl"}}, "nowhere.jsonl: there is no such file"),
         ({"tasks": {"t": []}}, "t holds no prompt"),
         ({"tasks": {}}, "there is no task"),
         ({"tasks": {"all": ["up"]}}, "a task cannot be called 'all'"),
@@ -309,7 +288,7 @@ def test_an_interrupted_run_goes_on_and_its_result_is_that_of_a_whole_one(whole,
     def interrupted(*args, **kwargs):
         if len(calls) == stop_at:
             raise KeyboardInterrupt
-        calls.append(args[1])
+        calls.append([each.prompt_ids for each in args[1]])
         return timed_call(*args, **kwargs)
 
     monkeypatch.setattr(driver, "timed_call", interrupted)
@@ -323,61 +302,6 @@ def test_an_interrupted_run_goes_on_and_its_result_is_that_of_a_whole_one(whole,
     evaluate(*arguments, output, batch_size=2, **SAMPLED)
     assert not unfinished.exists() and len(calls) == 7 - 4
     assert not [prompts for prompts in finished if prompts in calls]  # none is decoded again
-    assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
-
-
-def test_a_file_cut_in_the_middle_of_a_line_loses_that_line_alone(whole, tmp_path, monkeypatch):
-    result, arguments = whole
-    output = tmp_path / "cut.json"
-    unfinished = output.with_name("cut.json.partial.jsonl")
-    monkeypatch.setattr("hf_dspark.files.Journal.remove", lambda journal: None)
-    evaluate(*arguments, output, batch_size=2, **SAMPLED)
-    monkeypatch.undo()
-    files = {path: path.read_bytes() for path in tmp_path.glob("cut.json.partial*")}
-    for length in random.Random(1).sample(range(len(files[unfinished])), 3):
-        for path, content in files.items():
-            path.write_bytes(content[:length] if path == unfinished else content)
-        evaluate(*arguments, output, batch_size=2, **SAMPLED)
-        assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
-
-
-KILLED = """
-import json, sys
-import torch
-torch.set_num_threads(1)
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from hf_dspark import DSparkDraftModel, evaluate
-folder, tokenizer, output, tasks, options = sys.argv[1:]
-target = AutoModelForCausalLM.from_pretrained(folder + "/target").eval()
-draft = DSparkDraftModel.from_pretrained(folder + "/draft").eval()
-tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
-evaluate(target, draft, json.loads(tasks), tokenizer, output, batch_size=2, **json.loads(options))
-"""
-
-
-def test_a_killed_process_loses_nothing_that_was_finished(whole, fixtures, tmp_path, monkeypatch):
-    result, arguments = whole
-    _, _, tasks, tokenizer = arguments
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    output = tmp_path / "killed.json"
-    unfinished = output.with_name("killed.json.partial.jsonl")
-    words = [str(fixtures / "deepspec" / "trained"), str(tmp_path / "tokenizer"), str(output), json.dumps(tasks),
-             json.dumps(SAMPLED)]  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", KILLED, *words], env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    try:
-        while not unfinished.exists() and process.poll() is None:
-            time.sleep(0.002)
-        time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, "it was over before it could be killed"
-    finished = unfinished.read_bytes().count(b"\n")
-    calls = []
-    spy = lambda *args, **kwargs: calls.append(1) or timed_call(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(driver, "timed_call", spy)
-    evaluate(*arguments, output, batch_size=2, **SAMPLED)
-    assert finished >= 1 and len(calls) == sum(sum(CALLS[: place + 1]) > finished for place in range(7))
     assert json.dumps(without_times(read_results([output])[0])) == json.dumps(without_times(result))
 
 

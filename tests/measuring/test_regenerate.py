@@ -181,10 +181,11 @@ def test_wrong_options_are_raised_before_anything_is_written(run, options, words
 
 @pytest.mark.parametrize("kept", [0, 1, 5, 8])
 def test_an_interruption_changes_nothing(run, kept):
-    whole = run(num_samples=2)
+    whole = run(num_samples=2, seed=3)
     lines = run.path.read_text().splitlines(keepends=True)
     run.path.write_text("".join(lines[:kept]) + lines[kept][:20])
-    assert run(num_samples=2) == whole
+    torch.manual_seed(7)
+    assert run(num_samples=2, seed=3) == whole
     assert run.path.read_text().splitlines(keepends=True)[:kept] == lines[:kept]
 
 

@@ -1,11 +1,10 @@
 """More prompts than fit in a batch: a queue keeps the decoding loop full, results come as they finish.
 A prompt that fails, fails alone. When memory runs out, the youngest sequences go back to the queue."""
 
-import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from .logits_processing import NoTokenError
 from .loop import DecodingLoop
 from .request import Call, Request, copies_of
 
+MADE_HERE = ("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS, "assistant_model", "streamer")
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -39,18 +40,6 @@ class Completion:
     token_ids: torch.Tensor  # `[n]`, generated up to and including the end, or until the prompt failed
     text: str | None = None  # the same decoded without special tokens; with a tokenizer
     error: Exception | None = None  # why it failed
-
-
-@dataclass
-class _Job:
-    """A prompt on its way; its request once it is prepared."""
-
-    index: int
-    prompt: str | Sequence[int]
-    request: Request | None = None
-    prompt_length: int = 0
-    error: Exception | None = None
-    call: Call | None = field(default=None, repr=False)
 
 
 def generate_many(
@@ -97,64 +86,100 @@ def generate_many(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     several(prompts)
-    for name in ("input_ids", "inputs", "inputs_embeds", "attention_mask", *CACHE_ARGUMENTS, "streamer"):
-        if generate_kwargs.get(name) is not None:
-            raise ValueError(f"generate_many makes {name} itself, prompt by prompt: drop it")
-    prepare = prepare_with(draft, batch_size, decoding)
-    queue = _Queue(target, prompts, processing_class, generate_kwargs | {"custom_generate": prepare})
-    config = queue.prepare([0]).generation_config  # what is wrong with the options is wrong with every prompt
-    if config.return_dict_in_generate or config.num_return_sequences != 1:
-        raise ValueError(
-            "generate_many yields one sequence per prompt: drop num_return_sequences and return_dict_in_generate"
-        )
-    return _run(queue, draft, batch_size, progress)
+    refuse_made_here("generate_many", target, generate_kwargs)
+    options = generate_kwargs | {"custom_generate": prepare_with(draft, batch_size, decoding)}
+    queue = _Queue(target, draft, prompts, processing_class, batch_size, options)
+    return queue.run(progress)
+
+
+def refuse_made_here(caller: str, target: PreTrainedModel, generate_kwargs: Mapping[str, Any], **cures: str) -> None:
+    """Raise a `ValueError` for options of `generate()` that the caller makes itself: [`MADE_HERE`], several sequences
+    per prompt, outputs as an object, and the names of `cures`, which say what to do instead."""
+    config = effective_config(target, generate_kwargs)
+    made = {name: generate_kwargs.get(name) is not None for name in (*MADE_HERE, *cures)}
+    made["num_return_sequences"] = (config.num_return_sequences or 1) > 1
+    made["return_dict_in_generate"] = config.return_dict_in_generate
+    for name in [name for name, is_given in made.items() if is_given]:
+        raise ValueError(f"{caller} makes {name} itself: {cures.get(name, 'drop it')}")
+
+
+@dataclass
+class _Job:
+    """A prompt on its way; its request once it is prepared."""
+
+    index: int
+    prompt: str | Sequence[int]
+    request: Request | None = None
+    prompt_length: int = 0
+    error: Exception | None = None
+
+    def guarded(self, rule: Callable) -> Callable:
+        """Let a user's processor or criterion note whose it was when it fails; a shortage is no prompt's fault."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return rule(*args, **kwargs)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                self.error = error
+                raise
+
+        return call
 
 
 class _Queue:
-    """Prepares prompts one by one; what could not go on comes first."""
+    """Prepares prompts one by one, and decodes them together; what could not go on comes first."""
 
     def __init__(
         self,
         target: PreTrainedModel,
+        draft: DraftModel,
         prompts: Iterable[str | Sequence[int]],
         tokenizer: PreTrainedTokenizerBase | None,
-        generate_kwargs: dict[str, Any],
+        batch_size: int,
+        options: dict[str, Any],
     ) -> None:
-        self.target, self.tokenizer = target, tokenizer
-        self.total = len(prompts) if isinstance(prompts, Sized) else None
+        self._target, self._tokenizer, self._batch_size = target, tokenizer, batch_size
+        self._total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
+        self._running: list[_Job] = []
         self._returned: deque[_Job] = deque()
-        self._options = generate_kwargs
-        self._criteria = StoppingCriteriaList(self._options.pop("stopping_criteria", None) or [])
-        self._processors = LogitsProcessorList(self._options.pop("logits_processor", None) or [])
-        stop_strings = effective_config(target, self._options).stop_strings
-        if stop_strings is not None:  # transformers keeps the tokenizer from custom methods
+        self._options = options
+        self._criteria = StoppingCriteriaList(options.pop("stopping_criteria", None) or [])
+        self._processors = LogitsProcessorList(options.pop("logits_processor", None) or [])
+        if (stop_strings := effective_config(target, options).stop_strings) is not None:
+            # transformers keeps the tokenizer from custom methods
             if tokenizer is None:
                 raise ValueError("stop_strings need a tokenizer: pass it as processing_class")
-            self._options.pop("stop_strings", None)
-            if self._options.get("generation_config") is not None:
-                self._options["generation_config"] = copy.deepcopy(self._options["generation_config"])
-                self._options["generation_config"].stop_strings = None
-            if target.generation_config.stop_strings is not None:
-                self._options["stop_strings"] = None
             self._criteria.append(StopStringCriteria(tokenizer, stop_strings))
+            options["stop_strings"] = None
+        call = self._prepare([0])  # what is wrong with the options is wrong with every prompt
+        self._chunk_size = call.generation_config.prefill_chunk_size
+        drafter = Drafter(target, draft, call, SlotCache(batch_size))
+        self._loop = DecodingLoop(drafter, call, SlotCache(batch_size))
 
-    def prepare(self, token_ids: Sequence[int]) -> Call:
-        ids = torch.as_tensor(token_ids, dtype=torch.long, device=TargetSupport.of(self.target).input_device)
-        own = {
-            "stopping_criteria": StoppingCriteriaList(copies_of(self._criteria)),
-            "logits_processor": LogitsProcessorList(copies_of(self._processors)),
-        }
-        return self.target.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **own, **self._options)
+    def run(self, progress: bool) -> Iterator[Completion]:
+        with tqdm(total=self._total, disable=None if progress else True, unit="prompt") as bar:
+            while True:
+                new: list[_Job] = []
+                while len(self._running) + len(new) < self._batch_size and (job := self._take()) is not None:
+                    if job.error is None:
+                        new.append(job)
+                    else:
+                        bar.update()
+                        yield self._completion(job)
+                if not self._running and not new:
+                    return
+                self._running += new
+                if (shortage := self._advance(new)) is not None:
+                    self._make_room(shortage)
+                for job in [job for job in self._running if job.request.ended]:
+                    self._running.remove(job)
+                    bar.update()
+                    yield self._completion(job)
 
-    def take_back(self, running: list[_Job], leaving: list[_Job]) -> None:
-        for job in leaving:
-            running.remove(job)
-            job.request.ended = False
-            job.request.features.clear()  # the tokens will be prefilled again
-        self._returned.extendleft(reversed(leaving))
-
-    def take(self) -> _Job | None:
+    def _take(self) -> _Job | None:
         """Return the next prompt, prepared or with its error; `None` when there is none."""
         if self._returned:
             return self._returned.popleft()
@@ -163,115 +188,87 @@ class _Queue:
             return None
         job = _Job(index, prompt)
         try:
-            self._prepare(job)
+            chat = as_chat(as_prompt(prompt, several_turns=False), self._tokenizer)
+            call = self._prepare(token_ids(chat, self._tokenizer))
+            read = read_prompt(call, 0, SlotCache())
+            job.prompt_length = len(read.token_ids)
+            job.request = make_request(call, 0, index, read)
+            job.request.processors = LogitsProcessorList(map(job.guarded, job.request.processors))
+            job.request.stop_rule.guard(job.guarded)
         except Exception as error:  # whatever is wrong with a prompt, the others go on
             job.error = error
         return job
 
-    def _prepare(self, job: _Job) -> None:
-        chat = as_chat(as_prompt(job.prompt, several_turns=False), self.tokenizer)
-        job.call = self.prepare(token_ids(chat, self.tokenizer))
-        prompt = read_prompt(job.call, 0, SlotCache())
-        job.prompt_length = len(prompt.token_ids)
-        job.request = make_request(job.call, 0, job.index, prompt)
-        job.request.processors = LogitsProcessorList(_Guarded(rule, job) for rule in job.request.processors)
-        job.request.stop_rule.guard(lambda criterion: _Guarded(criterion, job))
+    def _prepare(self, token_ids: Sequence[int]) -> Call:
+        ids = torch.as_tensor(token_ids, dtype=torch.long, device=TargetSupport.of(self._target).input_device)[None]
+        own = {
+            "stopping_criteria": StoppingCriteriaList(copies_of(self._criteria)),
+            "logits_processor": LogitsProcessorList(copies_of(self._processors)),
+        }
+        return self._target.generate(ids, attention_mask=torch.ones_like(ids), **own, **self._options)
 
-
-class _Guarded:
-    """Calls a user's processor or criterion, and notes whose it was when it fails."""
-
-    def __init__(self, inner: Callable, job: _Job) -> None:
-        self._inner = inner
-        self._job = job
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _advance(self, new: Sequence[_Job]) -> str | None:
+        """Admit new sequences, or run a round; return what an error says if memory runs out."""
         try:
-            return self._inner(*args, **kwargs)
-        except (MemoryError, torch.OutOfMemoryError):  # a shortage is not the prompt's fault
-            raise
+            if new:
+                requests = [job.request for job in new]
+                self._loop.admit(requests, [request.token_ids for request in requests], self._chunk_size)
+            else:
+                self._loop.run_round()
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return str(error)  # the error itself would keep the failed pass in memory
         except Exception as error:
-            self._job.error = error
-            raise
+            if isinstance(error, NoTokenError):
+                next(job for job in self._running if job.request.id == error.request_id).error = error
+            failed = [job for job in self._running if job.error]
+            if not failed:
+                raise
+            for job in failed:
+                job.request.ended = True
+            self._return_unadmitted()
+            self._loop.release_ended()
+        return None
 
+    def _return_unadmitted(self) -> int:
+        """Take back jobs that failed to be admitted only because of others; return how many."""
+        inside = {request.id for request in self._loop.requests}
+        waiting = [job for job in self._running if job.request.id not in inside and not job.request.ended]
+        self._take_back(waiting)
+        return len(waiting)
 
-def _run(queue: _Queue, draft: DraftModel, batch_size: int, progress: bool) -> Iterator[Completion]:
-    running: list[_Job] = []
-    loop: DecodingLoop | None = None
-    with tqdm(total=queue.total, disable=None if progress else True, unit="prompt") as bar:
-        while True:
-            new: list[_Job] = []
-            while len(running) + len(new) < batch_size and (job := queue.take()) is not None:
-                if job.error is not None:
-                    bar.update()
-                    yield _completion(job, queue.tokenizer)
-                    continue
-                new.append(job)
-            if not running and not new:
-                return
-            if loop is None:
-                target, call = queue.target, new[0].call
-                caches = [SlotCache(batch_size) for _ in (target, draft)]
-                loop = DecodingLoop(Drafter(target, draft, call, caches[1]), call, caches[0])
-            running += new
-            shortage = None
-            try:
-                if new:
-                    chunk_size = new[0].call.generation_config.prefill_chunk_size
-                    loop.admit([job.request for job in new], [job.request.token_ids for job in new], chunk_size)
-                else:
-                    loop.run_round()
-            except (MemoryError, torch.OutOfMemoryError) as error:
-                shortage = str(error)  # the error itself would keep the failed pass in memory
-            except Exception as error:
-                if isinstance(error, NoTokenError):
-                    next(job for job in running if job.request.id == error.request_id).error = error
-                if not any(job.error for job in running):
-                    raise
-                for job in running:
-                    job.request.ended = job.request.ended or job.error is not None
-                _return_unadmitted(queue, loop, running)
-                loop.release_ended()
-            if shortage is not None:
-                batch_size = _make_room(queue, loop, running, shortage)
-            for job in [job for job in running if job.request.ended]:
-                running.remove(job)
-                bar.update()
-                yield _completion(job, queue.tokenizer)
+    def _take_back(self, leaving: list[_Job]) -> None:
+        for job in leaving:
+            self._running.remove(job)
+            job.request.ended = False
+            job.request.features.clear()  # the tokens will be prefilled again
+        self._returned.extendleft(reversed(leaving))
 
+    def _make_room(self, shortage: str) -> None:
+        """Send sequences back to the queue, the youngest first; fewer run together from now on."""
+        num_waiting = self._return_unadmitted()
+        together = len(self._running)
+        if not (num_waiting and together):
+            together = (together + num_waiting) // 2
+        if together == 0:
+            if not self._running:
+                self._running.append(self._take())
+            hopeless, together = self._running[0], 1
+            hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {shortage}")
+            hopeless.request.ended = True
+        leaving = self._running[together:]
+        for job in leaving:
+            job.request.ended = True
+        self._loop.release_ended()
+        self._take_back(leaving)
+        for cache in (self._loop.cache, self._loop.drafter.cache):
+            cache.shrink(together)
+        self._batch_size = together
+        told = f"out of memory: {together} sequences are decoded together from now on ({shortage})"
+        warnings.warn(told, stacklevel=3)
 
-def _return_unadmitted(queue: _Queue, loop: DecodingLoop, running: list[_Job]) -> int:
-    """Put jobs back to the queue that failed to be admitted only because of others; return how many."""
-    inside = {request.id for request in loop.requests}
-    waiting = [job for job in running if job.request.id not in inside and not job.request.ended]
-    queue.take_back(running, waiting)
-    return len(waiting)
-
-
-def _make_room(queue: _Queue, loop: DecodingLoop, running: list[_Job], shortage: str) -> int:
-    """Send sequences back to the queue, the youngest first; return how many run together from now on."""
-    num_waiting = _return_unadmitted(queue, loop, running)
-    together = len(running) if num_waiting and running else (len(running) + num_waiting) // 2
-    if together == 0:
-        if not running:
-            running.append(queue.take())
-        hopeless, together = running[0], 1
-        hopeless.error = MemoryError(f"prompt {hopeless.index} does not fit into memory alone: {shortage}")
-        hopeless.request.ended = True
-    leaving = running[together:]
-    for job in leaving:
-        job.request.ended = True
-    loop.release_ended()
-    queue.take_back(running, leaving)
-    for cache in (loop.cache, loop.drafter.cache):
-        cache.shrink(together)
-    warnings.warn(f"out of memory: {together} sequences are decoded together from now on ({shortage})", stacklevel=2)
-    return together
-
-
-def _completion(job: _Job, tokenizer: PreTrainedTokenizerBase | None) -> Completion:
-    if job.request is None:
-        return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long), error=job.error)
-    token_ids = job.request.token_ids[job.prompt_length :]
-    text = None if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
-    return Completion(job.index, job.prompt, token_ids, text, job.error)
+    def _completion(self, job: _Job) -> Completion:
+        if job.request is None:
+            return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long), error=job.error)
+        token_ids = job.request.token_ids[job.prompt_length :]
+        text = None if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Completion(job.index, job.prompt, token_ids, text, job.error)

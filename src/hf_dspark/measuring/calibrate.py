@@ -2,9 +2,8 @@
 Then rounds with trees, and what to expect of their nodes."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import as_chat, read_prompts, several, token_ids
 from ..decoding.call import effective_config
+from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, plain_json
 from ..models.auto import require_pair
 from ..models.configuration_draft import CALIBRATED
@@ -45,6 +45,9 @@ DEFAULT_DOMAIN = "default"
 DEFAULT_NEW_TOKENS = 128
 FEW_ROUNDS = 500
 RECORDED_NODES = 31  # of the trees that acceptances are fitted on
+CUT_OFFS = dict.fromkeys(
+    ("assistant_confidence_threshold", "num_assistant_tokens"), "rounds are recorded with the full block, drop it"
+)
 NOT_RECORDED = (*CALIBRATED, "_name_or_path", "transformers_version")  # what decides nothing about the rounds
 
 
@@ -78,9 +81,7 @@ def calibrate(
 ) -> CalibrationReport:
     """Fit the draft's confidences on real rounds, and what to expect of the nodes of trees.
 
-    Both are kept in its config.
-
-    `generate()` uses them from then on; `draft.save_pretrained` stores them.
+    Both are kept in its config: `generate()` uses them from then on, and `draft.save_pretrained` stores them.
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
@@ -116,18 +117,19 @@ def calibrate(
 
     DSpark Section 3.2.1.
     """
-    prompts = list(several(prompts))  # they are read twice
-    rounds = collect_rounds(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
+    prompts, config = list(several(prompts)), draft.config  # they are read twice
+    reading = (processing_class, output_file, seed)
+    rounds = collect_rounds(target, draft, prompts, *reading, **generate_kwargs)
     if len(rounds.num_accepted) < FEW_ROUNDS:
         warnings.warn(
             f"a calibration on {len(rounds.num_accepted)} rounds says little, and schedulers will rely on them: "
             f"give prompts for {FEW_ROUNDS} rounds or more",
             stacklevel=2,
         )
-    if domain is None:
-        domain = "sampled" if effective_config(target, generate_kwargs).do_sample else "greedy"
-    temperatures = fit_temperatures(rounds)
-    found = fit_confidence(rounds)
+    do_sample = effective_config(target, generate_kwargs).do_sample
+    regime = "sampled" if do_sample else "greedy"
+    domain = domain or regime
+    temperatures, found = fit_temperatures(rounds), fit_confidence(rounds)
     fits = without_worse(found, rounds)
     raw = [position for position, (fit, kept) in enumerate(zip(found, fits, strict=True), start=1) if fit != kept]
     if raw:
@@ -136,20 +138,19 @@ def calibrate(
             "confidence rises. Give more rounds; if it stays so, the confidence head needs more training",
             stacklevel=2,
         )
-    config = draft.config
     earlier = {name: getattr(config, name) for name in CALIBRATED}
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
     try:  # trees grow by the new fits
         if draft.grows_trees and TargetSupport.of(target).tree_obstacle is None:
-            chain = rounds.survivals()
-            _fit_siblings(target, draft, prompts, processing_class, output_file, seed, generate_kwargs, chain)
+            tests = collect_siblings(target, draft, prompts, *reading, **generate_kwargs)
+            siblings = fit_siblings(tests, do_sample, config.block_size, rounds.survivals())
+            config.sibling_acceptance = (config.sibling_acceptance or {}) | {regime: siblings.to_dict()}
     except BaseException:  # interruptions, too: a config holds a whole calibration or none of it
         config.update(earlier)
         raise
-    before, after = measure_calibration(rounds), measure_calibration(rounds, fits)
-    auc = conditional_auc(rounds)
-    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, before, after, auc)
+    sides = measure_calibration(rounds), measure_calibration(rounds, fits)
+    return CalibrationReport(domain, len(rounds.logits), temperatures, fits, *sides, conditional_auc(rounds))
 
 
 def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> dict[str, list]:
@@ -158,25 +159,6 @@ def _with_domain(known: Mapping[str, list] | None, domain: str, found: list) -> 
     if known.get(DEFAULT_DOMAIN) in (None, known.get(domain)):
         known[DEFAULT_DOMAIN] = found
     return known | {domain: found}
-
-
-def _fit_siblings(
-    target: PreTrainedModel,
-    draft: DraftModel,
-    prompts: Iterable[Any],
-    processing_class: PreTrainedTokenizerBase | None,
-    output_file: str | Path | None,
-    seed: int,
-    generate_kwargs: Mapping[str, Any],
-    chain: Sequence[float],
-) -> None:
-    """Fit what is expected of the nodes of trees on the same prompts, and keep it in the draft's config, beside the
-    survivals of chains."""
-    is_drawn = effective_config(target, generate_kwargs).do_sample
-    tests = collect_siblings(target, draft, prompts, processing_class, output_file, seed, **generate_kwargs)
-    fitted = fit_siblings(tests, is_drawn, draft.config.block_size, chain)
-    known = dict(draft.config.sibling_acceptance or {})
-    draft.config.sibling_acceptance = known | {"sampled" if is_drawn else "greedy": fitted.to_dict()}
 
 
 def collect_rounds(
@@ -203,10 +185,16 @@ def collect_rounds(
             f"answers of max_new_tokens={limit} have no room for a whole block of {draft.config.block_size} draft "
             f"tokens: give {needed} or more"
         )
-    record = partial(_record, draft.config.block_size)
-    parts = _decode_and_record(
-        target, draft, prompts, processing_class, output_file, seed, FullBlock(), record, generate_kwargs
-    )
+
+    def record(outcome: RoundOutcome) -> list[dict[str, Any]]:
+        """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
+        if not outcome.drafted:
+            return []
+        found = recorded_round(outcome, draft.config.block_size)
+        return [{name: value.tolist() for name, value in vars(found).items()}]
+
+    reading = (prompts, processing_class, output_file, seed, generate_kwargs)
+    parts = _decode_and_record(target, draft, FullBlock(), record, *reading)
     return CalibrationRounds.concatenate(
         [CalibrationRounds(**{name: torch.tensor(value) for name, value in part.items()}) for part in parts]
     )
@@ -222,34 +210,37 @@ def collect_siblings(
     **generate_kwargs: Any,
 ) -> list[SiblingTest]:
     """Decode prompts with large trees and record every test of a node; resumed as [`collect_rounds`] is."""
-    policy, name = Scheduler(num_nodes=RECORDED_NODES), None
     if output_file is not None:
-        name = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
-    parts = _decode_and_record(
-        target, draft, prompts, processing_class, name, seed, policy, _record_siblings, generate_kwargs
-    )
+        output_file = f"{str(output_file).removesuffix('.jsonl')}.trees.jsonl"
+
+    def record(outcome: RoundOutcome) -> list[tuple[int, int, float, bool]]:
+        if not isinstance(outcome.drafts, DraftTrees):
+            return []
+        pairs = zip(outcome.drafts.trees, outcome.paths, strict=True)
+        return [test for tree, path in pairs for test in recorded_tests(tree, path)]
+
+    reading = (prompts, processing_class, output_file, seed, generate_kwargs)
+    parts = _decode_and_record(target, draft, Scheduler(num_nodes=RECORDED_NODES), record, *reading)
     return [SiblingTest(*part) for part in parts]
 
 
 def _decode_and_record(
     target: PreTrainedModel,
     draft: DraftModel,
+    policy: Policy,
+    record: Callable[[RoundOutcome], list[Any]],
     prompts: Iterable[Any],
     processing_class: PreTrainedTokenizerBase | None,
     output_file: str | Path | None,
     seed: int,
-    policy: Policy,
-    record: Callable[[list, RoundOutcome], None],
     generate_kwargs: Mapping[str, Any],
 ) -> list[Any]:
-    """Return what `record` has written of all rounds, prompt after prompt."""
+    """Return what `record` keeps of all rounds, prompt after prompt."""
     read = [as_chat(row, processing_class) for row in read_prompts(prompts)]
     first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
-    cut_off = {"assistant_confidence_threshold", "num_assistant_tokens"} & generate_kwargs.keys()
-    if cut_off:
-        raise ValueError(f"rounds are recorded with the full block: drop {', '.join(sorted(cut_off))}")
+    refuse_made_here("calibrate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)
     options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
-    journal = None
+    journal, found, rounds = None, {}, []
     if output_file is not None:
         config = draft.config.to_dict()
         settings = {
@@ -257,7 +248,6 @@ def _decode_and_record(
             "options": plain_json(options),
             "target_options": plain_json(target.generation_config),
             "seed": seed,
-            "block_size": draft.config.block_size,
             "draft": fingerprint(draft),
             "draft_config": digest({name: each for name, each in config.items() if name not in NOT_RECORDED}),
             "target": fingerprint(target),
@@ -265,35 +255,21 @@ def _decode_and_record(
         if policy.most_nodes > 0:  # trees grow by the confidence
             settings["fits"] = config["confidence_fits"]
         journal = Journal(output_file, settings)
-    entries = [] if journal is None else journal.entries
-    parts = {(entry["index"], entry["turn"]): entry["rounds"] for entry in entries}
-    done = {("", entry["index"], entry["turn"]): entry["token_ids"] for entry in entries}
+        found = {("", entry["index"], entry["turn"]): entry for entry in journal.entries}
     if policy.most_nodes == 0:  # on the call, so that a threshold in the target's generation config does not count
         options |= {"assistant_confidence_threshold": 0.0, "num_assistant_tokens": draft.config.block_size}
-    rounds: list[Any] = []
-    with decoding_as(draft, policy=policy, prompt_lookup=False, domain=None, observer=partial(record, rounds)):
+    observer = lambda outcome: rounds.extend(record(outcome))  # noqa: E731
+    with decoding_as(draft, policy=policy, prompt_lookup=False, domain=None, observer=observer):
         for answer in decode_prompts(
-            target, {"": read}, processing_class, draft, done=done, seed=seed, raise_errors=True,
-            progress="collecting rounds", **options,
+            target, {"": read}, processing_class, draft, seed=seed, raise_errors=True, progress="collecting rounds",
+            done={key: entry["token_ids"] for key, entry in found.items()}, **options,
         ):  # fmt: skip
-            found = {"rounds": list(rounds), "token_ids": answer.token_ids}
+            facts = {"index": answer.index, "turn": answer.turn, "token_ids": answer.token_ids}
+            found[answer.key] = facts | {"rounds": list(rounds)}
             rounds.clear()
-            parts[answer.index, answer.turn] = found["rounds"]
             if journal is not None:
-                journal.append({"index": answer.index, "turn": answer.turn} | found)
-    return [part for key in sorted(parts) for part in parts[key]]
-
-
-def _record_siblings(tests: list[tuple[int, int, float, bool]], outcome: RoundOutcome) -> None:
-    if isinstance(outcome.drafts, DraftTrees):
-        for tree, path in zip(outcome.drafts.trees, outcome.paths, strict=True):
-            tests += recorded_tests(tree, path)
-
-
-def _record(block_size: int, rounds: list[dict[str, Any]], outcome: RoundOutcome) -> None:
-    """Keep what a round says; its logits over the vocabulary would soon fill the memory."""
-    if outcome.drafted:
-        rounds.append({name: value.tolist() for name, value in vars(recorded_round(outcome, block_size)).items()})
+                journal.append(found[answer.key])
+    return [each for key in sorted(found) for each in found[key]["rounds"]]
 
 
 def recorded_round(outcome: RoundOutcome, block_size: int) -> CalibrationRounds:

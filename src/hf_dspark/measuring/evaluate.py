@@ -9,22 +9,28 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cpu import fast_linears
-from ..data.prompts import STDIN, Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
-from ..files import Journal, digest, plain_json, shortened
+from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
+from ..decoding.many import refuse_made_here
+from ..files import Journal, digest, plain_json
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..scheduling.policies import FullBlock, Policy
 from ..targets.fingerprint import fingerprint
-from .decode_prompts import Answer, decode_prompts, refuse_made_here
+from .decode_prompts import decode_prompts
 from .metrics import Metrics, metrics_by_task, metrics_table
 from .results import describe_draft, describe_sampling, describe_target, write_result
 from .rounding import tolerance_of
-from .timed_decoding import decoding_as, warm_up
+from .timed_decoding import Answer, decoding_as, warm_up
 
 ALL = "all"  # the name of the tasks together
 DEFAULT_NEW_TOKENS = 128
-CUT_OFFS = ("assistant_confidence_threshold", "num_assistant_tokens")
+# Blocks are cut by the policy.
+CUT_OFFS = dict.fromkeys(
+    ("assistant_confidence_threshold", "num_assistant_tokens"), "pass policy=ConfidenceThreshold(...)"
+)
+# Options that other facts of a result tell.
+DESCRIBED = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
 Task = str | Path | PromptFile | Iterable[Any]
 
 
@@ -79,13 +85,11 @@ def evaluate(
 
     Each prompt may have several turns: the target's own answer goes into the conversation before the next one. With a
     chat template, a text is a user's message. Without one, a conversation is one text: each answer continues it, and
-    the next turn follows after an empty line. `batch_size` conversations of a task are decoded in one `generate()`
-    call per turn; one that has little room left in the target's context has a call of its own.
+    the next turn follows after an empty line.
 
     A line that is malformed, a prompt without room for an answer, or one that fails, is listed in `failed`; the others
-    go on. Finished turns are written to `<output_file>.partial.jsonl` as they come. After an interruption the same
-    call goes on from there. The file is deleted when the result is written. `seed`, task, prompt and turn decide all
-    draws, so an interruption changes no token; policies that look at the clock may cut blocks differently.
+    go on. Finished turns are kept in `<output_file>.partial.jsonl` until the result is written: after an interruption
+    the same call goes on from there. `seed`, task, prompt and turn decide all draws, so it changes no token.
 
     Args:
         target (`PreTrainedModel`): The model that decodes.
@@ -95,14 +99,13 @@ def evaluate(
         processing_class (`PreTrainedTokenizerBase`): The target's tokenizer.
         output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; replaces what was there.
         policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
-        batch_size (`int`): Conversations decoded together.
+        batch_size (`int`): Conversations of a task decoded together, in one `generate()` call per turn.
         compare_plain (`bool`): Decode each turn without the draft, too, right before. Answers are the draft's. Of
             greedy ones, those that are identical are counted, and the tokens that are the target's best up to
-            rounding ([`count_best`]): in bfloat16 an answer may differ where two tokens are as good.
+            rounding: in bfloat16 an answer may differ where two tokens are as good.
         seed (`int`): Of all draws.
         enable_thinking (`bool`, *optional*): For the chat template, if given.
-        packed (`bool`): Whether target and draft multiply by packed copies of their weights, see [`fast_linears`],
-            without the draft, too: on a CPU the stronger baseline.
+        packed (`bool`): Decode with packed copies of the weights, see [`fast_linears`], without the draft, too.
         generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config` among
             them, and never more than the target's context has room for.
 
@@ -133,43 +136,39 @@ def evaluate(
     if draft is None and (compare_plain or policy is not None):
         given = "compare_plain" if compare_plain else "a policy"
         raise ValueError(f"{given} needs a draft, got draft=None: pass one, or drop {given}")
-    refuse_made_here("evaluate", generate_kwargs)
-    for name in CUT_OFFS:
-        if generate_kwargs.get(name) is not None:
-            raise ValueError(f"{name} cuts blocks, which is the policy's task: pass policy=ConfidenceThreshold(...)")
-    given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
-    length = None if given is None else given.max_new_tokens
-    options = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
     models = [target]
     if draft is not None:
         require_pair(target, draft)
         models.append(draft.bind(target))
         policy = policy or FullBlock()
+    refuse_made_here("evaluate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)
+    given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
+    length = None if given is None else given.max_new_tokens
+    options = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
     read = {name: _read_task(name, task) for name, task in tasks.items()}
     prompts = {
         name: [with_thinking(as_chat(prompt, processing_class), enable_thinking) for prompt in part.prompts]
         for name, part in read.items()
     }
-    described = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "generation_config")
-    others = {name: plain_json(value) for name, value in options.items() if name not in described}
     sampling = describe_sampling(options, target, seed)
+    others = {name: value for name, value in options.items() if name not in DESCRIBED and value is not None}
     facts = {
         "target": describe_target(target),
         "draft": {} if draft is None else describe_draft(draft),
-        "sampling": sampling | {name: value for name, value in others.items() if value is not None},
+        "sampling": sampling | plain_json(others),
         "policy": None if policy is None else policy.to_dict(),
         "max_new_tokens": options["max_new_tokens"],
         "batch_size": batch_size,
         "packed": packed,
         "rounding": tolerance_of(target.dtype) if compare_plain and not sampling["do_sample"] else None,
     }
-    journal = None
+    journal, answers, failed = None, {}, []
     if output_file is not None:
-        same = {"compare_plain": compare_plain, "seed": seed, "enable_thinking": enable_thinking}
-        same |= {name: facts[name] for name in ("policy", "batch_size", "packed")}
-        settings = same | _settings(target, draft, processing_class, prompts, options)
+        settings = {"compare_plain": compare_plain, "seed": seed, "enable_thinking": enable_thinking}
+        settings |= {name: facts[name] for name in ("policy", "batch_size", "packed")}
+        settings |= _settings(target, draft, processing_class, prompts, options)
         journal = Journal(f"{output_file}.partial.jsonl", settings, Answer.from_dict)
-    answers, failed = {answer.key: answer for answer in ([] if journal is None else journal.entries)}, []
+        answers = {answer.key: answer for answer in journal.entries}
     with decoding_as(draft, policy=policy), fast_linears(*models, packed=True) if packed else nullcontext():
         with suppress(Exception):  # a prompt that fails is named when its turn comes
             first = next(prompt for part in prompts.values() for prompt in part)
@@ -178,12 +177,15 @@ def evaluate(
             target, prompts, processing_class, draft, done={key: each.token_ids for key, each in answers.items()},
             seed=seed, batch_size=batch_size, compare_plain=compare_plain, progress="evaluating", **options,
         ):  # fmt: skip
-            if answer.error is not None:
-                failed.append(_failed(answer, read[answer.group].prompts[answer.index]))
-                continue
-            answers[answer.key] = answer
-            if journal is not None:
-                journal.append(answer.to_dict())
+            if answer.error is None:
+                answers[answer.key] = answer
+                if journal is not None:
+                    journal.append(answer.to_dict())
+            else:
+                where = f"turn {answer.turn + 1}: " if answer.turn else ""
+                reason = " ".join(str(answer.error).split()) or type(answer.error).__name__
+                line = read[answer.group].prompts[answer.index].line
+                failed.append(FailedPrompt(answer.group, line, where + reason))
     order = {name: place for place, name in enumerate(read)}
     failed += [FailedPrompt(name, fault.line, fault.reason) for name, part in read.items() for fault in part.faults]
     failed.sort(key=lambda part: (order[part.task], part.line))
@@ -200,21 +202,10 @@ def evaluate(
     return evaluation
 
 
-def _failed(answer: Answer, prompt: Prompt) -> FailedPrompt:
-    where = f"turn {answer.turn + 1}: " if answer.turn else ""
-    reason = " ".join(str(answer.error).split()) or type(answer.error).__name__
-    return FailedPrompt(answer.group, prompt.line, where + reason)
-
-
 def _read_task(name: str, task: Task) -> PromptFile:
-    if isinstance(task, PromptFile):
-        return task
-    if not isinstance(task, str | Path):
-        return read_prompt_file(name, prompts=several(task))
-    if str(task) != STDIN and not Path(task).is_file():
-        wanted = "name a JSON Lines file, or pass a list of prompts"
-        raise ValueError(f"task {name!r}: there is no file {shortened(task, quote=False)}: {wanted}")
-    return read_prompt_file(str(task))
+    if isinstance(task, str | Path):
+        return read_prompt_file(str(task))
+    return task if isinstance(task, PromptFile) else read_prompt_file(name, prompts=several(task))
 
 
 def _settings(
@@ -225,18 +216,17 @@ def _settings(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the settings that an unfinished run must share to be continued; long values by their hash."""
-    config = {} if draft is None else {**draft.config.to_dict(), "_name_or_path": "", "domain": draft.decoding.domain}
-    origin = provenance(target.device)
-    generation = {**target.generation_config.to_diff_dict(), "transformers_version": ""}
+    origin, drafting = provenance(target.device), None
+    if draft is not None:
+        config = draft.config.to_dict() | {"_name_or_path": ""}
+        drafting = digest([config, draft.decoding.domain, draft.decoding.use_transformers_loop])
     return {
         "tasks": {name: digest([asdict(prompt) for prompt in part]) for name, part in prompts.items()},
         "target": fingerprint(target),
         "draft": None if draft is None else fingerprint(draft),
-        "draft_config": digest(config),
-        "generation_config": digest(generation),
-        "chat_template": digest(processing_class.chat_template),
-        "vocabulary": digest(processing_class.get_vocab()),
-        "loop": None if draft is None else draft.decoding.use_transformers_loop,
+        "draft_config": drafting,
+        "generation_config": digest({**target.generation_config.to_diff_dict(), "transformers_version": ""}),
+        "tokenizer": digest([processing_class.chat_template, processing_class.get_vocab()]),
         "options": {name: plain_json(value) for name, value in sorted(options.items())},
         **{name: origin[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
     }

@@ -10,8 +10,8 @@ import torch
 
 from ..scheduling.calibration import PositionCalibration, conditional_auc, measure_calibration
 from ..scheduling.rounds import Rounds
-from .decode_prompts import Answer
 from .tables import markdown_table, number
+from .timed_decoding import Answer
 
 COLUMNS = (
     "task", "prompts", "turns", "tokens", "rounds", "tau", "acceptance by position", "ECE", "tokens/s",
@@ -44,19 +44,15 @@ class Metrics:
     tokens: int  # written
     tau: float | None  # mean tokens per round, with the bonus token; the first token of a turn is the prefill's
     acceptance: list[float | None]  # by position: accepted of the rounds that verified it after an accepted prefix
-    survival: list[float | None]  # by position k: rounds that accepted k tokens, of those that proposed k or more
     reached: list[int]  # by position: rounds that verified it after an accepted prefix
     acceptance_rate: float | None  # accepted over proposed draft tokens
     proposed_per_round: float | None
-    ece: list[float | None]  # by position: of the survival that the confidences predict
-    ece_mean: float | None  # over the positions that were proposed
-    brier: float | None  # mean squared error over the same positions
+    ece_mean: float | None  # of the survival that the confidences predict, over the positions that were proposed
     auc: float | None  # of c_k against acceptance, over all slots after an accepted prefix
     calibration: list[PositionCalibration] = field(repr=False)  # with the bins of a reliability diagram
     tokens_per_second: float | None  # over all turns, prefill included
     seconds_per_round: dict[str, float] | None  # draft, verify, rest, total; a round of several requests counts once
     time_to_first_token: float | None  # median over the turns, in seconds
-    peak_memory_mib: float | None  # highest of all turns
     speedup: Speedup | None  # against plain decoding, if compared
 
     @classmethod
@@ -64,14 +60,11 @@ class Metrics:
         """Sum up turns; γ is 0 without a draft."""
         rounds = Rounds.joined(answer.rounds for answer in answers)
         confidences = rounds.confident_rounds()
-        calibration = [] if confidences is None else measure_calibration(confidences)
-        calibration = [part for part in calibration if part.num_rounds]
-        ece = {part.position: part.ece for part in calibration}
-        positions = range(1, block_size + 1)
+        measured = [] if confidences is None else measure_calibration(confidences)
+        calibration = [part for part in measured if part.num_rounds]
         seconds = sum(answer.seconds for answer in answers)
         tokens = sum(len(answer.token_ids) for answer in answers)
         first_tokens = [answer.prefill_seconds for answer in answers]
-        memory = [answer.peak_memory_mib for answer in answers if answer.peak_memory_mib is not None]
         return cls(
             prompts=len({(answer.group, answer.index) for answer in answers}),
             turns=len(answers),
@@ -79,19 +72,15 @@ class Metrics:
             tokens=tokens,
             tau=_known(rounds.tau),
             acceptance=[_known(share) for share in rounds.conditional_acceptance(block_size)],
-            survival=[_known(share) for share in rounds.survival(block_size)],
-            reached=[rounds.reached(position) for position in positions],
+            reached=[rounds.reached(position) for position in range(1, block_size + 1)],
             acceptance_rate=_known(rounds.acceptance_rate),
             proposed_per_round=sum(rounds.proposed) / rounds.rounds if rounds.rounds else None,
-            ece=[ece.get(position) for position in positions] if calibration else [],
-            ece_mean=statistics.fmean(ece.values()) if ece else None,
-            brier=statistics.fmean(part.brier for part in calibration) if calibration else None,
+            ece_mean=statistics.fmean(part.ece for part in calibration) if calibration else None,
             auc=None if confidences is None else conditional_auc(confidences),
             calibration=calibration,
             tokens_per_second=tokens / seconds if seconds else None,
             seconds_per_round=seconds_per_round(rounds),
             time_to_first_token=statistics.median(first_tokens) if first_tokens else None,
-            peak_memory_mib=max(memory, default=None),
             speedup=speedup(answers),
         )
 

@@ -6,13 +6,12 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 from transformers.utils.logging import tqdm
 
@@ -34,7 +33,6 @@ from ..scheduling.step_costs import Machine, Sample, ThroughputProfile, cache_fo
 from ..scheduling.tree_plans import MOST_NODES
 from ..targets.slot_attention import PackedTarget
 from ..targets.support import TargetSupport
-from ..targets.transformers_api import cache_argument
 from .timed_decoding import synchronize
 
 TREE_NODES = (7, 15, 31)
@@ -54,9 +52,8 @@ def profile_throughput(
 ) -> ThroughputProfile:
     """Measure what drafting and verifying cost on this machine, and remember it.
 
-    Afterwards `generate()` schedules by the result whenever the draft is calibrated. The models' passes and the
-    drawing of sampled tokens are timed. Where trees can be verified, so are whole rounds of one request, as the
-    decoding loop runs them: what it spends around the passes counts in all rounds.
+    Afterwards `generate()` schedules by the result whenever the draft is calibrated. The models' passes are timed,
+    and, where trees can be verified, whole rounds of one request: what they spend around the passes counts in all.
 
     Args:
         target (`PreTrainedModel`): The model that decodes, in the dtype and on the device it will decode with.
@@ -64,15 +61,15 @@ def profile_throughput(
         batch_sizes (`Sequence[int]`): Requests per pass, increasing from 1.
         context_lengths (`Sequence[int]`): Cached tokens per request, increasing.
         repetitions (`int`): Timed passes of each kind, in turns, after one that warms up.
-        cache (`bool`): Store the result for [`find_cost`]. One with a fault after three attempts is not stored, and a
-            warning says so: repetitions far apart, or few tokens that take longer than many, show that other work
-            held the machine.
+        cache (`bool`): Store the result for [`find_cost`]. One that shows after three attempts that other work held
+            the machine is not stored, and a warning says so.
 
     Returns:
         [`ThroughputProfile`]
 
     Raises:
-        ValueError: If the settings are empty, not increasing, or longer than the target's context.
+        ValueError: If the settings are empty, not increasing, or longer than the target's context, or the target is
+            decoded by transformers' loop.
 
     Example:
 
@@ -84,21 +81,27 @@ def profile_throughput(
     require_pair(target, draft)
     if not draft.drafts_blocks:
         raise ValueError(f"{type(draft).__name__} runs no draft that could be measured: measure the target with one")
-    _check_settings(target, batch_sizes, context_lengths, repetitions)
+    if (obstacle := TargetSupport.of(target).slot_obstacle) is not None:
+        raise ValueError(f"{obstacle}: transformers' loop decodes it, in which whole blocks are verified")
+    for name, values in (("batch_sizes", batch_sizes), ("context_lengths", context_lengths)):
+        if len(values) < 2 or min(values) < 1 or list(values) != sorted(set(values)):
+            raise ValueError(
+                f"{name} must be two or more increasing whole numbers from 1 up, got {list(values)}: one alone does "
+                "not tell tokens, context and overhead apart"
+            )
+    if batch_sizes[0] != 1:
+        raise ValueError(f"batch_sizes must begin with 1, got {list(batch_sizes)}: the table begins with one request")
+    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and context_lengths[-1] >= longest:
+        raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
+    if repetitions < 1:
+        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
     draft.bind(target)
-    gamma, last_stats = draft.config.block_size, draft.last_stats
-    samples: dict[str, list[Sample]] = {name: [] for name in ("target", "draft", *OF_DRAWN, *OF_BEST)}
-    lengths = {requests: sorted({0, gamma // 2, gamma}) for requests in batch_sizes} | {1: list(range(gamma + 1))}
+    last_stats, samples = draft.last_stats, {name: [] for name in ("target", "draft", *OF_DRAWN, *OF_BEST)}
     settings = list(itertools.product(context_lengths, batch_sizes))
-    # transformers' own loop, which decodes the others, keeps PyTorch's products.
-    support = TargetSupport.of(target)
-    fast = fast_linears(target, draft) if support.slot_obstacle is None else nullcontext()
-    with fast:
+    with fast_linears(target, draft):
         for context_length, requests in tqdm(settings, desc="profiling", disable=None):
-            passes = _verify_passes(target, lengths[requests], requests, context_length)
-            passes.append(_draft_pass(draft, requests, context_length))
-            if requests == 1 and draft.grows_trees and support.tree_obstacle is None:
-                passes += _rounds(target, draft, context_length)
+            passes = _passes(target, draft, requests, context_length)
             for _ in range(ATTEMPTS):
                 found = _measured(passes, requests, context_length, repetitions, draft.device)
                 if not any(map(fault_of, found.values())):
@@ -107,7 +110,8 @@ def profile_throughput(
                 samples[name] += part
     draft.last_stats = last_stats  # the user's
     machine = Machine.of(target, draft)
-    profile = ThroughputProfile(machine, _table(machine, samples, context_lengths[0], gamma), samples)
+    table = _table(machine, samples, context_lengths[0], draft.config.block_size)
+    profile = ThroughputProfile(machine, table, samples)
     if profile.fault is not None:
         again = "measure again when nothing else runs" + (f" ({busy})" if (busy := load_hint()) else "")
         warnings.warn(f"this measurement is not kept: {profile.fault}, {ATTEMPTS} times; {again}", stacklevel=3)
@@ -138,32 +142,23 @@ def _measured(
     return found
 
 
-def _check_settings(
-    target: PreTrainedModel, batch_sizes: Sequence[int], context_lengths: Sequence[int], repetitions: int
-) -> None:
-    for name, values in (("batch_sizes", batch_sizes), ("context_lengths", context_lengths)):
-        if len(values) < 2 or min(values) < 1 or list(values) != sorted(set(values)):
-            raise ValueError(
-                f"{name} must be two or more increasing whole numbers from 1 up, got {list(values)}: one alone does "
-                "not tell tokens, context and overhead apart"
-            )
-    if batch_sizes[0] != 1:
-        raise ValueError(f"batch_sizes must begin with 1, got {list(batch_sizes)}: the table begins with one request")
-    longest = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and context_lengths[-1] >= longest:
-        raise ValueError(f"context_lengths must stay below the target's {longest}, got {context_lengths[-1]}")
-    if repetitions < 1:
-        raise ValueError(f"repetitions must be at least 1, got {repetitions}")
-
-
-def _verify_passes(target: PreTrainedModel, lengths: Sequence[int], requests: int, context_length: int) -> list[_Pass]:
-    """Prefill, and return a pass over 1 + length tokens per request for each draft length."""
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    passes_by = passes_by_slots if TargetSupport.of(target).slot_obstacle is None else _passes_by_columns
-    prompt = torch.arange(context_length, device=target.device)[None] % vocab_size
-    blocks = [torch.arange(requests * (1 + length), device=target.device) % vocab_size for length in lengths]
-    run = passes_by(target, prompt, requests)
-    return [_Pass("target", len(block), functools.partial(run, block.view(requests, -1))) for block in blocks]
+def _passes(target: PreTrainedModel, draft: DraftModel, requests: int, context_length: int) -> list[_Pass]:
+    """Let both models read contexts; return passes of the target over blocks of several lengths and the drafting of
+    a block each, and of one request whole rounds with blocks and with trees, drawn ones and those of best tokens."""
+    gamma, support = draft.config.block_size, TargetSupport.of(target)
+    prompt = torch.arange(context_length, device=target.device)[None] % draft.config.vocab_size
+    lengths = range(gamma + 1) if requests == 1 else sorted({0, gamma // 2, gamma})
+    tokens = [torch.arange(requests * (1 + length), device=target.device) for length in lengths]
+    run = passes_by_slots(target, prompt, requests)
+    blocks = [each.view(requests, -1) % draft.config.vocab_size for each in tokens]
+    passes = [_Pass("target", block.numel(), functools.partial(run, block)) for block in blocks]
+    passes.append(_Pass("draft", requests, _drafting(draft, requests, context_length)))
+    if requests == 1 and draft.grows_trees and support.tree_obstacle is None:
+        for do_sample, (chains, trees) in ((True, OF_DRAWN), (False, OF_BEST)):
+            rounds = functools.partial(_round, target, draft, prompt, do_sample)
+            passes.append(_Pass(chains, 1 + gamma, rounds(FullBlock())))
+            passes += [_Pass(trees, 1 + nodes, rounds(Scheduler(num_nodes=nodes))) for nodes in TREE_NODES]
+    return passes
 
 
 def passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Callable[..., None]:
@@ -188,23 +183,7 @@ def passes_by_slots(target: PreTrainedModel, prompt: torch.Tensor, requests: int
     return run
 
 
-def _passes_by_columns(target: PreTrainedModel, prompt: torch.Tensor, requests: int) -> Callable[..., None]:
-    """The same in transformers' assisted loop."""
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    options = {cache_argument(target): cache, "use_cache": True}
-    target(prompt, logits_to_keep=1, **options)
-    cache.batch_repeat_interleave(requests)
-    if hasattr(cache, "activate_past_recording"):  # else sliding layers forget what cropping brings back
-        cache.activate_past_recording()
-
-    def run(tokens: torch.Tensor) -> None:
-        target(tokens, **options)
-        cache.crop(-tokens.shape[1])
-
-    return run
-
-
-def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
+def _drafting(draft: DraftModel, requests: int, context_length: int) -> Callable[[], None]:
     """Let the draft read contexts; return the drafting of a block each, three tokens committed since the last one."""
     width = len(draft.config.target_layer_ids) * draft.config.hidden_size
     cache = SlotCache(requests)
@@ -221,30 +200,18 @@ def _draft_pass(draft: DraftModel, requests: int, context_length: int) -> _Pass:
             cache.truncate(row, context_length)
 
     draft_blocks(context_length)
-    return _Pass("draft", requests, one_pass)
-
-
-def _rounds(target: PreTrainedModel, draft: DraftModel, context_length: int) -> list[_Pass]:
-    """Let both read a context; return rounds of one request as `generate()` runs them, with blocks and with trees,
-    drawn ones and those of the draft's best tokens."""
-    gamma, passes = draft.config.block_size, []
-    for do_sample, (chains, trees) in ((True, OF_DRAWN), (False, OF_BEST)):
-        rounds = functools.partial(_round, target, draft, context_length, do_sample)
-        passes.append(_Pass(chains, 1 + gamma, rounds(FullBlock())))
-        passes += [_Pass(trees, 1 + nodes, rounds(Scheduler(num_nodes=nodes))) for nodes in TREE_NODES]
-    return passes
+    return one_pass
 
 
 def _round(
-    target: PreTrainedModel, draft: DraftModel, context_length: int, do_sample: bool, policy: Policy
+    target: PreTrainedModel, draft: DraftModel, prompt: torch.Tensor, do_sample: bool, policy: Policy
 ) -> Callable[[], None]:
     """Prefill; return a round that is undone after it ran, three tokens committed since the last one."""
-    prompt = torch.arange(context_length, device=target.device)[None] % draft.config.vocab_size
-    config, nothing = GenerationConfig(do_sample=do_sample), LogitsProcessorList()
-    options = DecodingOptions(prompt_lookup=False)
-    call = Call(prompt, nothing, StoppingCriteriaList(), config, {}, policy, options=options)
+    config, nothing, criteria = GenerationConfig(do_sample=do_sample), LogitsProcessorList(), StoppingCriteriaList()
+    call = Call(prompt, nothing, criteria, config, {}, policy, options=DecodingOptions(prompt_lookup=False))
+    context_length = prompt.shape[1]
     endless = context_length + 2 * (1 + MOST_NODES)
-    request = Request(0, prompt[0].cpu(), endless, nothing, StopRule(StoppingCriteriaList()))
+    request = Request(0, prompt[0].cpu(), endless, nothing, StopRule(criteria))
     drafter = Drafter(target, draft, call)
     loop = DecodingLoop(drafter, call, SlotCache())
     loop.admit([request], [prompt[0]])
@@ -276,19 +243,10 @@ def _seconds_of(one_pass: Callable[[], None], device: torch.device) -> float:
 
 
 def context_slope(samples: Sequence[Sample]) -> float:
-    """Return the seconds that each cached token adds: the slope of a fit on context, tokens and a constant.
-
-    None of the three may be negative. The best feasible least squares over all subsets of three columns is exact.
-    """
-    times = np.array([sample.seconds for sample in samples])
+    """Return the seconds that each cached token adds, by least squares on context, tokens and a constant."""
     columns = np.array([(sample.context_tokens, sample.verify_tokens, 1.0) for sample in samples])
-    slope, best_error = 0.0, float(np.square(times).sum())
-    for support in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
-        part = np.linalg.lstsq(columns[:, support], times, rcond=None)[0]
-        error = float(np.square(columns[:, support] @ part - times).sum())
-        if (part >= 0).all() and error < best_error:
-            slope, best_error = float(part[0]) if support[0] == 0 else 0.0, error
-    return slope
+    slope, *_ = np.linalg.lstsq(columns, np.array([sample.seconds for sample in samples]), rcond=None)[0]
+    return max(0.0, float(slope))
 
 
 def _table(machine: Machine, samples: dict[str, list[Sample]], shortest: int, gamma: int) -> ThroughputTable:

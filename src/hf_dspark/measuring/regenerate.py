@@ -1,6 +1,7 @@
 """Answers in the target's own words, to train a draft on."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.prompts import Prompt, as_chat, read_prompts, token_ids, with_thinking
 from ..decoding.call import effective_config
+from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, plain_json
 from ..models.modeling_draft import DraftModel
 from ..targets.fingerprint import fingerprint
-from .decode_prompts import Answer, NoRoomError, decode_prompts, refuse_made_here
+from .decode_prompts import NoRoomError, decode_prompts
 from .timed_decoding import may_end_early
 
 DEFAULT_NEW_TOKENS = 2048
@@ -90,7 +92,8 @@ def regenerate(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if isinstance(target, str):
         raise TypeError(f"target is the name {target!r}: load the model")
-    refuse_made_here("regenerate", generate_kwargs, num_return_sequences="use num_samples")
+    cures = {"max_length": "use max_new_tokens", "num_return_sequences": "use num_samples"}
+    refuse_made_here("regenerate", target, generate_kwargs, **cures)
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
     config = effective_config(target, options)
     if config.max_new_tokens is None and config.max_length in (None, UNCHOSEN_LENGTH):
@@ -117,54 +120,46 @@ def regenerate(
         "target": fingerprint(target),
         **plain_json({name: value for name, value in chosen.items() if name not in NO_OPTIONS}),
     }
-    journal = Journal(output_file, settings, _finished)
+    journal = Journal(output_file, settings, _ending)
     # Batches of similar length, the longest first: what does not fit into memory fails early.
     order = sorted(range(len(read)), key=lambda index: -len(prompt_ids[index]))
     places = {index: place for place, index in enumerate(order)}
     samples = {str(sample): [Prompt(prompt_ids[index]) for index in order] for sample in range(num_samples)}
-    finished = {(str(sample), places[index], 0): done for (index, sample), done in journal.entries}
-    num_failed = 0
+    endings, num_failed = dict(journal.entries), 0
     if draft is None and may_end_early(config, options):
         batch_size = 1  # a row's padding may be a token like others
     for answer in decode_prompts(
-        target, samples, processing_class, draft, done=dict.fromkeys(finished, ()), seed=seed, batch_size=batch_size,
-        continuous=draft is not None, progress="answering", **options,
+        target, samples, processing_class, draft, seed=seed, batch_size=batch_size, continuous=draft is not None,
+        done={(str(sample), places[index], 0): () for index, sample in endings}, progress="answering", **options,
     ):  # fmt: skip
-        if answer.error is not None and not finished and not isinstance(answer.error, NoRoomError):
+        if answer.error is not None and not endings and not isinstance(answer.error, NoRoomError):
             raise answer.error  # nothing has worked so far: the options are wrong, not the prompt
         index, content = order[answer.index], read[order[answer.index]].content
         if read[index].is_token_ids:
             content = processing_class.decode(content)
         line = {"index": index, "sample": int(answer.group), "prompt": content, "prompt_ids": prompt_ids[index]}
-        line |= _outcome(answer, processing_class)
-        journal.append(line)
         if answer.error is None:
-            finished[answer.key] = _ending(line)
+            text = processing_class.decode(answer.token_ids, skip_special_tokens=True)
+            line |= {"completion_ids": answer.token_ids, "text": text, "finished": answer.finished}
+            endings |= [_ending(line)]
         else:
+            line["error"] = f"{type(answer.error).__name__}: {answer.error}"
             num_failed += 1
+        journal.append(line)
     if num_failed:
         message = f"{num_failed} prompts failed: see 'error' in {journal.path}; the same call tries them again"
         warnings.warn(message, stacklevel=2)
-    endings = list(finished.values())
+    counts = Counter(endings.values())
     for how, cure in {"empty": "", "unfinished": "raise max_new_tokens. "}.items():
-        if (number := endings.count(how)) > len(endings) / 2:
+        if counts[how] > len(endings) / 2:
             form = "Is this the form of prompts that the target was trained with?"
-            warnings.warn(f"{number} of {len(endings)} answers are {how}: {cure}{form}", stacklevel=2)
-    return RegenerationReport(journal.path, len(endings), endings.count("unfinished"), num_failed)
+            warnings.warn(f"{counts[how]} of {len(endings)} answers are {how}: {cure}{form}", stacklevel=2)
+    return RegenerationReport(journal.path, len(endings), counts["unfinished"], num_failed)
 
 
-def _outcome(answer: Answer, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
-    if answer.error is not None:
-        return {"error": f"{type(answer.error).__name__}: {answer.error}"}
-    text = processing_class.decode(answer.token_ids, skip_special_tokens=True)
-    return {"completion_ids": answer.token_ids, "text": text, "finished": answer.finished}
-
-
-def _ending(line: Mapping[str, Any]) -> str:
-    if not line["finished"]:
-        return "unfinished"
-    return "finished" if line["text"].strip() else "empty"
-
-
-def _finished(line: Mapping[str, Any]) -> tuple[tuple[int, int], str] | None:
-    return None if "error" in line else ((line["index"], line["sample"]), _ending(line))
+def _ending(line: Mapping[str, Any]) -> tuple[tuple[int, int], str] | None:
+    """Return whose answer a line holds, and how that ended; `None` if it holds none."""
+    if "error" in line:
+        return None
+    how = "unfinished" if not line["finished"] else "finished" if line["text"].strip() else "empty"
+    return (line["index"], line["sample"]), how

@@ -66,9 +66,9 @@ def describe_sampling(generate_kwargs: Mapping[str, Any], target: PreTrainedMode
     config = effective_config(target, generate_kwargs)
     if not config.do_sample:
         return {"do_sample": False, "max_new_tokens": config.max_new_tokens}
-    named = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    named = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")}
     found = {name: value for name, value in named.items() if value is not None}
-    return {"do_sample": True} | SAMPLED_BY_DEFAULT | found | {"max_new_tokens": config.max_new_tokens, "seed": seed}
+    return {"do_sample": True} | SAMPLED_BY_DEFAULT | found | {"seed": seed}
 
 
 def write_result(
@@ -137,13 +137,11 @@ def regime_of(sampling: Mapping[str, Any]) -> str:
 
 def short_policy(policy: Mapping[str, Any] | str | None) -> str:
     """Return what `Policy.to_dict` said in a few words; `None` stands for whole blocks, as a name may for a policy."""
-    if not isinstance(policy, Mapping):
-        policy = {"name": (policy or "FullBlock").removesuffix("()")}
-    if policy["name"] == "FullBlock":
+    facts = policy if isinstance(policy, Mapping) else {"name": (policy or "FullBlock").removesuffix("()")}
+    if facts["name"] == "FullBlock":
         return "whole block"
-    if policy["name"] == "ConfidenceThreshold":
-        return f"{'survival' if policy['cumulative'] else 'confidence'} threshold {policy['threshold']:g}"
-    shown = [policy["name"] + (f" of {short_policy(policy['policy'])}" if "policy" in policy else "")]
-    shown += [f"{1e3 * policy['tpot_seconds']:g} ms"] if policy.get("tpot_seconds") else []
-    shown += [f"lag {policy['lag']}"] if policy.get("lag") else []
-    return ", ".join(shown)
+    if facts["name"] == "ConfidenceThreshold":
+        return f"{'survival' if facts['cumulative'] else 'confidence'} threshold {facts['threshold']:g}"
+    name = facts["name"] + (f" of {short_policy(facts['policy'])}" if "policy" in facts else "")  # of 0.1
+    latency = [f"{1e3 * facts['tpot_seconds']:g} ms"] if facts.get("tpot_seconds") else []
+    return ", ".join([name, *latency, *([f"lag {facts['lag']}"] if facts.get("lag") else [])])

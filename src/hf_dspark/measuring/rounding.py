@@ -18,7 +18,7 @@ from ..targets.support import TargetSupport
 # Units in the last place of the largest logit by which passes of different shapes were seen to differ near the best
 # token, in 36 random layers: 8 where sums are kept in float32 and results are rounded, 102 where nothing is wider.
 ULPS, ULPS_OF_FLOAT32 = 8, 128
-UNCHECKED_OPTIONS = ("stop_strings", "stopping_criteria", "tokenizer")  # they end an answer, and choose no token
+ENDING = ("stopping_criteria", "tokenizer")  # options that end an answer, and choose no token
 
 
 def tolerance_of(dtype: torch.dtype) -> str:
@@ -33,36 +33,24 @@ def count_best(
     answer_ids: Sequence[int],
     plain_ids: Sequence[int],
     **generate_kwargs: Any,
-) -> int | None:
+) -> int:
     """Return how many tokens of a greedy answer are the target's best, up to rounding.
 
     One plain pass of the target over prompt and answer gives the scores of every position, which are processed as
     `generate()` does. A token counts if its score is at most `tolerance_of(target.dtype)` below the best one. So a
     tie that breaks differently counts, and a wrong token does not.
 
-    Args:
-        target (`PreTrainedModel`): The model that decoded.
-        prompt_ids (`Sequence[int]`): The prompt.
-        answer_ids (`Sequence[int]`): What was decoded with a draft.
-        plain_ids (`Sequence[int]`): What was decoded without one. If one answer is only the beginning of the other,
-            one of them ended wrongly, and one token less counts.
-        generate_kwargs: As they were given to `generate()`.
-
-    Returns:
-        `int`, or `None` if a configuration has stop strings: its processors cannot be had without a tokenizer.
+    `plain_ids` were decoded without the draft. If one answer is only the beginning of the other, one of them ended
+    wrongly, and one token less counts. `generate_kwargs` are those of `generate()`.
 
     A token x counts if max(s) - s_x <= ULPS * ulp(max |logit|), s being the processed scores.
     """
-    options = {name: value for name, value in generate_kwargs.items() if name not in UNCHECKED_OPTIONS}
-    config = effective_config(target, options)
-    if config.stop_strings:
-        return None
+    options = {name: value for name, value in generate_kwargs.items() if name not in ENDING}
+    options["stop_strings"] = None  # of a configuration, too: they would need a tokenizer
     support, start = TargetSupport.of(target), len(prompt_ids)
     ids = torch.tensor([[*prompt_ids, *answer_ids]], device=support.input_device)
-    prompt = ids[:, :start]
-    prepared = target.generate(
-        prompt, attention_mask=torch.ones_like(prompt), custom_generate=_what_is_prepared, **options
-    )
+    prompt, prepare = ids[:, :start], lambda target, input_ids, **prepared: prepared  # decodes nothing
+    prepared = target.generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=prepare, **options)
     kept = {"logits_to_keep": len(answer_ids) + 1} if "logits_to_keep" in prepared else {}
     counts = (start, *[1] * len(answer_ids))  # LLM.int8 reads a prompt as a whole, and decodes token by token
     with outliers_of_each(counts) if support.has_outliers else nullcontext():
@@ -79,14 +67,10 @@ def count_best(
     scores = processor(logits, None, [Prefix(ids[:, :place], processors) for place in places]).dense(logits.shape[-1])
     chosen = scores.gather(-1, ids[0, start:, None].to(scores.device))[:, 0]
     num_best = int((scores.amax(dim=-1) - chosen <= tolerance).sum())
+    is_timed = effective_config(target, options).max_time is not None
     shorter, longer = sorted((list(answer_ids), list(plain_ids)), key=len)
-    is_cut = len(shorter) < len(longer) and longer[: len(shorter)] == shorter and config.max_time is None
+    is_cut = len(shorter) < len(longer) and longer[: len(shorter)] == shorter and not is_timed
     return num_best - is_cut
-
-
-def _what_is_prepared(target: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> dict[str, Any]:
-    """Stands in for a decoding method, and decodes nothing."""
-    return prepared
 
 
 def _ulps(dtype: torch.dtype) -> int:

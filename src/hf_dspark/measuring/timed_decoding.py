@@ -1,88 +1,135 @@
-"""One `generate()` call with the clock running: tokens of each row, time to the first one, memory."""
+"""One `generate()` call with the clock running: what it answers, and the time to the first token."""
 
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.call import effective_config
 from ..models.modeling_draft import DraftModel
 from ..scheduling.rounds import Rounds
 from ..targets.support import TargetSupport
 
-MIB = 2**20
 TOKENS_TO_WARM_UP = 16
+
+Key = tuple[str, int, int]  # group, place of the prompt in it, turn
 
 
 @dataclass(frozen=True)
-class TimedCall:
-    """What a `generate()` call gave, and took."""
+class PlainAnswer:
+    """The same turn, decoded by the target alone."""
 
-    token_ids: list[list[int]]  # new tokens of each row, up to and including its end
-    prefill_seconds: float  # from the call until the first new tokens
-    seconds: float  # from the call until its return
-    peak_memory_mib: float | None  # of the call on an accelerator; of the process so far on a CPU
-    rounds: Rounds  # empty without a draft
+    num_tokens: int
+    prefill_seconds: float
+    seconds: float
+    identical: bool | None  # whether the tokens are the same; `None` where both are drawn at random
+    num_best: int | None = None  # drafted tokens that are the target's best up to rounding; `None` if not checked
 
-    def seconds_of(self, row: int) -> float:
-        """Return a row's share of the call, in proportion to its tokens."""
-        return self.seconds * len(self.token_ids[row]) / sum(map(len, self.token_ids))
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one turn of a prompt."""
+
+    group: str
+    index: int  # of the prompt in its group, from 0
+    turn: int  # its place in the conversation, from 0
+    prompt_ids: list[int] = field(default_factory=list)  # the conversation before it
+    token_ids: list[int] = field(default_factory=list)  # written, up to and including the end
+    finished: bool = False  # whether the target ended it; `False` if its length did
+    prefill_seconds: float = 0.0  # from the call until its first new token
+    seconds: float = 0.0  # its share of the call's duration, in proportion to its tokens
+    rounds: Rounds = field(default_factory=Rounds)  # empty without a draft
+    plain: PlainAnswer | None = None  # the turn without a draft, if compared
+    error: Exception | None = None  # why it failed
+
+    @property
+    def key(self) -> Key:
+        return self.group, self.index, self.turn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a JSON file holds of an answer that did not fail."""
+        kept = vars(self) | {"rounds": self.rounds.to_dict(), "plain": self.plain and asdict(self.plain)}
+        return {name: value for name, value in kept.items() if name != "error"}
+
+    @classmethod
+    def from_dict(cls, kept: Mapping[str, Any]) -> "Answer":
+        """Read what `to_dict` returned."""
+        plain = None if kept["plain"] is None else PlainAnswer(**kept["plain"])
+        return cls(**(dict(kept) | {"rounds": Rounds.from_dict(kept["rounds"]), "plain": plain}))
 
 
 def warm_up(
     target: PreTrainedModel, prompt: Sequence[int], drafts: Iterable[DraftModel | None], **options: Any
 ) -> None:
     """Decode a little with each of some drafts, `None` for none, so that one-time costs are not timed later."""
-    few = {"max_new_tokens": TOKENS_TO_WARM_UP}
+    asked = [Answer("", 0, 0, list(prompt[:TOKENS_TO_WARM_UP]))]
     for draft in drafts:
-        timed_call(target, [prompt[:TOKENS_TO_WARM_UP]], draft=draft, **(options | few))
+        timed_call(target, asked, draft=draft, **(options | {"max_new_tokens": TOKENS_TO_WARM_UP}))
 
 
 def timed_call(
     target: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    asked: Sequence[Answer],
     seed: int = 0,
     draft: DraftModel | None = None,
     **generate_kwargs: Any,
-) -> TimedCall:
-    """Decode prompts together, with a draft or without, and measure it; the global generators stay as they were."""
+) -> list[Answer]:
+    """Write answers together, with a draft or without, and measure it; the global generators stay as they were."""
     config = effective_config(target, generate_kwargs)
     ends = end_token_ids(config)
     padding = int(config.pad_token_id) if config.pad_token_id is not None else (ends or [0])[0]
-    device, width = TargetSupport.of(target).input_device, max(map(len, prompts))
-    left_padded = [[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    input_ids, attention_mask = torch.tensor(left_padded, device=device), torch.tensor(masks, device=device)
-    options = dict(generate_kwargs) | {"pad_token_id": padding}
-    clock = _FirstTokenClock(device)
+    device = TargetSupport.of(target).input_device
+    prompts = [torch.tensor(answer.prompt_ids, device=device) for answer in asked]
+    sides = {"batch_first": True, "padding_side": "left"}
+    input_ids = pad_sequence(prompts, padding_value=padding, **sides)
+    options = generate_kwargs | {
+        "attention_mask": pad_sequence([torch.ones_like(prompt) for prompt in prompts], **sides),
+        "pad_token_id": padding,
+    }
+    first_tokens_at: list[float] = []
+
+    def note_time(new_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        if not first_tokens_at:
+            synchronize(device)
+            first_tokens_at.append(time.perf_counter())
+        return torch.zeros(len(new_ids), dtype=torch.bool, device=new_ids.device)
+
     if draft is None:  # rounds note when they begin, and need no criterion of ours
-        options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), clock])
+        options["stopping_criteria"] = StoppingCriteriaList([*(options.get("stopping_criteria") or ()), note_time])
     else:
         options["assistant_model"] = draft
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for index in range(torch.cuda.device_count() if device.type == "cuda" else 0):
-            torch.cuda.reset_peak_memory_stats(index)
         synchronize(device)
         started = time.perf_counter()
-        sequences = target.generate(input_ids, attention_mask=attention_mask, **options)
+        sequences = target.generate(input_ids, **options)
         synchronize(device)
         seconds = time.perf_counter() - started
     rounds = Rounds() if draft is None else draft.last_stats
-    first = clock.first if draft is None else rounds.first_round_at
-    is_filled_up = len(prompts) > 1 and may_end_early(config, generate_kwargs)
-    return TimedCall(
-        token_ids=[_new_tokens(row, ends, padding if is_filled_up else None) for row in sequences[:, width:].tolist()],
-        prefill_seconds=seconds if first is None else first - started,
-        seconds=seconds,
-        peak_memory_mib=_peak_memory_mib(device),
-        rounds=rounds,
-    )
+    if rounds.first_round_at is not None:
+        first_tokens_at.append(rounds.first_round_at)
+    is_filled_up = len(asked) > 1 and may_end_early(config, generate_kwargs)
+    written = [
+        _new_tokens(row, ends, padding if is_filled_up else None)
+        for row in sequences[:, input_ids.shape[1] :].tolist()
+    ]
+    per_token = seconds / sum(map(len, written))
+    return [
+        replace(
+            answer,
+            token_ids=new,
+            finished=len(new) < config.max_new_tokens or new[-1] in ends,
+            prefill_seconds=first_tokens_at[0] - started if first_tokens_at else seconds,
+            seconds=per_token * len(new),
+            rounds=rounds.of_request(row),
+        )
+        for row, (answer, new) in enumerate(zip(asked, written, strict=True))
+    ]
 
 
 def end_token_ids(config: GenerationConfig) -> list[int]:
@@ -118,32 +165,7 @@ def decoding_as(draft: DraftModel | None, **changes: Any) -> Iterator[None]:
         draft.decoding = before
 
 
-class _FirstTokenClock(StoppingCriteria):
-    """Notes when it is first called, which is after the first new token; never stops anything."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.first: float | None = None
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
-        if self.first is None:
-            synchronize(self._device)
-            self.first = time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _peak_memory_mib(device: torch.device) -> float | None:
-    if device.type == "cuda":
-        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())) / MIB
-    if device.type != "cpu" or sys.platform == "win32":
-        return None
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / MIB if sys.platform == "darwin" else peak / 1024
