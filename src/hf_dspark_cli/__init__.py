@@ -80,10 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # The package's own errors say what was given and what is needed; files and networks fail without a bug.
         is_input = isinstance(error, (ValueError, TypeError, ImportError))
-        message, code = f"error: {said(error)}", WRONG_WORDS if is_input else FAILED
         full = None if is_input else _full_disk(error, options)
-        if not is_input:
-            message = f"{f'error: {full}' if full else message}; {_kept(options)}"
+        message, code = f"error: {full or said(error)}", WRONG_WORDS if is_input else FAILED
+        message += "" if is_input else f"; {_kept(options)}"
         if not (is_input or full or isinstance(error, OSError)) or os.environ.get("HF_DSPARK_DEBUG"):
             traceback.print_exc()
     print(f"{PROGRAM} {options.command}: {message}", file=sys.stderr, flush=True)

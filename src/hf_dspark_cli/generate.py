@@ -9,6 +9,7 @@ from transformers import TextStreamer
 
 from hf_dspark.data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, token_ids, with_thinking
 from hf_dspark.measuring.decode_prompts import decode_prompts
+from hf_dspark.measuring.metrics import speedup
 from hf_dspark.measuring.regenerate import regenerate
 from hf_dspark.measuring.results import describe_sampling
 from hf_dspark.measuring.rounding import tolerance_of
@@ -20,18 +21,22 @@ from .models import choose_policy, generate_kwargs, load_models, note_faults, va
 
 
 def run_generate(options: Namespace, console: Console) -> bool:
-    read = _given_prompts(options)
+    if options.prompts_file is not None:
+        read = read_prompt_file(options.prompts_file, several_turns=False)
+    else:
+        read = PromptFile([Prompt(word) for word in options.prompts or [sys.stdin.read().rstrip("\n")]], [])
+    if not all(prompt.content for prompt in read.prompts):
+        raise ValueError("a prompt is empty: give it as a word, as --prompts_file, or on stdin")
     faults = note_faults(console, read)
-    models = load_models(options)
-    target, draft, tokenizer = models.target, models.draft, models.tokenizer
+    target, tokenizer, draft = load_models(options)
     prompts = [with_thinking(as_chat(prompt, tokenizer), options.enable_thinking) for prompt in read.prompts]
     kwargs = generate_kwargs(options, target)
-    policy = choose_policy(options.policy, models)
+    policy = choose_policy(options.policy, target, draft)
     draft.decoding = replace(draft.decoding, policy=policy)
     is_single, is_queue = len(prompts) == 1, len(prompts) > 1 and not options.compare
     if options.compare:  # one by one, as plain decoding is
         warm_up(target, token_ids(prompts[0], tokenizer), [None, draft], **kwargs)
-    if is_single and not console.json and not options.compare:  # shown while it grows
+    if is_single and not (console.json or options.compare):  # shown while it grows
         kwargs["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     answers = []
     with redirect_stdout(console.output) if "streamer" in kwargs else nullcontext():
@@ -40,25 +45,22 @@ def run_generate(options: Namespace, console: Console) -> bool:
             batch_size=options.batch_size if is_queue else 1, compare_plain=options.compare, raise_errors=is_single,
             progress="decoding" if console.progress and not is_single else None, **kwargs,
         ):  # fmt: skip
-            answers.append(answer)
-            text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-            shown = text if answer.error is None else f"(failed: {said(answer.error)})"
-            if not is_single:
-                console.show(f"=== prompt {answer.index + 1} of {len(prompts)}\n{shown}")
-            elif "streamer" not in kwargs:
-                console.show(shown)
-    answers.sort(key=lambda answer: answer.index)
+            told = {"index": answer.index, "token_ids": answer.token_ids}
+            told["text"] = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+            told |= {} if answer.error is None else {"error": said(answer.error)}
+            answers.append((answer.index, answer, told))
+            if "streamer" not in kwargs:
+                shown = f"(failed: {told['error']})" if "error" in told else told["text"]
+                console.show(shown if is_single else f"=== prompt {answer.index + 1} of {len(prompts)}\n{shown}")
+    _, answers, told = zip(*sorted(answers, key=lambda each: each[0]), strict=True)
     rounds = draft.last_stats if is_queue else Rounds.joined(answer.rounds for answer in answers)
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     seconds = rounds.prefill_seconds + rounds.total_seconds
     document = {
-        "answers": [
-            {"index": answer.index, "token_ids": answer.token_ids}
-            | {"text": tokenizer.decode(answer.token_ids, skip_special_tokens=True)}
-            | ({} if answer.error is None else {"error": said(answer.error)})
-            for answer in answers
-        ],
-        **_times(num_tokens, seconds),
+        "answers": told,
+        "tokens": num_tokens,
+        "seconds": seconds,
+        "tokens_per_second": num_tokens / max(seconds, 1e-9),
         "rounds": rounds.rounds,
         "tau": rounds.tau if rounds.rounds else None,
         "sampling": describe_sampling(kwargs, target, options.seed),
@@ -68,43 +70,25 @@ def run_generate(options: Namespace, console: Console) -> bool:
     console.note("{tokens} tokens in {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**document))
     if rounds.rounds:
         console.note(f"{rounds.rounds} rounds of {rounds.tau:.2f} tokens")
-    if options.compare:
-        plain = [answer.plain for answer in answers if answer.plain is not None]
-        found = _times(sum(each.num_tokens for each in plain), sum(each.seconds for each in plain))
-        console.note("without the draft: {seconds:.2f} s ({tokens_per_second:.0f} tokens/s)".format(**found))
-        same, best = [each.identical for each in plain], [each.num_best for each in plain]
-        found["identical_answers"] = None if None in same else sum(same)
-        found["best_tokens"] = None if None in best else sum(best)
-        if found["identical_answers"] is not None:
-            console.note(f"the same tokens in {found['identical_answers']} of {len(prompts)} answers")
-        if found["best_tokens"] is not None:
-            rounding = tolerance_of(target.dtype)
-            console.note(f"best up to rounding: {found['best_tokens']} of {num_tokens} tokens ({rounding})")
-        document["plain"] = found
+    if (found := speedup(answers)) is not None:
+        document["plain"] = asdict(found)
+        times = f"{found.plain_tokens_per_second:.0f} tokens/s; with it {found.ratio_of_medians:.2f} times as fast"
+        console.note(f"without the draft: {times}")
+        if found.identical is not None:
+            console.note(f"the same tokens in {found.identical} of {len(prompts)} answers")
+        if found.best_tokens is not None:
+            best = f"{found.best_tokens} of {num_tokens} tokens ({tolerance_of(target.dtype)})"
+            console.note(f"best up to rounding: {best}")
     console.document(document)
     return all(answer.error is None for answer in answers)
-
-
-def _given_prompts(options: Namespace) -> PromptFile:
-    if options.prompts_file is not None:
-        return read_prompt_file(options.prompts_file, several_turns=False)
-    words = options.prompts or [sys.stdin.read().rstrip("\n")]
-    if not all(words):
-        raise ValueError("a prompt is empty: give it as a word, as --prompts_file, or on stdin")
-    return PromptFile([Prompt(word) for word in words], [])
-
-
-def _times(num_tokens: int, seconds: float) -> dict[str, float]:
-    return {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / max(seconds, 1e-9)}
 
 
 def run_regenerate(options: Namespace, console: Console) -> bool:
     read = read_prompt_file(options.prompts_file, options.num_prompts, several_turns=False)
     faults = note_faults(console, read)
-    models = load_models(options)
+    target, tokenizer, draft = load_models(options)
     kwargs = values_of(options, "output_file", "num_samples", "batch_size", "enable_thinking", "seed")
-    kwargs |= generate_kwargs(options, models.target)
-    report = regenerate(models.target, read.prompts, models.tokenizer, draft=models.draft, **kwargs)
+    report = regenerate(target, read.prompts, tokenizer, draft=draft, **kwargs, **generate_kwargs(options, target))
     console.show(
         f"{report.num_answers} answers in {report.output_file}, {report.num_unfinished} of them cut by their length; "
         f"{report.num_failed} failed"

@@ -18,19 +18,10 @@ from hf_dspark.measuring.evaluate import evaluate
 from hf_dspark.measuring.profile import profile_throughput
 from hf_dspark.measuring.tables import markdown_table
 from hf_dspark.models.auto import load_draft
-from hf_dspark.scheduling.costs import ThroughputTable
 from hf_dspark.scheduling.step_costs import cache_folder, find_cost
 
 from . import Console
-from .models import (
-    Models,
-    choose_policy,
-    generate_kwargs,
-    load_models,
-    note_faults,
-    require_roles,
-    values_of,
-)
+from .models import choose_policy, generate_kwargs, load_models, note_faults, require_roles, values_of
 
 
 def run_eval(options: Namespace, console: Console) -> bool:
@@ -39,57 +30,59 @@ def run_eval(options: Namespace, console: Console) -> bool:
         raise ValueError("--prompts names a task twice: give NAME=FILE with different names")
     files = {name: read_prompt_file(path, options.num_prompts) for name, path in tasks.items()}
     faults = note_faults(console, *files.values())
-    models = load_models(options)
-    sampling = generate_kwargs(options, models.target)
-    policy = None if options.policy is None else choose_policy(options.policy, models)
-    same = values_of(options, "batch_size", "seed", "enable_thinking", "packed") | sampling
-    output, compared = options.result_file, options.compare
-    evaluation = evaluate(
-        models.target, models.draft, files, models.tokenizer, output, policy, compare_plain=compared, **same
-    )
-    console.show(evaluation.table())
+    target, tokenizer, draft = load_models(options)
+    kwargs = values_of(options, "batch_size", "seed", "enable_thinking", "packed") | generate_kwargs(options, target)
+    if options.policy is not None:
+        kwargs["policy"] = choose_policy(options.policy, target, draft)
+    found = evaluate(
+        target, draft, files, tokenizer, options.result_file, compare_plain=options.compare, **kwargs
+    )  # fmt: skip
+    console.show(found.table())
     malformed = {(name, fault.line) for name, file in files.items() for fault in file.faults}
-    unanswered = [part for part in evaluation.failed if (part.task, part.line) not in malformed]
+    unanswered = [part for part in found.failed if (part.task, part.line) not in malformed]
     for part in unanswered:
         console.note(f"{part.task} line {part.line} failed: {part.error}")
     console.note(f"the result is in {options.result_file}")
-    console.document(evaluation.to_dict() | {"skipped_lines": faults})
+    console.document(found.to_dict() | {"skipped_lines": faults})
     return not unanswered
 
 
 def run_calibrate(options: Namespace, console: Console) -> bool:
     require_roles(options)
-    folder = _folder_to_calibrate(options)
+    folder = Path(options.output_dir or options.draft)
+    if options.output_dir is None and (not folder.is_dir() or recognise(Checkpoint(folder).config) is not None):
+        where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
+        raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written to: name another place with --output_dir")
     read = read_prompt_file(options.prompts_file, options.num_prompts)
     faults = note_faults(console, read)
-    models = load_models(options)
-    kwargs = generate_kwargs(options, models.target)
+    target, tokenizer, draft = load_models(options)
+    kwargs = generate_kwargs(options, target)
     prompts = [with_thinking(prompt, options.enable_thinking) for prompt in read.prompts]
-    output, seed = options.rounds_file, options.seed
-    report = calibrate(
-        models.target, models.draft, prompts, models.tokenizer, options.domain, output_file=output, seed=seed, **kwargs
-    )
+    files = {"output_file": options.rounds_file, "seed": options.seed}
+    report = calibrate(target, draft, prompts, tokenizer, options.domain, **files, **kwargs)
     # The config first: where the result is, the calibration is done. It is read again, and so are weights that are
     # saved: the loaded ones have the dtype of this run.
-    found = {name: getattr(models.draft.config, name) for name in CALIBRATED}
+    found = {name: getattr(draft.config, name) for name in CALIBRATED}
     if options.output_dir is None:
-        config = type(models.draft.config).from_pretrained(folder)
+        config = type(draft.config).from_pretrained(folder)
         config.update(found)
         config.save_pretrained(folder)
     else:
-        revision = models.draft.config._commit_hash or options.draft_revision
-        draft = load_draft(options.draft, dtype="auto", revision=revision)
-        draft.config.update(found)
-        draft.save_pretrained(folder)
+        revision = draft.config._commit_hash or options.draft_revision
+        saved = load_draft(options.draft, dtype="auto", revision=revision)
+        saved.config.update(found)
+        saved.save_pretrained(folder)
     result_file = folder / RESULTS_FOLDER / f"calibration-{report.domain.replace('/', '-')}.json"
     result = results.write_result(
         result_file,
         "calibration",
-        results.describe_target(models.target),
-        results.describe_draft(models.draft) | {"name": folder.name},
+        results.describe_target(target),
+        results.describe_draft(draft) | {"name": folder.name},
         domain=report.domain,
         num_prompts=len(prompts),
-        sampling=results.describe_sampling(kwargs, models.target, options.seed),
+        sampling=results.describe_sampling(kwargs, target, options.seed),
         ece_before=[part.ece for part in report.before],
         ece_after=[part.ece for part in report.after],
         auc=report.auc,
@@ -99,72 +92,46 @@ def run_calibrate(options: Namespace, console: Console) -> bool:
         raw=[asdict(part) for part in report.before],
         calibrated=[asdict(part) for part in report.after],
     )
-    rows = zip(report.fits, report.before, report.after, strict=True)
-    console.show(
-        markdown_table(
-            [f"{report.domain}: position", "slope", "offset", "ECE raw", "ECE calibrated"],
-            [
-                [raw.position, f"{slope:.2f}", f"{offset:+.2f}", f"{raw.ece:.1%}", f"{calibrated.ece:.1%}"]
-                for (slope, offset), raw, calibrated in rows
-            ],
-        )
-    )
+    rows = [
+        [raw.position, f"{slope:.2f}", f"{offset:+.2f}", f"{raw.ece:.1%}", f"{calibrated.ece:.1%}"]
+        for (slope, offset), raw, calibrated in zip(report.fits, report.before, report.after, strict=True)
+    ]
+    console.show(markdown_table([f"{report.domain}: position", "slope", "offset", "ECE raw", "ECE calibrated"], rows))
     console.note(f"the calibration is in {folder / 'config.json'}, the result is in {result_file}")
     console.document(result | {"skipped_lines": faults})
     return True
 
 
-def _folder_to_calibrate(options: Namespace) -> Path:
-    """Return where the calibrated draft goes, before anything is decoded."""
-    if options.output_dir is not None:
-        return Path(options.output_dir)
-    folder = Path(options.draft)
-    if not folder.is_dir() or recognise(Checkpoint(folder).config) is not None:
-        where = "in a format that has no place for temperatures" if folder.is_dir() else "on the Hub"
-        raise ValueError(f"--draft {folder} is {where}: name the folder of the calibrated draft with --output_dir")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} cannot be written to: name another place with --output_dir")
-    return folder
-
-
 def run_profile(options: Namespace, console: Console) -> bool:
-    models = load_models(options)
-    with fast_linears(models.target, models.draft, packed=True) if options.packed else nullcontext():
-        return _show_table(models, console) if options.show else _measure_table(options, models, console)
-
-
-def _measure_table(options: Namespace, models: Models, console: Console) -> bool:
-    settings = (options.batch_sizes, options.context_lengths, options.repetitions)
-    profile = profile_throughput(models.target, models.draft, *settings)
-    places = [] if profile.fault else [str(cache_folder() / f"{profile.machine.key}.json")]
-    if places and options.output_file is not None:
-        profile.save(options.output_file)
-        places.append(options.output_file)
-    _show_rates(profile.table, console)
-    if places:
-        console.note(f"the table is in {' and '.join(places)}")
-    table = profile.table.to_sglang()
-    document = {"table": table, "machine": asdict(profile.machine), "files": places}
-    console.document(document | {"fault": profile.fault})
-    return profile.fault is None
-
-
-def _show_table(models: Models, console: Console) -> bool:
-    table = find_cost(models.target, models.draft)
+    target, _, draft = load_models(options)
+    profile, places = None, []
+    with fast_linears(target, draft, packed=True) if options.packed else nullcontext():
+        if options.show:
+            table = find_cost(target, draft)
+        else:
+            settings = (options.batch_sizes, options.context_lengths, options.repetitions)
+            profile = profile_throughput(target, draft, *settings)
+            table = profile.table
+    if profile is not None and not profile.fault:
+        places = [str(cache_folder() / f"{profile.machine.key}.json")]
+        if options.output_file is not None:
+            profile.save(options.output_file)
+            places.append(options.output_file)
     if table is None:
         console.show("no table fits these models on this machine: generate() verifies whole blocks")
-        console.document({"table": None})
-        return True
-    _show_rates(table, console)
-    origin = table.provenance
-    console.show(f"\n{origin['table']}\nmeasured on {origin.get('device')}, {origin.get('threads')} threads")
-    if "measured" in origin:
-        age = datetime.now(timezone.utc) - datetime.fromisoformat(origin["measured"])
-        console.show(f"{age.days} days old; repetitions of a pass lay {origin['spread']:.0%} apart at most")
-    console.document({"table": table.to_sglang()})
-    return True
-
-
-def _show_rates(table: ThroughputTable, console: Console) -> None:
-    rows = zip(table.verify_tokens, table.steps_per_second, strict=True)
-    console.show(markdown_table(["verified tokens", "steps per second"], [[n, f"{rate:.1f}"] for n, rate in rows]))
+    else:
+        rates = zip(table.verify_tokens, table.steps_per_second, strict=True)
+        rows = [[tokens, f"{rate:.1f}"] for tokens, rate in rates]
+        console.show(markdown_table(["verified tokens", "steps per second"], rows))
+    if options.show and table is not None:
+        origin = table.provenance
+        console.show(f"\n{origin['table']}\nmeasured on {origin.get('device')}, {origin.get('threads')} threads")
+        if "measured" in origin:
+            age = datetime.now(timezone.utc) - datetime.fromisoformat(origin["measured"])
+            console.show(f"{age.days} days old; repetitions of a pass lay {origin['spread']:.0%} apart at most")
+    if places:
+        console.note(f"the table is in {' and '.join(places)}")
+    document = {"table": None if table is None else table.to_sglang(), "files": places}
+    fault = None if profile is None else profile.fault
+    console.document(document | {"machine": None if profile is None else asdict(profile.machine), "fault": fault})
+    return fault is None

@@ -2,7 +2,6 @@
 
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,42 +23,30 @@ from hf_dspark.scheduling.scheduler import Scheduler
 from hf_dspark.scheduling.step_costs import find_cost
 
 from . import Console
-from .parser import THRESHOLD, TREE
-
-
-@dataclass(frozen=True)
-class Models:
-    """A target, its tokenizer, and its draft if there is one."""
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    draft: DraftModel | None = None
 
 
 def require_roles(options: Namespace) -> None:
     """Raise a `ValueError` if `--target` names a draft; nothing but a config is read."""
-    if not names_a_draft(options.target, revision=options.target_revision):
-        return
-    if options.draft is not None and not names_a_draft(options.draft):
-        raise ValueError(f"--target {options.target} and --draft {options.draft}: the wrong way round, exchange them")
-    raise ValueError(f"--target {options.target} is a draft: the target decodes, and --draft names its draft")
+    if names_a_draft(options.target, revision=options.target_revision):
+        exchanged = options.draft is not None and not names_a_draft(options.draft)
+        cure = "the wrong way round, exchange them" if exchanged else "the target decodes, and --draft names its draft"
+        raise ValueError(f"--target {options.target} is a draft, --draft is {options.draft}: {cure}")
 
 
-def load_models(options: Namespace) -> Models:
+def load_models(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DraftModel | None]:
     """Load what `--target` and `--draft` name. The draft is small, so that mistakes show soon."""
     require_roles(options)
     if options.draft is None:
-        return load_target(options)
+        return *load_target(options), None
     draft = load_draft(options.draft, dtype=options.dtype, revision=options.draft_revision).eval()
-    models = load_target(options)
+    target, tokenizer = load_target(options)
     try:
-        draft = draft.to(models.target.device).bind(models.target)
+        return target, tokenizer, draft.to(target.device).bind(target)
     except ValueError as error:
         raise ValueError(f"the draft {options.draft} does not fit the target {options.target}: {error}") from error
-    return Models(models.target, models.tokenizer, draft)
 
 
-def load_target(options: Namespace) -> Models:
+def load_target(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a target in the dtype, on the devices and with the quantisation that are asked for, and its tokenizer."""
     hub = {"revision": options.target_revision, "trust_remote_code": options.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(options.target, **hub)
@@ -84,7 +71,7 @@ def load_target(options: Namespace) -> Models:
             "float32. Give --dtype float32",
             stacklevel=2,
         )
-    return Models(target.eval(), tokenizer)
+    return target.eval(), tokenizer
 
 
 def values_of(options: Namespace, *names: str) -> dict[str, Any]:
@@ -100,24 +87,24 @@ def note_faults(console: Console, *files: PromptFile) -> list[str]:
     return faults
 
 
-def choose_policy(name: str, models: Models) -> Policy:
-    """Return the policy of a name; a `ValueError` if the cost of a step on this machine is not known."""
-    if models.draft is None:
+def choose_policy(policy: tuple[str, float | None], target: PreTrainedModel, draft: DraftModel | None) -> Policy:
+    """Return the policy of a name and its number; a `ValueError` if a step's cost on this machine is not known."""
+    name, number = policy
+    if draft is None:
         raise ValueError(f"--policy {name} needs --draft: give it, or drop --policy")
-    if name == "default":
-        return default_policy(models.draft, models.target)
-    if name == "full":
-        return FullBlock()
-    if name.startswith(THRESHOLD):
-        return ConfidenceThreshold(float(name.removeprefix(THRESHOLD)))
-    if name.startswith(TREE):
-        return Scheduler(num_nodes=int(name.removeprefix(TREE)))
-    cost = find_cost(models.target, models.draft)
-    if cost is None:
-        raise ValueError(
-            "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and draft"
-        )
-    return Scheduler(cost, trees=False)
+    if name == "scheduled":
+        cost = find_cost(target, draft)
+        if cost is None:
+            raise ValueError(
+                "--policy scheduled needs to know what a step costs here: run hf-dspark profile with this target and "
+                "draft"
+            )
+        return Scheduler(cost, trees=False)
+    if name == "threshold":
+        return ConfidenceThreshold(number)
+    if name == "tree":
+        return Scheduler(num_nodes=number)
+    return FullBlock() if name == "full" else default_policy(draft, target)
 
 
 def generate_kwargs(options: Namespace, target: PreTrainedModel) -> dict[str, Any]:
@@ -125,15 +112,10 @@ def generate_kwargs(options: Namespace, target: PreTrainedModel) -> dict[str, An
     kwargs: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
     if options.temperature == 0:
         return kwargs | {"do_sample": False}
-    given = values_of(options, "temperature", "top_k", "top_p", "min_p")
-    if given:
+    if given := values_of(options, "temperature", "top_k", "top_p", "min_p"):
         kwargs |= {"do_sample": True} | given
     # transformers would sample among the 50 best tokens if nothing is said.
-    if is_sampled(kwargs, target) and "top_k" not in kwargs and target.generation_config.top_k is None:
+    is_sampled = kwargs.get("do_sample", target.generation_config.do_sample)
+    if is_sampled and "top_k" not in kwargs and target.generation_config.top_k is None:
         kwargs["top_k"] = 0
     return kwargs
-
-
-def is_sampled(kwargs: dict[str, Any], target: PreTrainedModel) -> bool:
-    """Tell whether `generate()` will sample with these options."""
-    return bool(kwargs.get("do_sample", target.generation_config.do_sample))

@@ -20,30 +20,19 @@ from typing import Any, NoReturn
 PROGRAM = "hf-dspark"
 WRONG_WORDS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")
 SHAPE = ("draft_kind", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "target_layer_ids")
-THRESHOLD = "threshold="
-TREE = "tree="
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 
 exit codes: 0 done, 1 failed, 2 wrong arguments or input, 130 interrupted.
 HF_DSPARK_DEBUG=1 shows where an error came from."""
-POLICIES = f"default, full, scheduled, {THRESHOLD}T with T in [0, 1], {TREE}N with N nodes"
+POLICIES = "default, full, scheduled, threshold=T with T in [0, 1], tree=N with N nodes"
 COMPARED = "also decode without the draft"
 GOES_ON = "the same command goes on from there"
 PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
-
-
-TRAINING = """arguments of the training: these, and all others of transformers' Trainer, which --help_all shows
-  --num_train_epochs N, --max_steps N, --learning_rate X, --per_device_train_batch_size N, --bf16, --seed N
-  --max_length N        rows are cut to so many tokens (2048)
-  --packing             join short documents into rows of max_length
-  --num_anchors N       blocks per document and step at most (64)
-  --feature_cache_dir FOLDER
-                        where the target's states are kept for later epochs
-  --resume_from_checkpoint FOLDER
-                        a checkpoint to go on from; last is the last whole one
-  --logging_steps N     steps between two reports of losses and tau (500)"""
+TRAINING = """arguments of the training: all of transformers' Trainer, which --help_all shows, such as
+--num_train_epochs, --learning_rate, --per_device_train_batch_size, --bf16 and --seed; and --max_length, at which rows
+are cut (2048), --packing, which joins short documents, --num_anchors, blocks per document (64), --feature_cache_dir,
+where the target's states are kept, and --resume_from_checkpoint FOLDER, of which last is the last whole one"""
 
 
 class Parser(ArgumentParser):
@@ -133,7 +122,7 @@ def generate(parser: ArgumentParser) -> None:
     given("prompts", nargs="*", default=[], metavar="PROMPT", help="one on stdin unless given")
     given("--prompts_file", type=file, metavar="FILE", help=PROMPTS)
     add("--batch_size", type=count, default=8, metavar="N", help="prompts decoded together at most (%(default)s)")
-    add("--policy", type=policy, default="default", help=f"how much of a block is verified: {POLICIES}")
+    add("--policy", type=policy, default=("default", None), help=f"how much of a block is verified: {POLICIES}")
     add("--compare", action="store_true", help=f"{COMPARED}; show both times, equal answers, and best tokens")
     _add_models(parser)
     parser.set_defaults(kept="finished answers stand above")
@@ -261,7 +250,7 @@ def convert(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=model, metavar="SOURCE", help="Hub id or folder of the draft")
     add("destination", type=writable, metavar="DESTINATION", help="folder to write")
-    add("--to", choices=FORMATS, required=True, help="format to write")
+    add("--to", required=True, metavar="FORMAT", help="deepspec, speculators, sglang, transformers or hf_dspark")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
     add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
     layout = "of the source, if its files do not say: whether the anchor's slot predicts the first token (anchor)"
@@ -400,12 +389,12 @@ def task(word: str) -> tuple[str, str]:
     return name or Path(path).stem, file(path)
 
 
-def policy(text: str) -> str:
-    """Accept the name of a policy."""
-    if text.startswith(THRESHOLD):
-        share(text.removeprefix(THRESHOLD))
-    elif text.startswith(TREE):
-        within(int, 1, 63)(text.removeprefix(TREE))
-    elif text not in ("default", "full", "scheduled"):
+def policy(text: str) -> tuple[str, float | None]:
+    """Read the name of a policy, and its number if it has one."""
+    name, equals, number = text.partition("=")
+    readers = {"threshold": share, "tree": within(int, 1, 63)}
+    if equals and name in readers:
+        return name, readers[name](number)
+    if text not in ("default", "full", "scheduled"):
         raise ArgumentTypeError(f"must be one of {POLICIES}; got {text!r}")
-    return text
+    return text, None

@@ -52,12 +52,9 @@ def run_train(options: Namespace, console: Console) -> bool:
     require_roles(options)
     # In float32; small, so that mistakes show soon.
     draft = None if options.draft is None else load_draft(options.draft, dtype=torch.float32)
-    models = load_target(options)
-    if draft is None:
-        draft = _new_draft(options, models.target, arguments.seed)
-    trainer = DSparkTrainer(
-        draft, models.target, arguments, train_dataset=rows, eval_dataset=held_out, processing_class=models.tokenizer
-    )
+    target, tokenizer = load_target(options)
+    data = {"train_dataset": rows, "eval_dataset": held_out, "processing_class": tokenizer}
+    trainer = DSparkTrainer(draft or _new_draft(options, target, arguments.seed), target, arguments, **data)
     with redirect_stdout(io.StringIO()) if console.quiet else nullcontext():  # reports of losses
         trainer.train(checkpoint)
         if held_out is not None:
@@ -71,7 +68,7 @@ def run_train(options: Namespace, console: Console) -> bool:
         if gain := _gain(result, 0 if held_out is None else len(held_out)):
             console.show(gain)
         console.show(f"the draft is in {arguments.output_dir}, the result in {result_file}")
-        console.note(_next_commands(options, draft.config.enable_confidence_head))
+        console.note(_next_commands(options, trainer.draft.config.enable_confidence_head))
         console.document(result | {"output_dir": arguments.output_dir, "skipped_lines": faults})
     return True
 
@@ -79,29 +76,26 @@ def run_train(options: Namespace, console: Console) -> bool:
 def _gain(result: dict[str, Any], held_out: int) -> str | None:
     """Return a table of tau and acceptance by position, before training and after it; `None` if none was logged."""
     prefix, title = ("eval_", f"{held_out} held-out rows") if held_out else ("", "last batches")
-    reports = {"before": result["before"] if held_out else {}, "after": result["metrics"]}
     rows = []
-    for name, report in reports.items():
+    for name, report in (("before", result["before"]), ("after", result["metrics"])):
         rates = [value for key, value in report.items() if key.startswith(f"{prefix}acceptance_")]
         rows += [[name, number(report[f"{prefix}tau"]), *map(number, rates)]] if rates else []
     if not rows:
         return None
-    return markdown_table(
-        [f"{title}, estimated", "tau", "acceptance at 1", *map(str, range(2, len(rows[-1]) - 1))], rows
-    )
+    head = [f"{title}, estimated", "tau", "acceptance at 1", *range(2, len(rows[-1]) - 1)]
+    return markdown_table(list(map(str, head)), rows if held_out else rows[-1:])
 
 
 def _next_commands(options: Namespace, calibrated: bool) -> str:
     folder = quote(options.output_dir)
     pair = f"--target {quote(options.target)} --draft {folder}"
-    measured = f"--prompts held_out.jsonl --compare --result_file {folder}/{RESULTS_FOLDER}/eval.json"
     commands = [
-        *([f"calibrate {pair} --prompts_file held_out.jsonl --temperature 0"] if calibrated else []),
-        f"eval {pair} {measured}",
+        f"calibrate {pair} --prompts_file held_out.jsonl --temperature 0",
+        f"eval {pair} --prompts held_out.jsonl --compare --result_file {folder}/{RESULTS_FOLDER}/eval.json",
         f"push {folder} user/name --license mit",
     ]
     hint = "" if options.eval_rows else "--eval_rows N shows tau before and after, on rows that are held out\n"
-    return "\n  ".join([f"{hint}next:", *(f"{PROGRAM} {command}" for command in commands)])
+    return "\n  ".join([f"{hint}next:", *(f"{PROGRAM} {each}" for each in commands[not calibrated :])])
 
 
 def _training_arguments(options: Namespace, console: Console) -> DSparkTrainingArguments:
@@ -136,39 +130,9 @@ def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
 def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
     """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines.
 
-    All answers to a prompt stand on one side.
+    All answers to a prompt stand on one side. Parquet, for data larger than memory, stays a table on disk.
     """
-    rows, faults = _read_file(options.train_file)
-    number = options.eval_rows
-    if number == 0:
-        return rows, None, faults
-    prompts = list(map(_prompt_of, rows))
-    answers: dict[int, list[int]] = {}  # the places of each prompt's rows
-    for place in random.Random(seed).sample(range(len(rows)), len(rows)):
-        answers.setdefault(prompts[place], []).append(place)
-    parts: tuple[list[int], list[int]] = ([], [])
-    for places in answers.values():
-        parts[len(parts[0]) >= number].extend(places)
-    if not parts[1]:
-        raise ValueError(
-            f"--eval_rows {number} would leave nothing to train on: the file has {len(rows)} rows, of "
-            f"{len(answers)} prompts"
-        )
-    held_out, rows = (
-        [rows[place] for place in part] if isinstance(rows, list) else rows.select(part) for part in parts
-    )
-    return rows, held_out, faults
-
-
-def _prompt_of(row: dict[str, Any]) -> int:
-    """Return a hash of a row's prompt, or of the row where it names none; a hash, as data may be large."""
-    known = (row[name] for name in ("prompt_ids", "index", "prompt") if row.get(name) not in (None, ""))
-    return hash(repr(next(known, row)))
-
-
-def _read_file(path: str) -> tuple[Any, list[str]]:
-    """Read JSON Lines into a list, and Parquet, for data larger than memory, into a table on disk."""
-    faults: list[str] = []
+    path, number, faults = options.train_file, options.eval_rows, []
     if path.endswith(".parquet") and Path(path).is_file():
         from datasets import Dataset
 
@@ -180,7 +144,28 @@ def _read_file(path: str) -> tuple[Any, list[str]]:
         faults += [f"{path} line {number} is no JSON object" for number, row in numbered if not isinstance(row, dict)]
     if len(rows) == 0:
         raise ValueError(f"{path} holds no row{f' ({faults[0]})' if faults else ''}")
-    return rows, faults
+    if number == 0:
+        return rows, None, faults
+    prompts = list(map(_prompt_of, rows))
+    answers: dict[int, list[int]] = {}  # the places of each prompt's rows
+    for place in random.Random(seed).sample(range(len(rows)), len(rows)):
+        answers.setdefault(prompts[place], []).append(place)
+    parts: tuple[list[int], list[int]] = ([], [])
+    for places in answers.values():
+        parts[len(parts[0]) >= number].extend(places)
+    if not parts[1]:
+        counted = f"the file has {len(rows)} rows, of {len(answers)} prompts"
+        raise ValueError(f"--eval_rows {number} would leave nothing to train on: {counted}")
+    held_out, rest = (
+        [rows[place] for place in part] if isinstance(rows, list) else rows.select(part) for part in parts
+    )
+    return rest, held_out, faults
+
+
+def _prompt_of(row: dict[str, Any]) -> int:
+    """Return a hash of a row's prompt, or of the row where it names none; a hash, as data may be large."""
+    known = (row[name] for name in ("prompt_ids", "index", "prompt") if row.get(name) not in (None, ""))
+    return hash(repr(next(known, row)))
 
 
 def _new_draft(options: Namespace, target: PreTrainedModel, seed: int) -> DraftModel:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import hf_dspark_cli
-from hf_dspark.formats.tables import FORMAT_NAMES
 from hf_dspark_cli import main
-from hf_dspark_cli.parser import COMMANDS, FORMATS, build_parsers, parse
+from hf_dspark_cli.parser import COMMANDS, build_parsers, parse
 
 PACKAGE = Path(hf_dspark_cli.__file__).parent
 NAMES = [declare.__name__.strip("_") for part in COMMANDS.values() for declare in part]
@@ -77,7 +76,6 @@ def test_the_script_and_the_module_run_main(capsys, monkeypatch):
         runpy.run_module("hf_dspark", run_name="__main__")
     assert stop.value.code == 0 and capsys.readouterr().out.startswith("hf-dspark 0.")
     assert sys.argv[0] == "hf-dspark"  # what provenance notes
-    assert set(FORMATS) == set(FORMAT_NAMES)
 
 
 PAIR = "--target target --draft draft"
@@ -97,6 +95,11 @@ WRONG = {
     "wrong top_p": (f"generate {PAIR} --top_p 1.5 up", "--top_p: must be in [0, 1], got 1.5"),
     "greedy with top_k": (f"generate {PAIR} --temperature 0 --top_k 5 up", "needs no --top_k"),
     "words and file": (f"generate {PAIR} --prompts_file prompts.jsonl up", "not allowed with argument"),
+    "shape of a draft that is there": (
+        "train --target target --draft draft --train_file prompts.jsonl --output_dir o --draft_kind dspark "
+        "--block-size 7 --markov_rank=256 --target_layer_ids 0 2",
+        "--draft has its shape already: leave --draft_kind, --block_size, --markov_rank, --target_layer_ids out",
+    ),
     "result that is there": (f"eval {PAIR} --prompts prompts.jsonl --result_file there.json", "there.json exists"),
 }  # fmt: skip
 
@@ -167,15 +170,3 @@ def test_exit_codes_tell_wrong_input_from_what_failed(files, capsys, monkeypatch
     monkeypatch.setenv("HF_DSPARK_DEBUG", "1")
     assert run("convert --to deepspec draft out") == code
     assert ("Traceback" in capsys.readouterr().err) == (code != 130)
-
-
-def test_the_shape_of_a_draft_that_is_there_already_is_refused(files, capsys):
-    shape = "--draft_kind dspark --block-size 7 --markov_rank=256 --markov_head_type vanilla --target_layer_ids 0 2"
-    words = "train --target target --draft draft --train_file prompts.jsonl --output_dir o"
-    assert run(f"{words} {shape} --num_hidden_layers 1") == 2
-    said = capsys.readouterr().err
-    assert (
-        "--draft has its shape already: leave --draft_kind, --num_hidden_layers, --block_size, --markov_rank, " in said
-    )
-    assert parse(shlex.split(words)).draft == "draft"
-    assert parse(shlex.split(f"{words.replace('--draft draft', '')} {shape}")).block_size == 7
