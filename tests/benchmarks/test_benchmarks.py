@@ -77,21 +77,6 @@ def test_greedy_outputs_are_those_of_plain_decoding(cells):
         assert all(part["seconds_per_token"] > 0 for part in parts)
 
 
-def test_packed_comparison_gives_the_same_kernels_to_all_but_plain_as_it_is(random_models):
-    methods = compare.methods_for(random_models, COST, 0.5, packed=True)
-    assert [method.name for method in methods if not method.packed] == ["plain, as it is"]
-    assert {method.name for method in methods} - {"plain, as it is"} == {"plain", *NATIVE, *OURS}
-
-
-def test_preceding_text_comes_from_other_rows_and_ends_right_before_the_prompt(random_models):
-    tokenizer = random_models.tokenizer
-    rows = [{"prompt": "w1", "completion": "w9"}, {"prompt": "w2 w3", "completion": None}, {"prompt": "w4 w5"}]
-    assert tokenizer.decode(compare.prompt_ids(rows, 0, tokenizer, 6)) == "w3 w4 w5 w2 w3 w1"
-    assert compare.prompt_ids(rows, 0, tokenizer, 0) == tokenizer("w1")["input_ids"]
-    with pytest.raises(ValueError, match="two prompts or more"):
-        compare.prompt_ids(rows[:1], 0, tokenizer, 6)
-
-
 def test_speedup_is_the_ratio_of_the_medians():
     run = {"identical": 1, "passes": 10, "tokens": 10}
     pairs = ((2.0, 1.0), (4.0, 1.0), (9.0, 4.0))
@@ -120,36 +105,11 @@ def test_arguments_of_a_part_are_its_options(tmp_path, monkeypatch):
     assert result["provenance"]["command"].endswith("--names a b --count 4")
 
 
-def test_folders_tell_how_their_model_was_trained(tmp_path):
-    domains.note_recipe(tmp_path / "a", {"steps": 1})
-    domains.note_recipe(tmp_path / "a", {"steps": 1})
-    with pytest.raises(ValueError, match="was trained with {'steps': 1}: give another --work_dir"):
-        domains.note_recipe(tmp_path / "a", {"steps": 2})
-    with pytest.raises(ValueError, match="must hold a folder target, and DOMAIN_train.jsonl"):
-        domains.Workshop(tmp_path, 1, 1).domains()
-
-
-def test_drafting_with_candidates_is_timed_against_the_whole_vocabulary(random_models):
-    draft = random_models.dspark.bind(random_models.target)
-    for cell in gemm.drafting_costs(draft, (8, 16), repetitions=2).values():
-        for part in cell["candidates"].values():
-            assert part["ratio"] == pytest.approx(part["ms"] / cell["full_ms"]) and part["ratio"] > 0
-    assert draft.config.draft_top_k is None
-
-
 def test_replayed_rounds_have_the_mean_of_the_recording_whatever_their_order():
     recording = [7] * 30 + [0] * 60 + [2] * 10  # the first ones are the best
     drawn = [bench.representative(recording, 66, 1, seed) for seed in range(3)]
     assert [sum(numbers) / 20 for numbers in drawn] == pytest.approx([2.3] * 3)
     assert drawn[0] != drawn[1] and sorted(drawn[0]) != drawn[0]
-
-
-def test_every_row_of_a_batch_accepts_what_was_recorded(random_models):
-    target, draft = random_models.target, random_models.dspark
-    options = {"max_new_tokens": 13, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    with bench.decoding(draft, FullBlock()), bench.replaying([3, 2]):
-        target.generate(torch.tensor([[4, 5], [6, 7]]), assistant_model=draft, **options)
-    assert draft.last_stats.accepted[:4] == [3, 2, 3, 2] and draft.decoding.policy is None
 
 
 def test_replay_measures_every_row_count_in_both_regimes(make_target, make_draft, monkeypatch):

@@ -32,14 +32,6 @@ def test_figures_have_a_message_a_footnote_and_no_empty_panel(name, figures):
     assert all(len(text) < 35 for text in legends) and len(set(legends)) == len(legends)
 
 
-def test_threshold_figure_stacks_rejected_drafts_on_tokens(figures):
-    axis = figures["figure_5_threshold"].axes[0]
-    row = style.load("threshold_sweep")["regimes"]["greedy"][0]
-    kept, rejected = (container[0] for container in axis.containers[:2])
-    assert kept.get_height() == row["tokens_per_round"] == rejected.get_y()
-    assert rejected.get_height() == row["rejected_per_round"]
-
-
 def test_saved_figures_have_the_same_bytes_every_time(tmp_path):
     first, second = (style.save(draw.FIGURES["speedups"](), tmp_path / name) for name in ("a.png", "b.png"))
     assert first.read_bytes() == second.read_bytes() and first.read_bytes().startswith(b"\x89PNG")
@@ -84,15 +76,3 @@ def test_what_the_page_says_of_all_cells_holds_for_the_files():
             assert cell["methods"]["DSpark, scheduled"]["speedup"] >= 1
             for part in cell["methods"].values():
                 assert part.get("identical_rows") in (None, part.get("rows"))
-
-
-def test_page_asking_for_an_unknown_table_is_named():
-    with pytest.raises(ValueError, match="there is no table 'wishes'"):
-        tables.refreshed("<!-- table: wishes -->\n<!-- end of table -->", ROOT / "README.md")
-
-
-def test_readme_compares_the_default_policy_with_the_faster_baseline(monkeypatch):
-    cell = {"temperature": 0.0, "tau": 4.0, "tokens_per_second": 150.0, "speedup": 3.0, "identical_outputs": 50}
-    cells = [cell | {"tau": 9.0}, cell | {"speedup_same_kernels": 2.0}]
-    monkeypatch.setattr(tables, "load", lambda _: {"cells": cells, "num_prompts": 50})
-    assert list(tables.readme_pair())[1:] == [("greedy", "4.00", "75", "150", "**2.00**", "50 of 50")]

@@ -84,14 +84,6 @@ def test_frontier_by_hand():
     assert rates == pytest.approx([4 / (0.01 + 8e-3 + 2e-3), 40 / (0.01 + 80e-3 + 2e-3)], rel=1e-3)
 
 
-def test_curves_are_linear_or_padded_and_drafting_is_a_share_of_the_shortest_step(tmp_path):
-    (tmp_path / "a.csv").write_text("gpu_model,num_tokens,gemm_ms_all_layers_tp1\nA,1,2\nA,4,4\nA,8,5\n")
-    _, padded = scheduler.curves_of(tmp_path / "a.csv").values()
-    assert [1e3 / rate for rate in padded.steps_per_second] == pytest.approx([2, 4, 4, 4, 5, 5, 5, 5])
-    (drafted,) = simulator.load_curves(tmp_path / "a.csv", draft_share=0.5).values()
-    assert drafted.drafting == 0.001 and 1 / drafted.steps_per_second[0] == pytest.approx(0.003)
-
-
 @pytest.mark.parametrize(("name", "requests"), [("knee", 100), ("knee", 256), ("line", 64), ("line", 256)])
 def test_budget_against_concurrency(name, requests):
     row = scheduler.reference_budget(name, requests, 2048, numpy.random.default_rng(0))
