@@ -115,7 +115,7 @@ def test_every_number_that_a_reader_looks_for_is_shown(draft, write):
     assert "| greedy | 600 | 5.0 % | 1.5 % | 0.81 |" in parts["Calibration of the confidences"]
     for line in (
         "| num_rows | 14946 |", "| steps | 4149 |", "| `learning_rate` | 0.0006 |",
-        "| tau on held-out rows, estimated | 4.29 |", "on held-out rows, estimated | 0.81 0.70 |",
+        "| tau, estimated on held-out rows | 4.29 |", "position, estimated on held-out rows | 0.81 0.70 |",
     ):  # fmt: skip
         assert line in parts["Training"]
 
@@ -179,13 +179,13 @@ def test_a_card_of_a_trained_draft_says_what_the_training_brought(draft, write):
     assert "**4.29 tokens** per pass of the target, as estimated on held-out rows of its training" in parts[""]
     assert "(3.81 before it)" in parts[""]
     for line in (
-        "| tau on held-out rows, estimated | 3.81 before, 4.29 after |", "| loss on held-out rows | 1.25 before, 0.50",
-        "| acceptance by position on held-out rows, estimated | 0.70 0.60 before, 0.81 0.70 after |",
+        "| tau, estimated on held-out rows | 3.81 before, 4.29 after |", "| loss on held-out rows | 1.25 before, 0.50",
+        "| acceptance by position, estimated on held-out rows | 0.70 0.60 before, 0.81 0.70 after |",
     ):  # fmt: skip
         assert line in parts["Training"]
     metrics = {"loss": 0.75, "tau": 3.5, "acceptance_1": 0.8, "learning_rate": 0.0}
     text = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))["Training"]
-    assert "| loss on the last batches | 0.75 |" in text and "| tau on the last batches, estimated | 3.50 |" in text
+    assert "| loss on the last batches | 0.75 |" in text and "| tau, estimated on the last batches | 3.50 |" in text
 
 
 def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write):
@@ -193,8 +193,8 @@ def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write):
     parts = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))
     assert "**2.50 to 3.50 tokens** per pass" in parts[""]
     for line in (
-        "tau on held-out rows of code, estimated | 2.50", "tau on held-out rows of math, estimated | 3.50",
-        "loss on held-out rows of math | 0.75", "position on held-out rows of code, estimated | 0.50",
+        "tau, estimated on held-out rows of code | 2.50", "tau, estimated on held-out rows of math | 3.50",
+        "loss on held-out rows of math | 0.75", "position, estimated on held-out rows of code | 0.50",
     ):  # fmt: skip
         assert f"{line} |" in parts["Training"]
 

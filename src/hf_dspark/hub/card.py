@@ -114,9 +114,9 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
     return names[0] if names else None, revisions[0] if revisions else None
 
 
-def _held_out_sets(metrics: Mapping[str, float]) -> dict[str, str]:
+def _sets(training: dict) -> dict[str, str]:
     """Return the names of the sets that a training was evaluated on, by the prefix of their metrics."""
-    prefixes = [name.removesuffix("tau") for name in metrics if name.startswith("eval_") and name.endswith("_tau")]
+    prefixes = [name[:-3] for name in training["metrics"] if name.startswith("eval_") and name.endswith("_tau")]
     return {prefix: " of ".join(filter(None, ("held-out rows", prefix[5:-1]))) for prefix in prefixes}
 
 
@@ -128,14 +128,11 @@ def _headline(decoded: list[Decoded], training: list[dict]) -> str:
         return f"it makes `generate()` **{faster} times as fast**."
     tau, how = _span(part.get("tau") for _, _, part in decoded), ""
     if not tau:
-        then, now = (
-            _span(values[f"{prefix}tau"] for values in metrics for prefix in _held_out_sets(values))
-            for metrics in (
-                [result.get("before", {}) for result in training],
-                [result["metrics"] for result in training],
-            )
+        then, tau = (
+            _span(result.get(part, {}).get(f"{prefix}tau") for result in training for prefix in _sets(result))
+            for part in ("before", "metrics")
         )
-        tau, how = now, f", as estimated on held-out rows of its training{f' ({then} before it)' if then else ''}"
+        how = f", as estimated on held-out rows of its training{f' ({then} before it)' if then else ''}"
     if not tau:
         return "its speed was not measured for this card."
     return f"**{tau} tokens** per pass of the target{how}. Its speed was not measured for this card."
@@ -151,16 +148,12 @@ def _training_facts(result: dict) -> dict[str, str]:
     metrics, before, arguments = result["metrics"], result.get("before", {}), result["arguments"]
     facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
     facts |= {f"`{name}`": arguments[name] for name in SHOWN_ARGUMENTS if name in arguments}
-    titles = {
-        "loss": "loss on {}",
-        "tau": "tau on {}, estimated",
-        "acceptance": "acceptance by position on {}, estimated",
-    }
-    for prefix, where in (_held_out_sets(metrics) or {"": "the last batches"}).items():
+    titles = {"loss": "loss on", "tau": "tau, estimated on", "acceptance": "acceptance by position, estimated on"}
+    for prefix, where in (_sets(result) or {"": "the last batches"}).items():
         for name, title in titles.items():
             then, now = (_reported(values, prefix + name) for values in (before, metrics))
             if now:
-                facts[title.format(where)] = f"{then} before, {now} after" if then else now
+                facts[f"{title} {where}"] = f"{then} before, {now} after" if then else now
     return {name: _text(value) for name, value in facts.items()}
 
 
@@ -188,13 +181,7 @@ def _device(result: dict) -> str:
 def _metadata(
     config: PreTrainedConfig, target: str | None, earlier: str | None, fields: Mapping[str, Any]
 ) -> ModelCardData:
-    tags = (
-        "speculative-decoding",
-        draft_kind(config).lower(),
-        "draft-model",
-        "custom_generate",
-        *fields.get("tags", ()),
-    )
+    tags = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
     known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
         # Of the relations that the Hub knows, of which it takes one for all: only this target can use the draft, which
@@ -202,7 +189,7 @@ def _metadata(
         known |= {"base_model": target, "base_model_relation": "adapter"}
         if _is_on_hub(earlier):
             known |= {"base_model": [target, earlier], "base_model_relation": "finetune"}
-    return ModelCardData(**known | fields | {"tags": [*dict.fromkeys(tags)]})
+    return ModelCardData(**known | fields | {"tags": [*dict.fromkeys((*tags, *fields.get("tags", ())))]})
 
 
 # ---- words
