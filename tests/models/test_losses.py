@@ -254,28 +254,6 @@ def test_block_losses_ignore_unsupervised_slots():
     assert nothing.loss.item() == 0.0 and (draft_logits.grad == 0).all()
 
 
-def test_l1_is_two_for_disjoint_distributions_and_zero_for_equal_ones():
-    far = torch.tensor([[[[50.0, -50.0]]]])
-    labels, supervised = torch.zeros(1, 1, 1, dtype=torch.long), torch.ones(1, 1, 1, dtype=torch.bool)
-    disjoint = losses_of(far, -far, labels, supervised, None)
-    assert disjoint.l1.item() == pytest.approx(2.0, abs=1e-5) and disjoint.acceptance.item() == 0.0
-    equal = losses_of(far, far, labels, supervised, None)
-    assert equal.l1.item() == 0.0 and equal.acceptance.item() == 1.0
-
-
-def test_confidence_loss_is_smallest_at_the_acceptance_and_does_not_move_the_draft_distribution():
-    *blocks, supervised, confidence_logits = random_blocks()
-    losses = losses_of(*blocks, supervised, confidence_logits, LossWeights(0.0, 0.0, 1.0))
-    losses.loss.backward()
-    assert blocks[0].grad is None or (blocks[0].grad == 0).all()
-    assert (confidence_logits.grad[supervised] != 0).all()
-    best = losses.acceptance.clamp(1e-6, 1 - 1e-6).logit()
-    at_best, above, below = (
-        losses_of(*blocks, supervised, best + shift).confidence.item() for shift in (0.0, 0.3, -0.3)
-    )
-    assert at_best < min(above, below)
-
-
 def test_block_losses_compute_in_float32_when_logits_are_bfloat16():
     draft_logits, target_logits, labels, supervised, confidence_logits = random_blocks()
     rounded = [value.detach().bfloat16() for value in (draft_logits, target_logits, confidence_logits)]

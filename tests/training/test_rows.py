@@ -1,12 +1,12 @@
 """Batches of rows: padding that is never read, and documents packed so that little is padding."""
 
 from hf_dspark.training.blocks import anchor_candidates
-from hf_dspark.training.rows import BlockCollator, PackedRows, PackedStream, join_documents
+from hf_dspark.training.rows import PackedRows, PackedStream, collate, join_documents
 
 
 def test_collator_pads_on_the_right_without_supervising_or_attending_the_padding():
     short = {"input_ids": [4], "loss_mask": [1], "extra": "ignored"}
-    batch = BlockCollator(9)([{"input_ids": [1, 2, 9], "loss_mask": [0, 1, 1]}, short])
+    batch = collate([{"input_ids": [1, 2, 9], "loss_mask": [0, 1, 1]}, short], 9)
     assert batch["input_ids"].tolist() == [[1, 2, 9], [4, 9, 9]]
     assert batch["loss_mask"].tolist() == [[False, True, True], [True, False, False]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]  # a token that equals the padding is attended to
@@ -40,6 +40,6 @@ def test_a_packed_stream_joins_documents_in_their_order():
 
 
 def test_padding_after_a_packed_row_is_a_document_of_its_own():
-    batch = BlockCollator(0)([join_documents(rows_of(3, 2)), join_documents(rows_of(7))])
+    batch = collate([join_documents(rows_of(3, 2)), join_documents(rows_of(7))], 0)
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert not anchor_candidates(batch["loss_mask"], batch["position_ids"])[0, 4:].any()

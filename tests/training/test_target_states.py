@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from hf_dspark.training.rows import BlockCollator, join_documents
+from hf_dspark.training.rows import collate, join_documents
 from hf_dspark.training.target_states import require_separable_documents, target_states
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_the_target_keeps_packed_documents_apart(family):
     config = family(vocab_size=48, num_key_value_heads=2, head_dim=8, sliding_window=6, **sizes)
     target = AutoModelForCausalLM.from_config(config).eval()
     rows = [join_documents(documents(9, 7)), join_documents(documents(4, 3, 8))]
-    batch = BlockCollator(0)(rows)
+    batch = collate(rows, 0)
     inputs = batch["input_ids"], batch["attention_mask"]
     packed = target_states(target, [0, 1], *inputs, CPU, torch.float32, batch["position_ids"])
     for row, start, end in ((0, 0, 9), (0, 9, 16), (1, 0, 4), (1, 4, 7), (1, 7, 15)):

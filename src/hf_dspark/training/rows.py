@@ -11,28 +11,23 @@ from typing import Any
 import torch
 
 
-class BlockCollator:
-    """Makes a batch of rows of `input_ids` and `loss_mask`, padded on the right; padding is never supervised."""
+def collate(rows: list[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Make a batch of rows of `input_ids` and `loss_mask`, padded on the right; padding is never supervised.
 
-    def __init__(self, pad_token_id: int) -> None:
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `loss_mask`, `position_ids` and `attention_mask`, each `[B, S]`.
-
-        A packed row brings its `position_ids`; those of its padding start again at 0, as another document's would.
-        """
-        batch = defaultdict(list)
-        longest = max(len(row["input_ids"]) for row in rows)
-        for row in rows:
-            tokens = len(row["input_ids"])
-            padding = longest - tokens
-            batch["input_ids"].append([*row["input_ids"], *[self.pad_token_id] * padding])
-            batch["loss_mask"].append([*row["loss_mask"], *[0] * padding])
-            batch["position_ids"].append([*row.get("position_ids", range(tokens)), *range(padding)])
-            batch["attention_mask"].append([1] * tokens + [0] * padding)
-        tensors = {name: torch.tensor(values) for name, values in batch.items()}
-        return tensors | {"loss_mask": tensors["loss_mask"].bool()}
+    Returns `input_ids`, `loss_mask`, `position_ids` and `attention_mask`, each `[B, S]`. A packed row brings its
+    `position_ids`; those of its padding start again at 0, as another document's would.
+    """
+    batch = defaultdict(list)
+    longest = max(len(row["input_ids"]) for row in rows)
+    for row in rows:
+        tokens = len(row["input_ids"])
+        padding = longest - tokens
+        batch["input_ids"].append([*row["input_ids"], *[pad_token_id] * padding])
+        batch["loss_mask"].append([*row["loss_mask"], *[0] * padding])
+        batch["position_ids"].append([*row.get("position_ids", range(tokens)), *range(padding)])
+        batch["attention_mask"].append([1] * tokens + [0] * padding)
+    tensors = {name: torch.tensor(values) for name, values in batch.items()}
+    return tensors | {"loss_mask": tensors["loss_mask"].bool()}
 
 
 class PackedRows(torch.utils.data.Dataset):

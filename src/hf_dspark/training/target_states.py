@@ -1,4 +1,4 @@
-"""The frozen target's states that a draft learns from: computed in process, read from a folder, or both.
+"""The frozen target's states that a draft learns from: computed in process, or read from a folder.
 
 A folder holds one safetensors file per document, named by a hash of its token ids. Files are written under another
 name and renamed, so a file that is there is finished. `meta.json` says which target and layers they are of, and

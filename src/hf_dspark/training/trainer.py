@@ -25,7 +25,7 @@ from .arguments import DSparkTrainingArguments
 from .blocks import cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
 from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_run_facts
-from .rows import BlockCollator, PackedRows, PackedStream
+from .rows import PackedRows, PackedStream, collate
 from .target_states import TargetSource
 
 
@@ -87,7 +87,8 @@ class DSparkTrainer(Trainer):
         self._metrics_prefix = "eval_"
         self._eval_batches = 0
         train_dataset, eval_dataset = self._prepared(train_dataset, eval_dataset, draft)
-        kwargs.setdefault("data_collator", BlockCollator(getattr(self.processing_class, "pad_token_id", None) or 0))
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
+        kwargs.setdefault("data_collator", partial(collate, pad_token_id=pad_token_id))
         super().__init__(
             model=draft, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             processing_class=self.processing_class, **kwargs,
