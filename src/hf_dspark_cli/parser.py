@@ -125,7 +125,6 @@ def generate(parser: ArgumentParser) -> None:
     add("--policy", type=policy, default=("default", None), help=f"how much of a block is verified: {POLICIES}")
     add("--compare", action="store_true", help=f"{COMPARED}; show both times, equal answers, and best tokens")
     _add_models(parser)
-    parser.set_defaults(kept="finished answers stand above")
 
 
 def regenerate(parser: ArgumentParser) -> None:
