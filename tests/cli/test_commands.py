@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from hf_dspark import DSparkDraftModel, Eagle3DraftModel, fast_linears
+from hf_dspark import DSparkDraftModel, Eagle3DraftModel
 from hf_dspark.data.prompts import SUITES
 from hf_dspark.measuring import decode_prompts as driver
 from hf_dspark.measuring.results import read_results
@@ -303,15 +303,6 @@ def test_the_table_in_use_is_shown_with_its_age_and_spread(capsys, steady_clock)
     (table,) = Path("cache").glob("*.json")
     assert shown.startswith(before) and f"\n{table.name}\nmeasured on" in shown
     assert "0 days old; repetitions of a pass lay 0% apart" in shown
-
-
-@pytest.mark.parametrize("packed", ["", "--packed"])
-def test_the_machine_is_measured_with_the_copies_that_are_asked_for(answer, monkeypatch, steady_clock, packed):
-    entered = []
-    monkeypatch.setattr(fast_linears, "__enter__", lambda self: entered.append(self._packed))
-    monkeypatch.setattr(fast_linears, "__exit__", lambda *_: None)
-    answer(f"profile {PAIR} --batch_sizes 1 2 --context_lengths 8 16 --repetitions 1 {packed}")
-    assert entered[0] == bool(packed) and not any(entered[1:])
 
 
 @pytest.mark.filterwarnings("always")

@@ -170,11 +170,8 @@ def collect_rounds(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> CalibrationRounds:
-    """Decode prompts with whole blocks and record every round; see [`calibrate`].
-
-    `output_file` gets a JSON line per prompt as they come; prompts already in it are not decoded again. A prompt's
-    draws depend on the seed and its place.
-    """
+    """Decode prompts with whole blocks and record every round, one JSON line per prompt in `output_file`; see
+    [`calibrate`]."""
     require_pair(target, draft)
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")

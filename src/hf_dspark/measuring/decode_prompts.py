@@ -48,20 +48,13 @@ def decode_prompts(
     target's context than the others has a call of its own. The answer goes into the conversation before the next turn.
 
     Args:
-        target (`PreTrainedModel`): The model that decodes.
         prompts (`Mapping`): Groups of prompts: tasks, or samples. A batch holds prompts of one group.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer; optional for token ids of one turn.
-        draft ([`DraftModel`], *optional*): Its draft, which decodes as `draft.decoding` says.
         done (`Mapping`): Tokens of answers from an earlier run, which are not yielded again. A batch that was answered
             in part is drawn again as a whole: draws depend on the seed and the place of its first prompt alone.
-        seed (`int`): Of all draws.
-        batch_size (`int`): Prompts decoded together.
         continuous (`bool`): Fill the row of a prompt that ends at once, by [`generate_many`]: faster, but nothing is
             timed, and each prompt has one turn.
         compare_plain (`bool`): Decode each turn without the draft, too, right before.
         raise_errors (`bool`): Raise the error of a prompt that fails alone.
-        progress (`str`, *optional*): What the progress bar says.
-        generate_kwargs: For `generate()`.
     """
     driver = _Driver(target, processing_class, draft, seed, batch_size, compare_plain, raise_errors, generate_kwargs)
     decode, done = driver.decode_queue if continuous else driver.decode_batches, done or {}

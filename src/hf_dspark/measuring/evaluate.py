@@ -106,8 +106,8 @@ def evaluate(
         seed (`int`): Of all draws.
         enable_thinking (`bool`, *optional*): For the chat template, if given.
         packed (`bool`): Decode with packed copies of the weights, see [`fast_linears`], without the draft, too.
-        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, here or in a `generation_config` among
-            them, and never more than the target's context has room for.
+        generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, and never more than the target's context
+            has room for.
 
     Returns:
         [`Evaluation`]

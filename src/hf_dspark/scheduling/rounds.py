@@ -179,11 +179,6 @@ class Rounds:
         """Return, of each draft position 1..γ, the share accepted where all before it were; `nan` if never reached."""
         return [_share(self.accepted_at(place), self.reached(place)) for place in range(1, block_size + 1)]
 
-    def survival(self, block_size: int) -> list[float]:
-        """Return, of each draft position 1..γ, the share of rounds accepted up to it among those that proposed it."""
-        proposed = (sum(depth >= place for depth in self.depths) for place in range(1, block_size + 1))
-        return [_share(self.accepted_at(place), count) for place, count in enumerate(proposed, start=1)]
-
     def reached(self, position: int) -> int:
         """Rounds that verified the token at a draft position (1..γ) after an accepted prefix."""
         pairs = zip(self.depths, self.accepted, strict=True)
