@@ -197,9 +197,14 @@ def test_a_wrong_result_stops_before_anything_is_written(draft, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_what_shall_be_private_goes_into_no_public_repository(tmp_path, monkeypatch):
+@pytest.fixture
+def api(monkeypatch) -> MagicMock:
     api = MagicMock()
     monkeypatch.setattr("hf_dspark.hub.repository.HfApi", lambda token: api)
+    return api
+
+
+def test_what_shall_be_private_goes_into_no_public_repository(tmp_path, api):
     api.repo_info.return_value.private = False
     with pytest.raises(OSError, match="it is public: make it private"):
         upload_repository(tmp_path, "me/draft", private=True)
@@ -219,14 +224,11 @@ def test_result_files_of_one_name_are_all_published(target, draft, tmp_path):
     assert sorted(copied) == sorted(path.read_bytes() for path in files)
 
 
-def test_settings_of_an_interrupted_evaluation_are_not_uploaded(tmp_path, monkeypatch):
-    api = MagicMock()
-    monkeypatch.setattr("hf_dspark.hub.repository.HfApi", lambda token: api)
+def test_settings_of_an_interrupted_evaluation_are_not_uploaded(tmp_path, api):
     upload_repository(tmp_path, "someone/new")
-    patterns = {name: api.upload_folder.call_args.kwargs.get(f"{name}_patterns") for name in ("allow", "ignore")}
+    patterns = {name: api.upload_folder.call_args.kwargs[name] for name in ("allow_patterns", "ignore_patterns")}
     files = ["results/a.json", "results/a.json.partial.jsonl", "results/a.json.partial.jsonl.settings.json"]
-    kept = filter_repo_objects(files, allow_patterns=patterns["allow"], ignore_patterns=patterns["ignore"])
-    assert list(kept) == ["results/a.json"]
+    assert list(filter_repo_objects(files, **patterns)) == ["results/a.json"]
 
 
 def test_folders_of_every_kind_of_draft_are_loaded_and_other_models_refused(draft, target, fixtures, tmp_path):
