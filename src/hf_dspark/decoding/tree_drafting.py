@@ -72,8 +72,10 @@ class TreeSampler(ABC):
         self.is_broken = [False] * len(self.requests)  # whether the draft gave no distribution after the anchor
         # c_k, or what stands for it, along the first children: what a chain would have known. [R, depth]
         self._confidence: list[list[float]] = [[] for _ in self.requests]
-        # Nodes that end a matched path: how many tokens of the match they make up.
-        self._matched = {(row, 0): 0 for row, match in enumerate(self.matches) if match.token_ids}
+        # Nodes that end a matched path, and how it goes on: tokens, and how often such ones are right.
+        self._matched = {
+            (row, 0): list(zip(match.token_ids, match.chances, strict=True)) for row, match in enumerate(self.matches)
+        }
         self._unreachable: set[tuple[int, int]] = set()  # nodes whose tokens are forbidden, and those below
         self._depth = 0
         self._level = [(row, 0) for row in range(len(self.requests))]  # row and place of each node
@@ -94,9 +96,9 @@ class TreeSampler(ABC):
                 (row, place) in self._unreachable or _is_forbidden(scores, number, token)
             ):
                 self._unreachable.add((row, added))
-            following = self._next_of_match(row, place)
-            if following is not None and following[0] == token:
-                self._matched[row, added] = self._matched[row, place] + 1
+            following = self._matched.get((row, place))
+            if following and following[0][0] == token:
+                self._matched[row, added] = following[1:]
             inside = self._depth < self.max_depths[row] and token not in self.ends
             if inside and self._survival(row, added) >= self.plan.cut:
                 parents.append(number)
@@ -144,27 +146,17 @@ class TreeSampler(ABC):
     def _survival(self, row: int, place: int) -> float:
         return self.trees[row].survivals[place - 1] if place else float(self.max_depths[row] > 0)
 
-    def _next_of_match(self, row: int, place: int) -> tuple[int, float] | None:
-        """Return the token with which a matched path goes on after a node, and how often such a one is right."""
-        count, match = self._matched.get((row, place)), self.matches[row]
-        if count is None or count == len(match.token_ids):
-            return None
-        return match.token_ids[count], match.chances[count]
-
     def _matching(self) -> dict[int, tuple[int, float]]:
         """Return, by number, which nodes of the level end a matched path, and what comes next."""
-        if not self._matched:
-            return {}
-        found = {number: self._next_of_match(*node) for number, node in enumerate(self._level)}
-        return {number: each for number, each in found.items() if each is not None}
+        following = enumerate(map(self._matched.get, self._level))
+        return {number: each[0] for number, each in following if each}
 
     def _lengthen(self, row: int, place: int) -> None:
         """Let a matched path go on below the draft's depth, as far as it pays."""
-        tree, match, count = self.trees[row], self.matches[row], self._matched[row, place]
+        tree, following, survival = self.trees[row], self._matched[row, place], self._survival(row, place)
         if any((row, node) in self._matched for node in tree.children(place)):
             return
-        survival = self._survival(row, place)
-        for token, chance in zip(match.token_ids[count:], match.chances[count:], strict=True):
+        for token, chance in following:
             survival *= chance
             is_end = place > 0 and tree.token_ids[place - 1] in self.ends
             is_full = tree.depth_of(place) >= self.rooms[row] or not self.plan.has_room(tree, self.trees, survival)
