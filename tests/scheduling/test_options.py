@@ -23,9 +23,7 @@ def test_an_option_that_is_set_on_the_draft_itself_is_refused_with_the_place_whe
 
 @pytest.mark.parametrize("wrong", ["full", FullBlock(), {"policy": None}, DecodingOptions])
 def test_decoding_options_of_another_type_are_refused(draft, wrong):
-    with pytest.raises(
-        TypeError, match=r"draft.decoding must be DecodingOptions, got .*: DecodingOptions\(policy=...\)"
-    ):
+    with pytest.raises(TypeError, match=r"draft.decoding must be DecodingOptions\(policy=..., ...\), got"):
         draft.decoding = wrong
     assert draft.decoding == DecodingOptions()
 
