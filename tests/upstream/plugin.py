@@ -89,13 +89,15 @@ class Repeater:
     def repeat(self, original: Callable[..., Any], model: PreTrainedModel, given: tuple, result: Any) -> None:
         """Repeat one call with each kind of draft, and once more without what would be refused."""
         self._compare(original, model, given, result)
-        if changes := _accepted(given[1]):
-            changed = given[0], given[1] | changes
-            args, kwargs = _copied(changed)
+        changes, one_row = _accepted(given[1]), _first_row(given)
+        together = "cannot be decoded together" in self.outcomes[-len(DRAFTS)].reason
+        for args, kwargs in ([given] if changes else []) + ([one_row] if together and one_row else []):
+            changed = args, kwargs | _accepted(kwargs)
             try:
+                args, kwargs = _copied(changed)
                 result = original(model, *args, **kwargs)
             except Exception:  # what plain does not decode says nothing
-                return
+                continue
             self._compare(original, model, changed, result)
 
     def _compare(self, original: Callable[..., Any], model: PreTrainedModel, given: tuple, result: Any) -> None:
@@ -189,6 +191,20 @@ def _accepted(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("use_cache") is False:
         changes["use_cache"] = True
     return changes
+
+
+def _first_row(given: tuple) -> tuple | None:
+    """Return a call for the first row alone; `None` if it has one, or a cache of several."""
+    args, kwargs = given
+    inputs = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+    if not isinstance(inputs, torch.Tensor) or len(inputs) < 2 or kwargs.get("past_key_values") is not None:
+        return None
+
+    def first(value: Any) -> Any:  # images of a row, too, if each row has as many
+        is_of_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) % len(inputs) == 0
+        return value[: len(value) // len(inputs)] if is_of_rows else value
+
+    return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
 
 
 def _expected(model: PreTrainedModel, given: tuple, result: Any) -> Expected:
