@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
+from transformers.models.kosmos2 import Kosmos2TextConfig
+from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
 from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler, check_target
 from hf_dspark.decoding.tree_drafting import BestTrees, Chains
@@ -222,10 +224,35 @@ def test_targets_that_cannot_be_drafted_for_are_refused_by_name_before_any_work(
             target.generate(**inputs, assistant_model=draft, **PLAIN)
 
 
-def test_attention_with_masks_of_its_own_is_left_to_transformers_loop():
-    target, draft = make_pair("doge", {})
-    assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
-    with pytest.raises(ValueError, match="masks what it attends to by values.*Call generate"):
+def kosmos_pair():
+    sizes = {"vocab_size": 48, "embed_dim": 32, "layers": 3, "attention_heads": 4, "ffn_dim": 48, "init_std": 0.5}
+    target = Kosmos2TextForCausalLM(Kosmos2TextConfig(**sizes, max_position_embeddings=64, eos_token_id=None)).eval()
+    return target, make_own_draft(target)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: make_pair("doge", {}), "makes attention masks of its own"),
+        (kosmos_pair, "makes attention masks of its own"),
+        (lambda: make_pair("gemma", {"use_bidirectional_attention": True}), "reads prompts in both directions"),
+    ],
+    ids=["by_values", "additive", "both_directions"],
+)
+def test_masks_that_are_not_causal_are_left_to_transformers_loop(make, reason, monkeypatch):
+    target, draft = make()
+    ids = torch.tensor([PROMPTS[0]])
+    know_the_answers(monkeypatch, target.generate(ids, **PLAIN).tolist())
+    assert_same_tokens(target, draft, ids, **PLAIN)
+    assert draft.last_stats.loop == "transformers" and draft.last_stats.tau > 1.5
+    with pytest.raises(ValueError, match=f"{reason}.*Call generate"):
+        target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
+
+
+def test_masks_that_a_target_makes_itself_are_refused_where_nobody_knew_of_them(monkeypatch):
+    monkeypatch.setattr("hf_dspark.targets.support.OWN_MASKS", set())
+    target, draft = kosmos_pair()
+    with pytest.raises(ValueError, match="masks that the target makes itself"):
         target.generate(**padded(PROMPTS), assistant_model=draft, **PLAIN)
 
 

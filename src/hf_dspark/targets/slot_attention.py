@@ -59,6 +59,11 @@ def slot_attention(
     """
     if position_bias is not None:
         raise ValueError("position biases are not supported by hf_dspark's decoding loop")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise ValueError(
+            f"{type(module).__name__} gets attention masks that the target makes itself, which a slot cache does not "
+            "know: set draft.decoding = DecodingOptions(use_transformers_loop=True)"
+        )
     running = _running_pass()
     layout, rows = running.layout, running.layout.to_rows(query)
     causal = attention_mask is None and layout.width > 1

@@ -24,8 +24,8 @@ INDEXED_LAYERS = {"indexed_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Models that read their whole text again where the frequencies of longrope switch.
 READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
-# Attention by the interface of transformers, with masks that are not those of positions.
-OWN_MASKS = {"doge"}
+# Attention by the interface of transformers, with masks that are made by the model, or not of positions.
+OWN_MASKS = {"doge", "kosmos_2_text_model", "kosmos_2_5_text_model"}
 OWN_TOKENS = {"cpmant"}
 # Models that keep no keys and values, or in a form that cannot be taken back.
 NO_CACHE = {"openai-gpt", "reformer", "xlm", "xlnet"}
@@ -268,7 +268,9 @@ class TargetSupport:
         if self.keeps_states:
             return self._state_obstacle
         if self.text.model_type in OWN_MASKS:
-            return f"{self.name} masks what it attends to by values, which a slot cache does not know"
+            return f"{self.name} makes attention masks of its own, which a slot cache does not know"
+        if getattr(self.text, "use_bidirectional_attention", None) in (True, "all"):  # PaliGemma
+            return f"{self.name} reads prompts in both directions, and a slot cache in one"
         if not getattr(self.target, "_supports_attention_backend", False):
             return f"{self.name} has attention of its own (ALiBi, for example), which cannot read a slot cache"
         others = sorted({*self.kinds} - ATTENTION_LAYERS)
