@@ -158,25 +158,62 @@ def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     return target
 
 
-# Names that older families have for sizes, and what others need besides.
+# Names that other families have for sizes, and what they need besides.
 OTHER_SIZES = {
     "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "d_model": 64, "num_layers": 4, "num_heads": 4,
-    "ffn_dim": 64, "word_embed_proj_dim": 64, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 64,
-    "is_decoder": True, "rotary_dim": 8, "qk_rope_head_dim": 16, "laurel_rank": 8, "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96, "use_cache": True,
+    "n_layers": 4, "n_heads": 4, "emb_dim": 64, "max_seq_len": 256, "ffn_dim": 64, "ffn_hidden_size": 64,
+    "word_embed_proj_dim": 64, "encoder_layers": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 64,
+    "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "expert_ffn_hidden_size": 32,
+    "n_shared_experts": 1, "moe_topk": 2, "zero_expert_num": 2, "is_decoder": True, "rotary_dim": 8,
+    "qk_rope_head_dim": 16, "laurel_rank": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96, "use_cache": True,
 }  # fmt: skip
+SHARED_KEYS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+ROTATED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+# What the small configuration of a type needs besides the sizes that all share, its parts included.
+NEEDED: dict[str, dict[str, Any]] = TEXT | REFUSED | {
+    # Without the first three, which its tests in transformers set, too, plain generate() fails.
+    "blt": {
+        "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "encoder_hash_byte_group_vocab": 64,
+        "decoder_config": {"hidden_size_global": 64},
+    },
+    "cohere_compass_text": SHARED_KEYS | {"rope_parameters": {"sliding_attention": ROTATED, "full_attention": None}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "dots3_note": {
+        "vision_config": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "emu3": {"vocabulary_map": {"<image>": 9}},
+    "fuyu": {"text_config": {"model_type": "persimmon"}},
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
+    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"}},
+    "qwen3_5": {"text_config": MIXED},
+    "qwen3_5_moe": {"text_config": QWEN},
+    "qwen4_exp": {"text_config": REFUSED["qwen4_exp"]},
+    "qwen4_exp_text": REFUSED["qwen4_exp"],
+    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 32)},
+    "xlstm": REFUSED["xlstm"] | {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+# What no small target can be made of, and why.
+UNBUILT = {
+    "gemma3n": "its vision tower takes the timm library; gemma3n_text is the same text model",
+    "gemma4_assistant": "a drafter of Gemma 4, which reads its target's keys and values: it decodes nothing alone",
+    "gemma4_unified_assistant": "a drafter of Gemma 4, as gemma4_assistant",
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody"), "a step has a token of each of four audio codebooks, not of text"
+    ),
+}
 
 
 def build_any(model_type: str) -> PreTrainedModel:
     """Return a tiny causal LM of any type that transformers knows; fails as its configuration or model does."""
     config_class = transformers.CONFIG_MAPPING[model_type]
-    sizes = SMALL | OTHER_SIZES | TEXT.get(model_type, REFUSED.get(model_type, {}))
-    names = {field.name for field in dataclasses.fields(config_class)}
-    if "num_kv_shared_layers" in names:
-        sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    if "kv_lora_rank" in names:
-        sizes |= {"num_key_value_heads": 4}
-    config = config_class(**_of(config_class, sizes))
+    if model_type in UNBUILT:
+        raise ValueError(UNBUILT[model_type])
+    config = config_class(**_small(config_class, NEEDED.get(model_type, {})))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if model.num_parameters() > 10**8:
@@ -185,6 +222,25 @@ def build_any(model_type: str) -> PreTrainedModel:
     target = transformers.AutoModelForCausalLM.from_config(config).eval()
     target.generation_config.pad_token_id, target.generation_config.eos_token_id = 0, None
     return target
+
+
+def _small(config_class: type[PreTrainedConfig], needed: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes that a configuration takes, those of its parts included."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    sizes = {name: size for name, size in (SMALL | OTHER_SIZES).items() if name in names}
+    if "num_kv_shared_layers" in names:
+        sizes |= SHARED_KEYS
+    if "kv_lora_rank" in names:
+        sizes |= {"num_key_value_heads": 4}
+    for name, part_class in getattr(config_class, "sub_configs", {}).items():
+        part = needed.get(name, {})
+        if part_class is transformers.AutoConfig and "model_type" in part:
+            part_class = transformers.CONFIG_MAPPING[part["model_type"]]
+        known = part_class is not transformers.AutoConfig
+        sizes[name] = _small(part_class, part) if known else dict(part)
+    return sizes | {
+        name: size for name, size in needed.items() if name not in sizes or not isinstance(sizes[name], dict)
+    }
 
 
 def _of(config_class: type[PreTrainedConfig], sizes: dict[str, Any]) -> dict[str, Any]:

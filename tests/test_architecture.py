@@ -45,6 +45,12 @@ PRIVATE_GENERATION_NAMES = {
     if name.startswith("_") and not name.startswith("__") and callable(getattr(GenerationMixin, name))
 }
 
+# Of its generation configurations, caches and processors.
+PRIVATE_ATTRIBUTES = {
+    "_eos_token_tensor", "_pad_token_tensor", "_mask_length", "_is_user_defined", "_prefix_allowed_tokens_fn",
+    "_num_beams",
+}  # fmt: skip
+
 
 def folder_of(module: str) -> str:
     return module.rpartition(".")[0]
@@ -147,6 +153,15 @@ def test_file_is_short_enough_to_be_read(module):
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"decoding.assisted", "decoding.install"}))
 def test_private_generation_api_is_named_where_it_is_wrapped_only(module):
     assert not names_in(MODULES[module]) & PRIVATE_GENERATION_NAMES
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"targets.transformers_api"}))
+def test_private_attributes_of_transformers_are_named_in_one_place_only(module):
+    assert not names_in(MODULES[module]) & PRIVATE_ATTRIBUTES
+
+
+def test_private_attributes_of_transformers_are_there():
+    assert names_in(MODULES["targets.transformers_api"]) >= PRIVATE_ATTRIBUTES
 
 
 def test_the_wraps_name_private_generation_api():

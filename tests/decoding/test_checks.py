@@ -283,13 +283,23 @@ def test_empty_rows_are_refused_by_number(target, draft, prompts):
         target.generate(**batch, assistant_model=draft, **GREEDY)
 
 
-def test_a_missing_padding_token_is_refused_when_rows_may_end_apart(target, draft, prompts, tokenizer):
-    options = {"assistant_model": draft, "do_sample": False, "max_new_tokens": 5, "eos_token_id": None}
+def test_rows_end_together_where_no_token_ends_them(target, draft, prompts, tokenizer):
+    options = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": None}
     target = copy.deepcopy(target)
     target.generation_config.pad_token_id = target.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="pad_token_id"):
-        target.generate(**padded(prompts), stop_strings=["Q"], tokenizer=tokenizer, **options)
-    assert target.generate(**padded(prompts), **options).shape[0] == len(prompts)
+    for stop in ({}, {"stop_strings": ["Q"], "tokenizer": tokenizer}):
+        plain = target.generate(**padded(prompts), **stop, **options)
+        assert torch.equal(target.generate(**padded(prompts), **stop, assistant_model=draft, **options), plain)
+
+
+def test_all_reasons_are_named_at_once(target, draft, prompts):
+    flipped = {name: value.flip(1) for name, value in padded(prompts[:2]).items()}
+    options = {"logits_processor": [Counter()], "max_new_tokens": 4, "use_cache": False, "use_mtp": True}
+    for way in ({"assistant_model": draft}, {"custom_generate": decode_with(draft)}):
+        with pytest.raises(ValueError, match="there are 4 reasons") as refusal:
+            target.generate(**flipped, **way, **options)
+        for word in ("use_cache", "use_mtp", "padding_side", "Counter"):
+            assert word in str(refusal.value)
 
 
 def test_prompts_longer_than_the_context_are_refused(target, draft):

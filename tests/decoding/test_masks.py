@@ -159,14 +159,34 @@ def test_what_leaves_a_call_has_the_shape_that_plain_generate_gives(llama, ids, 
     assert again.past_key_values.to_dynamic_cache().get_seq_length() == expected.shape[1] - 1
 
 
-def test_embeddings_beside_token_types_are_refused_by_name(ids):
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_types_of_tokens_are_read_in_prompts_and_go_on_after_them(ids, given, num_rows):
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, eos_token_id=None, bos_token_id=None)
     target, draft = drafted(GPT2LMHeadModel(config))
-    types = torch.zeros(1, 9, dtype=torch.long)
-    with pytest.raises(ValueError, match="inputs_embeds beside token_type_ids"):
-        target.generate(
-            inputs_embeds=torch.rand(1, 9, 32), token_type_ids=types, max_new_tokens=4, assistant_model=draft
-        )
+    inputs = ids if given == "input_ids" else target.get_input_embeddings()(ids)
+    asked = {given: inputs[:num_rows], "attention_mask": torch.tensor(MASKS["shared_padding"])[:num_rows]}
+    asked |= {"token_type_ids": torch.randint(0, 5, (2, 9))[:num_rows], "max_new_tokens": 12}
+    for chunk in (None, 4) if given == "input_ids" else (None,):
+        plain = target.generate(**asked, prefill_chunk_size=chunk)
+        assert torch.equal(target.generate(**asked, prefill_chunk_size=chunk, assistant_model=draft), plain)
+    assert not torch.equal(target.generate(**asked | {"token_type_ids": None}), plain)
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_embeddings_of_everything_continue_a_cache(llama, ids, plain_first):
+    (target, draft), mask = llama, torch.tensor(MASKS["padding_and_hole"])
+    first = {} if plain_first else {"assistant_model": draft}
+    asked = {"attention_mask": mask, "max_new_tokens": 6, "return_dict_in_generate": True}
+    output = target.generate(ids, **asked, **first)
+    whole = torch.cat([output.sequences, ids[:, :3]], dim=1)
+    asked = {"attention_mask": torch.cat([mask, torch.ones(2, 9, dtype=torch.long)], dim=1), "max_new_tokens": 8}
+    expected = target.generate(whole, **asked)[:, 18:]
+    asked |= {"inputs_embeds": target.get_input_embeddings()(whole), "assistant_model": draft}
+    shorter = asked | {"inputs_embeds": asked["inputs_embeds"][:, -4:]}
+    with pytest.raises(ValueError, match="embeddings that continue past_key_values are those of the whole"):
+        target.generate(**shorter, past_key_values=output.past_key_values)
+    assert torch.equal(target.generate(**asked, past_key_values=output.past_key_values), expected)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])
@@ -194,18 +214,45 @@ class DoneTracker(StoppingCriteria):
         return all(self.done)
 
 
-@pytest.mark.parametrize("by_index", [True, False])
-def test_criteria_with_an_entry_for_each_row_are_refused_in_batches_alone(llama, ids, by_index):
+class AnyRow(StoppingCriteria):
+    """One answer for all rows."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -1] % 7 == 2).any()
+
+
+class Sixth(StoppingCriteria):
+    """Counts its calls."""
+
+    calls = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        return self.calls >= 6
+
+
+CRITERIA = {
+    "entries": lambda rows: DoneTracker(rows), "any": lambda rows: AnyRow(), "calls": lambda rows: Sixth(),
+    "entries_of_those_given": lambda rows: DoneTracker(rows, by_index=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("eos", [None, 5, [9, 11, 20, 30]])
+@pytest.mark.parametrize("make", CRITERIA.values(), ids=CRITERIA)
+def test_criteria_of_a_whole_batch_are_asked_about_all_of_it_step_by_step(llama, ids, make, eos):
     target, draft = llama
-    with pytest.raises(ValueError, match=r"DoneTracker holds an entry for each of 2 rows.*batch_size=1"):
-        target.generate(ids, stopping_criteria=[DoneTracker(2, by_index)], max_new_tokens=4, assistant_model=draft)
-    asked = {"max_new_tokens": 24}
-    plain = target.generate(ids[:1], stopping_criteria=[DoneTracker(1, by_index)], **asked)
-    ours = target.generate(ids[:1], stopping_criteria=[DoneTracker(1, by_index)], **asked, assistant_model=draft)
-    assert torch.equal(ours, plain)
+    asked = {"max_new_tokens": 24, "eos_token_id": eos, "return_dict_in_generate": True, "output_logits": True}
+    for rows in (1, 2):
+        plain = target.generate(ids[:rows], stopping_criteria=[make(rows)], **asked)
+        ours = target.generate(ids[:rows], stopping_criteria=[make(rows)], **asked, assistant_model=draft)
+        assert torch.equal(ours.sequences, plain.sequences) and len(ours.logits) == len(plain.logits)
+        more = torch.cat([plain.sequences, ids[:rows, :2]], dim=1)
+        second = {"attention_mask": torch.ones_like(more), "max_new_tokens": 6, "eos_token_id": None}
+        again = target.generate(more, **second, past_key_values=ours.past_key_values, assistant_model=draft)
+        assert torch.equal(again, target.generate(more, **second))
 
 
-def test_criteria_that_hold_as_many_things_by_chance_are_asked_row_by_row(llama, ids):
+def test_criteria_that_hold_as_many_things_by_chance_change_nothing(llama, ids):
     class AnyOf(StoppingCriteria):
         tokens = None
 

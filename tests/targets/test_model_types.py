@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPTJForCausalLM
 from transformers.models.kosmos2 import Kosmos2TextConfig
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
@@ -261,6 +261,27 @@ def test_layers_that_share_keys_have_features_of_every_position_in_transformers_
     draft.decoding = DecodingOptions(use_transformers_loop=True)
     assert max(draft.config.target_layer_ids) >= 2
     assert_same_tokens(target, draft, torch.tensor([PROMPTS[0]]), **PLAIN)
+
+
+def test_windows_that_a_cache_alone_knows_are_refused_where_they_would_be_left():
+    target, draft = make_pair("moshi", {"sliding_window": 16, "num_key_value_heads": 4, "ffn_dim": 64})
+    ids, message = torch.tensor([PROMPTS[2]]), "window of 16 has left.*generate 4 tokens at most"
+    with pytest.raises(ValueError, match=message):
+        target.generate(ids, assistant_model=draft, **PLAIN)
+    assert_same_tokens(target, draft, ids, **(PLAIN | {"max_new_tokens": 4}))
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text", "mistral"])
+def test_plain_caches_of_layers_that_share_keys_are_continued_and_filled(model_type):
+    target, draft = make_pair(model_type, TYPES[model_type])
+    batch, asked = padded(PROMPTS[:3]), PLAIN | {"return_dict_in_generate": True}
+    first, filled = target.generate(**batch, **asked), DynamicCache(config=target.config)
+    target.generate(**batch, **PLAIN, past_key_values=filled, assistant_model=draft)
+    more = torch.cat([first.sequences, torch.tensor([[7, 9]] * 3)], dim=1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(3, 22, dtype=torch.long)], dim=1)
+    plain = target.generate(more, attention_mask=mask, **PLAIN)
+    for cache, way in ((first.past_key_values, {"assistant_model": draft}), (filled, {})):
+        assert torch.equal(target.generate(more, attention_mask=mask, past_key_values=cache, **PLAIN, **way), plain)
 
 
 def test_frequencies_that_depend_on_the_longest_row_are_refused_in_batches():

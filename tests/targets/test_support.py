@@ -29,11 +29,13 @@ def walks(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+@pytest.mark.parametrize("kind", ["attention", "calibrated", "recurrent"])
 @pytest.mark.parametrize("door", ["assistant_model", "custom_generate"])
 def test_a_call_walks_over_the_targets_modules_once(make_target, make_draft, walks, kind, door):
     target = make_target()
     draft = make_draft(target)
+    if kind == "calibrated":  # the cost of this machine is looked for
+        draft.config.sts_temperatures = {"default": [1.0] * draft.config.block_size}
     if kind == "recurrent":
         if not HAVE_PROTOCOL:
             pytest.skip("needs a later transformers")

@@ -82,9 +82,10 @@ class fast_linears:
             self.__exit__()
 
     @staticmethod
-    def packs(model: nn.Module) -> bool:
-        """Tell whether a model multiplies by packed weights at present."""
-        forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in model.modules())
+    def packs(*models: nn.Module) -> bool:
+        """Tell whether models, or some of their layers, multiply by packed weights at present."""
+        modules = (module for model in models for module in model.modules())
+        forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in modules)
         return any(isinstance(each, partial) and each.keywords.get("packed") is not None for each in forwards)
 
 

@@ -78,10 +78,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         options: DecodingOptions | None = None,
     ) -> None:
         config = generation_config or target.generation_config
-        plan = plan_call(target, draft, options or draft.decoding, config, {})
+        plan, reasons = plan_call(target, draft, options or draft.decoding, config, {})
         processors, some_ids = logits_processor or LogitsProcessorList(), torch.zeros(1, 1, dtype=torch.long)
         call = Call(some_ids, processors, StoppingCriteriaList(), config, {}, **plan)
-        refuse(processor_obstacles(call, draft.config.vocab_size))
+        refuse([*reasons, *processor_obstacles(call, draft.config.vocab_size)])
         self._prepare(target, draft, call)
 
     @classmethod

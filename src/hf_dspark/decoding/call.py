@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from ..models.modeling_draft import DraftModel
 from ..targets.transformers_api import output_cache_name
@@ -16,14 +16,14 @@ from .drafter import Drafter
 from .logits_processing import processors_of_row
 from .loop import DecodingLoop
 from .outputs import Recording
-from .request import Call, Request, StopRule, copies_of
+from .request import BatchRule, Call, Request, StopRule
 
 
 def decode_call(
     target: PreTrainedModel, draft: DraftModel, call: Call
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
     """Decode all rows of a call, and return what `generate()` does: rows that ended early are padded on the right."""
-    config, given = call.generation_config, call.model_kwargs.get("past_key_values")
+    config, given = call.generation_config, call.cache
     cache = open_cache(given, len(call.input_ids))
     prompts = [read_prompt(call, row, cache) for row in range(len(call.input_ids))]
     requests = [make_request(call, row, row, prompt) for row, prompt in enumerate(prompts)]
@@ -34,10 +34,13 @@ def decode_call(
     conversation = Conversation.begin_turn(cache, draft, requests)
     drafter = Drafter(target, draft, call, conversation.draft_cache)
     loop = DecodingLoop(drafter, call, cache, Recording.of(call))
+    rule = BatchRule(call, requests)
     try:
         loop.admit(requests, [prompt.fed for prompt in prompts], config.prefill_chunk_size)
+        rule.ask(loop.recording.scores, loop.end)
         while loop.requests:
             loop.run_round()
+            rule.ask(loop.recording.scores, loop.end)
     except torch.OutOfMemoryError as error:  # outside of the cache
         fits = f"try a batch of {len(requests) // 2}" if len(requests) > 1 else "shorten the prompt"
         raise MemoryError(f"no memory for {len(requests)} sequences: {fits} ({error})") from error
@@ -66,15 +69,18 @@ def decode_call(
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
     processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
     columns = call.input_ids[row : row + 1] if prompt.padding else None
-    criteria = StoppingCriteriaList(copies_of(call.stopping_criteria)) if row else call.stopping_criteria
+    pads = any(isinstance(each, EosTokenCriteria) for each in call.stopping_criteria)
+    alone = len(call.input_ids) == 1
+    criteria = [each for each in call.stopping_criteria if alone or BatchRule.leaves_to_rows(each, pads)]
     return Request(
         id=request_id,
         token_ids=prompt.token_ids,
         max_length=call.max_length - prompt.padding,
         processors=processors,
-        stop_rule=StopRule(criteria, columns, len(prompt.token_ids)),
+        stop_rule=StopRule(StoppingCriteriaList(criteria), columns, len(prompt.token_ids)),
         hidden_prompt=prompt.hidden,
         earlier_ids=prompt.earlier_ids,
+        token_types=prompt.token_types,
     )
 
 

@@ -3,13 +3,13 @@ A returned cache carries a [`Conversation`]. Caches of plain `generate()` carry 
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from transformers.cache_utils import Cache
 
 from ..models.modeling_draft import DraftModel
-from ..models.slot_cache import SlotCache
+from ..models.slot_cache import SlotCache, layers_of
 from .request import Call, Request
 
 
@@ -24,6 +24,7 @@ class PromptRow:
     fed: torch.Tensor  # ids `[n]` or embeddings `[n, d]` that the target has to see
     cached: int = 0  # positions before `fed`, in the cache already
     earlier_ids: torch.Tensor | None = None  # of positions that `token_ids` does not have, if known
+    token_types: torch.Tensor | None = None  # of what is fed
 
     @property
     def length(self) -> int:
@@ -51,7 +52,7 @@ def open_cache(given: Cache | None, batch_size: int) -> SlotCache:
     if isinstance(given, SlotCache):
         num_rows = given.num_rows
     else:
-        filled = [] if given is None else [layer for layer in given.layers if layer.is_initialized]
+        filled = [] if given is None else [*layers_of(given).values()]
         num_rows = filled[0].keys.shape[0] if filled else batch_size
     if num_rows != batch_size:
         raise ValueError(f"past_key_values holds {num_rows} sequences, the prompts are {batch_size}")
@@ -64,24 +65,33 @@ def open_cache(given: Cache | None, batch_size: int) -> SlotCache:
 
 def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
     """Take one row out of its padding, and find out what of it is cached."""
-    input_ids = call.input_ids
-    embeds, mask, given = (
-        call.model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", "past_key_values")
-    )
-    columns = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    # transformers drops a mask that is all ones.
-    width = getattr(call.generation_config, "_mask_length", columns) if mask is None else mask.shape[1]
+    prompt = _read_row(call, row, cache)
+    types = call.token_types
+    if types is None:
+        return prompt
+    own = prompt.columns[prompt.columns >= call.width - call.columns] - call.width
+    return replace(prompt, token_types=types[row][own.to(types.device)][-len(prompt.fed) :])
+
+
+def _read_row(call: Call, row: int, cache: SlotCache) -> PromptRow:
+    input_ids, embeds, mask, given = call.input_ids, call.embeds, call.mask, call.cache
+    columns, width = call.columns, call.width
     real = torch.ones(width, dtype=torch.bool, device="cpu") if mask is None else mask[row].bool().cpu()
     before, own = real[: width - columns], real[width - columns :]
     place = {"columns": real.nonzero()[:, 0], "width": width}
-    if embeds is not None:
+    past = 0 if given is None else given.get_seq_length()
+    if embeds is not None:  # always of everything
         has_ids = input_ids.shape[1] == columns
         token_ids = input_ids[row][own.to(input_ids.device)] if has_ids else input_ids[row]
-        padding = columns - int(own.sum()) if has_ids else 0
-        return PromptRow(**place, padding=padding, token_ids=token_ids, fed=embeds[row][own.to(embeds.device)])
+        place |= {"padding": columns - int(own.sum()) if has_ids else 0, "token_ids": token_ids}
+        cached = 0
+        if past > 0:
+            cached = (
+                _cached_columns(row, place["columns"], cache) if given is cache else _taken(given, row, real, cache)
+            )
+        return PromptRow(**place, fed=embeds[row][own.to(embeds.device)][cached:], cached=cached)
     token_ids = input_ids[row][own.to(input_ids.device)]
     place |= {"padding": columns - len(token_ids), "token_ids": token_ids}
-    past = 0 if given is None else given.get_seq_length()
     if len(before) > 0:  # only what is new was given
         cached, earlier = int(before.sum()), None
         if isinstance(given, SlotCache):
@@ -91,18 +101,32 @@ def read_prompt(call: Call, row: int, cache: SlotCache) -> PromptRow:
         return PromptRow(**place, fed=token_ids, cached=cached, earlier_ids=earlier)
     if past == 0:
         return PromptRow(**place, fed=token_ids)
-    if isinstance(given, SlotCache):
-        cached = _common_prefix(row, token_ids, cache)
-    elif past < width and bool(real[past:].any()):
-        # Its features are not known: the draft starts after it.
-        cache.take_row(given, row, real[:past].nonzero()[:, 0])
-        cached = cache.lengths[row]
-    else:
+    # Of a cache from elsewhere the features are not known: the draft starts after it.
+    cached = _common_prefix(row, token_ids, cache) if given is cache else _taken(given, row, real, cache)
+    return PromptRow(**place, fed=token_ids[cached:], cached=cached)
+
+
+def _taken(given: Cache, row: int, real: torch.Tensor, cache: SlotCache) -> int:
+    """Take over what a plain cache holds of a row whose tokens stand in the `real` columns; return how many it is."""
+    past = given.get_seq_length()
+    if past >= len(real) or not bool(real[past:].any()):
         raise ValueError(
-            f"past_key_values holds {past} columns, the prompts have {width}: pass the whole conversation with "
+            f"past_key_values holds {past} columns, the prompts have {len(real)}: pass the whole conversation with "
             "something new after it"
         )
-    return PromptRow(**place, fed=token_ids[cached:], cached=cached)
+    cache.take_row(given, row, real[:past].nonzero()[:, 0])
+    return cache.lengths[row]
+
+
+def _cached_columns(row: int, columns: torch.Tensor, cache: SlotCache) -> int:
+    """Return how much is cached of a row that is given as embeddings: all that the latest call has left."""
+    length, known = cache.lengths[row], cache.columns
+    if known is None or length >= len(columns) or not torch.equal(known[row], columns[:length]):
+        raise ValueError(
+            f"past_key_values holds {length} tokens of sequence {row}, in other columns than those of the embeddings: "
+            "pass embeddings and an attention_mask of the whole conversation with something new after it"
+        )
+    return length
 
 
 def _earlier_ids(row: int, claimed: int, cache: SlotCache) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from ..scheduling.prompt_lookup import LookupMatch, NgramMatcher
 from ..scheduling.rounds import RoundOutcome, Rounds, RoundSeconds
 from ..scheduling.tree_plans import SiblingAcceptance, TreePlan
 from ..targets.support import TargetSupport
+from ..targets.transformers_api import eos_token_ids
 from .logits_processing import DraftProcessor
 from .request import Call, Request
 from .tree_drafting import BestTrees, Chains, DrawnTrees
@@ -59,8 +60,7 @@ class Drafter:
         self._processor = DraftProcessor(call.logits_processor, draft.config.vocab_size)
         self._do_sample = call.generation_config.do_sample
         self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())  # the user's decides about it
-        eos_token_ids = getattr(call.generation_config, "_eos_token_tensor", None)
-        self._ends = frozenset(() if eos_token_ids is None else eos_token_ids.flatten().tolist())
+        self._ends = eos_token_ids(call.generation_config)
         self._num_positions, self._rope_switches = support.num_positions, support.rope_switches
         self._max_drafts = min(draft.config.block_size, call.max_drafts or draft.config.block_size)
         fits = draft.config.confidence_fits_for(call.options.domain, self._do_sample)

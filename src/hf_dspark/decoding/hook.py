@@ -20,6 +20,7 @@ from ..targets.transformers_api import warn_if_untested
 from .call import decode_call
 from .checks import (
     loop_obstacle,
+    mask_obstacles,
     option_obstacles,
     policy_obstacles,
     processor_obstacles,
@@ -68,25 +69,34 @@ def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | 
 
     def prepare(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Call:
         decoding, num_rows = options or draft.decoding, max(len(input_ids), batch_size)
-        config = prepared["generation_config"]
-        call = Call.of(input_ids, prepared, **plan_call(target, draft, decoding, config, {}))
+        plan, reasons = plan_call(target, draft, decoding, prepared["generation_config"], {})
+        call = Call.of(input_ids, prepared, **plan)
         obstacle = loop_obstacle(call, num_rows)
         if obstacle is not None:
-            restore_adapters(call.support.modules)
-            raise ValueError(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
-        check_call(call, draft, obstacle)
+            reasons.append(f"{obstacle}: use generate(assistant_model=draft), one sequence at a time")
+        refuse_call(call, reasons + call_obstacles(call, draft, None))
         return call
 
     return prepare
 
 
-def check_call(call: Call, draft: DraftModel, obstacle: str | None) -> None:
-    """Refuse prompts and processors that cannot be decoded; an obstacle leaves a call to transformers' loop."""
-    reasons = list(prompt_obstacles(call, obstacle))
+def call_obstacles(call: Call, draft: DraftModel, obstacle: str | None) -> list[str]:
+    """Return why prompts and processors cannot be decoded; an obstacle leaves a call to transformers' loop."""
+    if reasons := mask_obstacles(call):  # then nothing else can be asked
+        return reasons
+    reasons = prompt_obstacles(call, obstacle)
     if obstacle is not None and not draft.drafts_blocks:
-        reasons.append(f"{type(draft).__name__} needs hf_dspark's own loop, which is not possible here: {obstacle}")
-    if not reasons:  # on prompts that are refused, processors cannot be tried
+        reasons.append(
+            f"{type(draft).__name__} needs hf_dspark's own loop, which is not possible here, because {obstacle}: use "
+            "prompt_lookup_num_tokens of transformers"
+        )
+    if call.columns and len(call.input_ids):  # else processors cannot be tried
         reasons += processor_obstacles(call, draft.config.vocab_size)
+    return reasons
+
+
+def refuse_call(call: Call, reasons: list[str]) -> None:
+    """Raise a `ValueError` with all reasons, if there are any, and leave the target as it was."""
     if reasons:
         restore_adapters(call.support.modules)
     refuse(reasons)
@@ -98,13 +108,14 @@ def plan_call(
     options: DecodingOptions,
     config: GenerationConfig,
     cutoff: dict[str, Any],
-) -> dict[str, Any]:
-    """Check what is known before the prompt is read; return the call's policy, limits, options and target."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a call's policy, limits, options and target, and why it cannot be decoded as far as that is known before
+    the prompt is read."""
     warn_if_untested()
     support = TargetSupport.of(target)
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
     reasons = support.draft_obstacles(draft.config, draft.drafts_blocks)
-    refuse([*reasons, *option_obstacles(config, schedule, max_drafts)])
+    reasons += option_obstacles(config, schedule, max_drafts)
     draft.config.check_values("draft_top_k")
     device = support.input_device
     if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
@@ -117,8 +128,8 @@ def plan_call(
         policy = options.policy or default_policy(draft, target, options.trees, support)
     else:  # the call's own comes first
         policy = ConfidenceThreshold(float(threshold)) if threshold else FullBlock()
-    refuse(policy_obstacles(policy, draft, support, config.do_sample, max_drafts))
-    return {"policy": policy, "max_drafts": max_drafts, "options": options, "support": support}
+    reasons += policy_obstacles(policy, draft, support, config.do_sample, max_drafts)
+    return {"policy": policy, "max_drafts": max_drafts, "options": options, "support": support}, reasons
 
 
 def default_policy(
@@ -127,13 +138,14 @@ def default_policy(
     """Return the scheduler if the draft is calibrated and the cost of this machine is known, else the full block, or a
     tree of a usual size if trees are asked for."""
     obstacle = f"{type(draft).__name__} takes a pass for each token"
+    support = support or TargetSupport.of(target)
     if draft.grows_trees:
-        obstacle = (support or TargetSupport.of(target)).tree_obstacle
+        obstacle = support.tree_obstacle
     if trees and obstacle is not None:
         raise ValueError(f"DecodingOptions(trees=True) asks for trees of drafts, but {obstacle}: drop it")
     if not draft.drafts_blocks:
         return Scheduler(USUAL_COST, USUAL_NODES)
-    cost = None if draft.config.sts_temperatures is None else find_cost(target, draft)
+    cost = None if draft.config.sts_temperatures is None else find_cost(target, draft, support.linears)
     if cost is not None:
         return Scheduler(cost, trees=trees if obstacle is None else False)
     return Scheduler(num_nodes=USUAL_NODES) if trees else FullBlock()

@@ -28,6 +28,7 @@ from transformers import (
 
 from ..sampling.distributions import Scores, largest, scatter_to_vocabulary
 from ..sampling.transfers import to_host
+from ..targets.transformers_api import allowed_tokens
 
 FUSED = {
     TemperatureLogitsWarper: "temperature",
@@ -267,11 +268,7 @@ def processors_of_row(
     for own in processors:
         kind = type(own)
         if isinstance(own, PrefixConstrainedLogitsProcessor):
-            # It counts prompts since transformers 5.24, and sequences before.
-            allowed, number = own._prefix_allowed_tokens_fn, row // own._num_beams
-            own = PrefixConstrainedLogitsProcessor(
-                lambda _, ids, allowed=allowed, number=number: allowed(number, ids), num_beams=1
-            )
+            own = PrefixConstrainedLogitsProcessor(allowed_tokens(own, row), num_beams=1)
         elif kind is EncoderRepetitionPenaltyLogitsProcessor:
             own = _changed(own, encoder_input_ids=columns)
         elif kind is EncoderNoRepeatNGramLogitsProcessor:

@@ -2,6 +2,7 @@
 Every pass through the target is packed: it costs what its tokens cost, however uneven blocks and rows are."""
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -102,7 +103,7 @@ class DecodingLoop:
         tokens: torch.Tensor,
         layout: SlotLayout,
     ) -> tuple[TargetOutput, Scores, Verified]:
-        output = self._forward(tokens, layout, verifying=True)
+        output = self._forward(tokens, layout, self._types(layout, requests), verifying=True)
         scores = self._processor(output.logits, None, self._prefixes(requests, drafts))
         has_nan = output.logits[:, 0].isnan().any()  # travels along, so that nothing waits for it
         return output, scores, verify(drafts, scores, layout.first_tokens, noise, has_nan)
@@ -114,6 +115,14 @@ class DecodingLoop:
         tokens = drafts.packed(torch.cat([request.anchor for request in requests]))
         return tokens, SlotLayout(starts, counts, parents=drafts.parents)
 
+    def _types(self, layout: SlotLayout, requests: Sequence[Request], first: int = sys.maxsize) -> torch.Tensor | None:
+        """Return the types of packed tokens, `[T]`, where the call gave some: those of a stretch of the prompts, or of
+        all that comes after them."""
+        if requests[0].token_types is None:
+            return None
+        stretches = zip(requests, layout.counts, strict=True)
+        return torch.cat([request.types_of(first, count) for request, count in stretches])
+
     def _prefixes(self, requests: Sequence[Request], drafts: Drafts) -> list[Prefix | None]:
         """Return what processors read before each packed token's successor, if any of them reads it."""
         prefixes = []
@@ -124,11 +133,19 @@ class DecodingLoop:
         return prefixes
 
     def _forward(
-        self, tokens: torch.Tensor, layout: SlotLayout, *, logits_at: Sequence[int] | None = None, verifying: bool
+        self,
+        tokens: torch.Tensor,
+        layout: SlotLayout,
+        types: torch.Tensor | None,
+        *,
+        logits_at: Sequence[int] | None = None,
+        verifying: bool,
     ) -> TargetOutput:
         """Run packed tokens, ids `[T]` or embeddings `[T, d]`, through the target; logits at some of them, or at all.
         `verifying` says that these are blocks, not prompts: plain decoding would see them token by token."""
         inputs = {"input_ids" if tokens.dim() == 1 else "inputs_embeds": tokens.to(self._input_device)[None]}
+        if types is not None:
+            inputs["token_type_ids"] = types.to(self._input_device)[None]
         # By a number, a target whose layers share keys would compute features of these positions alone.
         only_last = logits_at == [len(tokens) - 1] and not self._shares_keys
         target_picks = self._keeps_some_logits and logits_at is not None and (only_last or not self._is_spread)
@@ -178,6 +195,15 @@ class DecodingLoop:
     def _stream(self, new_tokens: list[int]) -> None:
         if self._streamer is not None:
             self._streamer.put(torch.tensor(new_tokens, device="cpu"))
+
+    def end(self, request: Request, length: int) -> None:
+        """End a request at an earlier length than it has reached, or at this one."""
+        self.recording.forget(request.id, request.length - length)
+        request.token_ids, request.ended = request.token_ids[:length], True
+        rows = {each.id: row for row, each in enumerate(self.requests)} | self.ended_rows
+        if (row := rows.get(request.id)) is not None:  # a state that cannot go back is read anew in the next turn
+            self.cache.truncate(row, self.cache.reachable(row, min(request.anchor_position, self.cache.lengths[row])))
+        self.release_ended()
 
     def release_ended(self) -> None:
         """Take ended requests out of the batch; the last rows fill their places in the caches."""
@@ -250,7 +276,8 @@ class DecodingLoop:
             rows = [row for row, part in enumerate(parts) if len(part)]
             tokens = {row: slice(layout.first_tokens[row], layout.first_tokens[row] + len(parts[row])) for row in rows}
             last = [tokens[row].stop - 1 for row in rows]
-            output = self._forward(torch.cat(parts), layout, logits_at=last, verifying=False)
+            types = self._types(layout, requests, offset)
+            output = self._forward(torch.cat(parts), layout, types, logits_at=last, verifying=False)
             logits |= dict(zip(rows, output.logits, strict=True))
             for row in rows:
                 requests[row].features.append(output.features[tokens[row]])

@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StopStringCriteria
+from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -16,11 +17,13 @@ from ..sampling.transfers import to_device
 from ..scheduling.options import DecodingOptions
 from ..scheduling.policies import Policy
 from ..targets.support import TargetSupport
-from ..targets.transformers_api import pop_cache
+from ..targets.transformers_api import is_users, mask_width, pad_token_id, pop_cache
 from .logits_processing import Prefix, is_built_in
 
 # Evaluated here, not called.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+# Which tokens of a prompt are images, or of which kind they are.
+TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
 
 
@@ -44,7 +47,7 @@ class Call:
         names = ("logits_processor", "stopping_criteria", "generation_config")
         model_kwargs = {name: each for name, each in prepared.items() if name not in (*names, "assistant_model")}
         cache = pop_cache(model_kwargs)
-        if getattr(cache, "_is_user_defined", False) or isinstance(cache, SlotCache):
+        if is_users(cache) or isinstance(cache, SlotCache):
             model_kwargs["past_key_values"] = cache  # any other one is new
         return cls(input_ids, *(prepared[name] for name in names), model_kwargs, **others)
 
@@ -53,19 +56,51 @@ class Call:
         return self.model_kwargs.get("streamer")
 
     @property
+    def embeds(self) -> torch.Tensor | None:
+        return self.model_kwargs.get("inputs_embeds")
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        return self.model_kwargs.get("attention_mask")
+
+    @property
+    def cache(self) -> Cache | None:
+        return self.model_kwargs.get("past_key_values")
+
+    @property
+    def cached(self) -> int:
+        """Columns that a cache holds already."""
+        return 0 if self.cache is None else self.cache.get_seq_length()
+
+    @property
+    def columns(self) -> int:
+        """Columns of the prompts."""
+        return (self.input_ids if self.embeds is None else self.embeds).shape[1]
+
+    @property
+    def width(self) -> int:
+        """Columns of the whole, padded sequence that the mask is about; transformers drops one that is all ones."""
+        return (mask_width(self.generation_config) or self.columns) if self.mask is None else self.mask.shape[1]
+
+    @property
+    def token_types(self) -> torch.Tensor | None:
+        """Of the prompts of a target of texts alone, `[B, columns or width]`."""
+        types = self.model_kwargs.get("token_type_ids")
+        return None if types is None or self.support.text is not self.support.target.config else types
+
+    @property
     def max_length(self) -> int:
         limits = [rule.max_length for rule in self.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
         return min([self.generation_config.max_length, *limits])
 
     @property
     def pad_token_id(self) -> int | None:
-        pad = getattr(self.generation_config, "_pad_token_tensor", None)
-        return None if pad is None else int(pad)
+        return pad_token_id(self.generation_config)
 
     @property
     def fills_users_cache(self) -> bool:
         """Whether `past_key_values` is the user's, and wanted back."""
-        return getattr(self.model_kwargs.get("past_key_values"), "_is_user_defined", False)
+        return is_users(self.cache)
 
     @property
     def keeps_some_logits(self) -> bool:
@@ -109,16 +144,73 @@ class StopRule:
         if self._columns is not None:
             prefix = torch.cat([self._columns, prefix[:, self._prompt_length :]], dim=1)
         # Each is called, as transformers does: a criterion may count its calls.
-        answers = [torch.as_tensor(criterion(prefix, kept)) for criterion in self._others]
-        for criterion, answer in zip(self._others, answers, strict=True):
-            if answer.numel() != 1:
-                name, count = type(criterion).__name__, answer.numel()
-                raise ValueError(
-                    f"a stopping criterion answered for {count} rows and was given one ({name}): with a draft each "
-                    "row is asked for by itself. Let it answer for the rows of its input_ids, call generate() per "
-                    "prompt, or drop assistant_model"
-                )
-        return any(map(bool, answers))
+        return bool(torch.stack([answer_of(criterion, prefix, kept) for criterion in self._others]).any())
+
+
+def answer_of(criterion: Any, token_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    """Ask a criterion about rows `[R, S]`; returns whether each is done, `[R]`. One answer is for all of them."""
+    answer = torch.as_tensor(criterion(token_ids, scores)).flatten().bool().cpu()
+    if len(answer) not in (1, len(token_ids)):
+        name, rows = type(criterion).__name__, len(token_ids)
+        raise ValueError(f"a stopping criterion answered for {len(answer)} rows and was given {rows} ({name})")
+    return answer.expand(len(token_ids))
+
+
+class BatchRule:
+    """Criteria of several rows, asked about all of them together, one step after the other, as plain decoding asks:
+    they may answer for the whole batch, and keep state. A row that is ahead waits for no other, and is cut if it was
+    to end earlier.
+
+    As in plain decoding, rows that are done go on until all are where no end-of-sequence token is known.
+    """
+
+    def __init__(self, call: Call, requests: Sequence["Request"]) -> None:
+        criteria = call.stopping_criteria if len(requests) > 1 else ()
+        self._pads = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
+        self._criteria = [criterion for criterion in criteria if not self.leaves_to_rows(criterion, self._pads)]
+        self._requests, self._input_ids, self._pad_token_id = requests, call.input_ids, call.pad_token_id or 0
+        self._prompts = [request.length for request in requests]
+        self._done: set[int] = set()
+        self._asked = 0
+
+    @staticmethod
+    def leaves_to_rows(criterion: Any, pads: bool) -> bool:
+        """Tell whether a row's end depends on the row alone, and on no state."""
+        return isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria)) or (
+            pads and type(criterion) is StopStringCriteria
+        )
+
+    def ask(self, scores: Mapping[int, Sequence[torch.Tensor]], end: Callable[["Request", int], None]) -> None:
+        """Ask about each step that all rows have reached by now; `end` is called with a request and the length at
+        which it ends. `scores` are as for [`StopRule`], by request id."""
+        while self._criteria and self._asked < self._reached():
+            self._asked += 1
+            answers = [answer_of(criterion, *self._step(scores)) for criterion in self._criteria]
+            self._done |= set(torch.stack(answers).any(dim=0).nonzero()[:, 0].tolist())
+            over = {row for row, each in enumerate(self._requests) if each.ended and self._new(row) <= self._asked}
+            all_done = len(over | self._done) == len(self._requests)
+            for row, request in enumerate(self._requests):
+                if row not in over and (all_done or (self._pads and row in self._done)):
+                    end(request, self._prompts[row] + self._asked)
+
+    def _new(self, row: int) -> int:
+        return self._requests[row].length - self._prompts[row]
+
+    def _reached(self) -> int:
+        going = [self._new(row) for row, request in enumerate(self._requests) if not request.ended]
+        return min(going, default=max(map(self._new, range(len(self._requests)))))
+
+    def _step(
+        self, scores: Mapping[int, Sequence[torch.Tensor]]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        stretches = zip(self._requests, self._prompts, strict=True)
+        new = [request.token_ids[first : first + self._asked] for request, first in stretches]
+        new = torch.nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=self._pad_token_id)
+        token_ids = torch.cat([self._input_ids, new.to(self._input_ids.device)], dim=1)
+        if not scores:
+            return token_ids, None
+        rows = [torch.stack(list(scores[request.id])) for request in self._requests]
+        return token_ids, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[:, : self._asked].unbind(dim=1)
 
 
 @dataclass
@@ -132,6 +224,7 @@ class Request:
     stop_rule: StopRule
     hidden_prompt: int = 0  # prompt positions that have no id in `token_ids`
     earlier_ids: torch.Tensor | None = None  # their ids, if known
+    token_types: torch.Tensor | None = None  # of the prompt's tokens that are fed; later ones are of the last type
     blocks: int = 0  # drawn so far: the counter of its noise
     # Tapped target layers of committed tokens that the draft has not seen, `[n, m*d]` each; the anchor excluded.
     features: list[torch.Tensor] = field(default_factory=list)
@@ -149,6 +242,12 @@ class Request:
     def anchor_position(self) -> int:
         """Position of the anchor, which is the number of committed slots in the target's cache."""
         return self.hidden_prompt + self.length - 1
+
+    def types_of(self, first: int, count: int) -> torch.Tensor:
+        """Return the types of tokens, counted from the first one that is fed."""
+        last = len(self.token_types) - 1
+        places = min(first, last) + torch.arange(count, device=self.token_types.device)
+        return self.token_types[places.clamp(max=last)]
 
     def append(self, new_tokens: Sequence[int]) -> None:
         self.token_ids = self._with(new_tokens)

@@ -4,6 +4,7 @@
 `assisted_decoding` as its `assistant_model`. Calls without a draft pass straight through.
 """
 
+import copy
 import functools
 import inspect
 import os
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from ..models.auto import is_draft, require_draft
@@ -21,9 +22,9 @@ from ..models.modeling_draft import DraftModel
 from ..targets.support import restore
 from .assisted import DSparkCandidateGenerator, decode_assisted
 from .call import decode_call
-from .checks import loop_obstacle
-from .hook import CUTOFF_ARGUMENTS, check_call, plan_call
-from .request import Call
+from .checks import INPUT_ARGUMENTS, loop_obstacle
+from .hook import CUTOFF_ARGUMENTS, call_obstacles, plan_call, refuse_call
+from .request import TYPE_ARGUMENTS, Call
 
 
 @dataclass
@@ -32,6 +33,7 @@ class _Drafted:
 
     draft: DraftModel
     cutoff: dict[str, Any]  # what the user set of CUTOFF_ARGUMENTS
+    given: dict[str, Any]  # the user's arguments
     plan: dict[str, Any] | None = None  # what a `Call` needs besides
 
 
@@ -54,7 +56,8 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
         name: next((source[name] for source in sources if source.get(name) is not None), None)
         for name in CUTOFF_ARGUMENTS
     }
-    given.arguments["assistant_model"] = _Drafted(draft, cutoff)
+    arguments = {name: each for name, each in given.arguments.items() if name != "kwargs"} | kwargs
+    given.arguments["assistant_model"] = _Drafted(draft, cutoff, arguments)
     return original(*given.args, **given.kwargs)
 
 
@@ -69,11 +72,34 @@ def validate_generation_mode(
     """Refuse what cannot work before anything is computed, and choose the policy of the call."""
     drafted = generation_mode_kwargs.get("assistant_model")
     if isinstance(drafted, _Drafted):
-        drafted.plan = plan_call(target, drafted.draft, drafted.draft.decoding, generation_config, drafted.cutoff)
+        draft = drafted.draft
+        drafted.plan, reasons = plan_call(target, draft, draft.decoding, generation_config, drafted.cutoff)
+        if reasons:
+            refuse_call(*_unprepared(drafted, generation_config, reasons))
         # It is no assistant as transformers knows them: states and several rows are welcome.
         generation_mode = GenerationMode.SAMPLE
         generation_mode_kwargs = {k: v for k, v in generation_mode_kwargs.items() if k != "assistant_model"}
     return original(target, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _unprepared(drafted: _Drafted, config: GenerationConfig, reasons: list[str]) -> tuple[Call, list[str]]:
+    """Return a call that is refused, and all reasons: also of its prompts, as they are before transformers prepares
+    them."""
+    given = drafted.given
+    names = (*INPUT_ARGUMENTS, *TYPE_ARGUMENTS, "streamer", "synced_gpus")
+    prepared = {name: given[name] for name in names if given.get(name) is not None}
+    prepared |= {name: given.get(name) or [] for name in ("logits_processor", "stopping_criteria")}
+    ids, embeds = given.get("input_ids", given.get("inputs")), given.get("inputs_embeds")
+    if ids is None:
+        ids = torch.empty(1 if embeds is None else len(embeds), 0, dtype=torch.long)
+    config = copy.copy(config)
+    config.max_length = ids.shape[-1] + (config.max_new_tokens or 1)
+    call = Call.of(ids, prepared | {"generation_config": config}, **drafted.plan)
+    try:
+        obstacle = loop_obstacle(call, len(ids))
+        return call, reasons + call_obstacles(call, drafted.draft, obstacle)
+    except Exception:  # on prompts that transformers does not take, either
+        return call, reasons
 
 
 def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids: torch.LongTensor, **prepared: Any):
@@ -84,7 +110,7 @@ def assisted_decoding(original: Callable, target: PreTrainedModel, /, input_ids:
     draft = drafted.draft
     call = Call.of(input_ids, prepared, **drafted.plan)
     obstacle = loop_obstacle(call, len(input_ids))
-    check_call(call, draft, obstacle)
+    refuse_call(call, call_obstacles(call, draft, obstacle))
     if obstacle is None:
         return decode_call(target, draft, call)
     if not call.options.use_transformers_loop:

@@ -298,9 +298,7 @@ class SlotCache(Cache):
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
         """Copy a row of one of transformers' caches, whose tokens are in `columns`, into the same row, empty here."""
         # A sliding layer has forgotten its older columns: their slots stay empty, no window reaches them.
-        for layer_idx, layer in enumerate(other.layers):
-            if not layer.is_initialized:
-                continue
+        for layer_idx, layer in layers_of(other).items():
             forgotten = layer.get_seq_length() - layer.keys.shape[2]
             kept = columns[columns >= forgotten] - forgotten
             first = len(columns) - len(kept)
@@ -357,3 +355,10 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return how many slots a pass sees, and the first of them."""
         return self.layout.end, 0
+
+
+def layers_of(cache: Cache) -> dict[int, Any]:
+    """Return the layers of one of transformers' caches that hold something, by number; layers that read the keys and
+    values of others have empty ones."""
+    filled = {number: layer for number, layer in enumerate(cache.layers) if layer.is_initialized}
+    return {number: layer for number, layer in filled.items() if getattr(layer, "keys", None) is not None}

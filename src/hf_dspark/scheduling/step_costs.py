@@ -45,7 +45,8 @@ class Machine:
     packed: bool = False  # whether the target multiplied by packed weights
 
     @classmethod
-    def of(cls, target: PreTrainedModel, draft: PreTrainedModel) -> "Machine":
+    def of(cls, target: PreTrainedModel, draft: PreTrainedModel, linears: Sequence[torch.nn.Module] = ()) -> "Machine":
+        """`linears` are the target's, where they are known."""
         text, config = target.config.get_text_config(decoder=True), draft.config
         if getattr(text, "is_heterogeneous", False):  # values differ by layer
             text = text.per_layer_config[-1]
@@ -60,7 +61,7 @@ class Machine:
             device=device_name(target.device),
             threads=torch.get_num_threads() if target.device.type == "cpu" else 0,
             versions=dict(_versions()),
-            packed=fast_linears.packs(target),
+            packed=fast_linears.packs(*linears or (target,)),
         )
 
     @property
@@ -161,10 +162,12 @@ def known_profiles() -> dict[str, ThroughputProfile]:
 _logged: set[str] = set()
 
 
-def find_cost(target: PreTrainedModel, draft: PreTrainedModel) -> ThroughputTable | None:
+def find_cost(
+    target: PreTrainedModel, draft: PreTrainedModel, linears: Sequence[torch.nn.Module] = ()
+) -> ThroughputTable | None:
     """Return the measured cost that fits these models on this machine best, or `None`: the nearest by
     `Machine.distance`, among equals this user's own. What is found is logged once, at the level of information."""
-    machine, profiles = Machine.of(target, draft), known_profiles()
+    machine, profiles = Machine.of(target, draft, linears), known_profiles()
     distances = {name: profile.machine.distance(machine) for name, profile in profiles.items()}
     fitting = [name for name, distance in distances.items() if distance is not None]  # own ones first
     name = min(fitting, key=distances.get, default=None)

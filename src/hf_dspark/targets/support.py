@@ -27,8 +27,10 @@ READS_AGAIN = {"phi3", "phi4_multimodal", "phimoe"}
 # Attention by the interface of transformers, with masks that are made by the model, or not of positions.
 OWN_MASKS = {"doge", "kosmos_2_text_model", "kosmos_2_5_text_model"}
 OWN_TOKENS = {"cpmant"}
+# Models whose masks know no window, and whose caches forget what has left it.
+FORGETFUL_CACHES = {"moshi"}
 # Models that keep no keys and values, or in a form that cannot be taken back.
-NO_CACHE = {"openai-gpt", "reformer", "xlm", "xlnet"}
+NO_CACHE = {"blt", "openai-gpt", "reformer", "xlm", "xlnet"}
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,11 @@ class TargetSupport:
         return self.text.model_type in MIXERS and MIXERS[self.text.model_type].reads_padding
 
     @property
+    def cache_window(self) -> int | None:
+        """After how many tokens its cache forgets, in plain decoding, what a prompt's tokens all see."""
+        return self.text.sliding_window if self.text.model_type in FORGETFUL_CACHES else None
+
+    @property
     def shares_keys(self) -> bool:
         """Whether its last layers read the keys and values of earlier ones, and skip positions without logits."""
         return bool(getattr(self.text, "num_kv_shared_layers", None))
@@ -313,7 +320,7 @@ class TargetSupport:
         """Why no loop can take it back to before a rejected token; transformers' own cannot restore states, either."""
         obstacle = self.slot_obstacle if self.is_stateful else None
         if self.text.model_type in NO_CACHE:
-            obstacle = f"{self.name} has no cache of keys and values"
+            obstacle = f"{self.name} has no cache of keys and values that could be cut back"
         if self.text.model_type in OWN_TOKENS:
             return f"{self.name} puts tokens of its own before each prompt, which a draft knows nothing of"
         if obstacle is None:

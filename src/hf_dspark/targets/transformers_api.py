@@ -3,13 +3,13 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import transformers
 from packaging.version import parse
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -52,11 +52,39 @@ def pop_cache(model_kwargs: dict[str, Any]) -> Any:
     return next((cache for cache in found if cache is not None), None)
 
 
+def is_users(cache: Any) -> bool:
+    """Tell whether `generate()` was given this cache, and did not make it."""
+    return getattr(cache, "_is_user_defined", False)
+
+
 def state_cache_obstacle() -> str | None:
     """Return why recurrent layers cannot be given their states in place of a cache; `None` if they can."""
     if hasattr(Cache, "get_conv_state"):
         return None
     return f"transformers 5.23 or later (this is {transformers.__version__}: upgrade it)"
+
+
+def eos_token_ids(config: GenerationConfig) -> frozenset[int]:
+    """Return the end-of-sequence ids that `generate()` has prepared."""
+    prepared = getattr(config, "_eos_token_tensor", None)
+    return frozenset(() if prepared is None else prepared.flatten().tolist())
+
+
+def pad_token_id(config: GenerationConfig) -> int | None:
+    prepared = getattr(config, "_pad_token_tensor", None)
+    return None if prepared is None else int(prepared)
+
+
+def mask_width(config: GenerationConfig) -> int | None:
+    """Return the columns of an attention mask that `generate()` has dropped, because it was all ones."""
+    return getattr(config, "_mask_length", None)
+
+
+def allowed_tokens(processor: PrefixConstrainedLogitsProcessor, row: int) -> Callable[[Any, Any], Sequence[int]]:
+    """Return the user's function, which is asked about this row of a batch: it gets the number of its prompt since
+    5.24, and of its sequence before."""
+    allowed, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+    return lambda _, token_ids: allowed(number, token_ids)
 
 
 def _first_of(names: tuple[str, ...], present: Mapping[str, Any] | set[str], where: str) -> str:
