@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 from transformers import BatchEncoding
 
 import hf_dspark
@@ -96,7 +97,7 @@ FUNCTIONS = ("generate_many", "regenerate", "evaluate", "calibrate")
 def test_every_function_that_takes_prompts_refuses_a_single_one(pair, chat_tokenizer, tmp_path, function, prompts):
     message = r"prompts must be several, got \w+: pass \[prompt\] for a single one"
     if function == "evaluate" and isinstance(prompts, str):
-        message = "task 'task': there is no file what is up: name a JSON Lines file, or pass a list of prompts"
+        message = "what is up: there is no such file. Name a JSON Lines file, or pass a list of prompts"
     with pytest.raises((TypeError, ValueError), match=message):
         tokens_of(function, *pair, prompts, chat_tokenizer, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -143,6 +144,13 @@ def test_messages_and_texts_go_through_the_template_once(chat_tokenizer):
         token_ids(Prompt(TALK), chat_tokenizer)
     with pytest.raises(ValueError, match="pass the target's tokenizer"):
         token_ids(Prompt("what is"), None)
+
+
+def test_a_text_that_a_template_has_begun_begins_once(chat_tokenizer):
+    chat_tokenizer.bos_token, first = "<unk>", chat_tokenizer.convert_tokens_to_ids("<unk>")
+    begin = processors.TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", first)])
+    chat_tokenizer.backend_tokenizer.post_processor = begin
+    assert token_ids(Prompt("what is"), chat_tokenizer) == token_ids(Prompt("<unk> what is"), chat_tokenizer)
 
 
 @pytest.mark.parametrize("suite", SUITES)

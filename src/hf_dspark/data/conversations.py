@@ -71,7 +71,8 @@ class Chat:
                 return list(map(int, content))
             return self.rendered_ids(self.render(content, add_generation_prompt=True))
         try:
-            return self.tokenizer(content)["input_ids"]
+            begun = bool(self.tokenizer.bos_token) and content.startswith(self.tokenizer.bos_token)  # by a template
+            return self.tokenizer(content, add_special_tokens=not begun)["input_ids"]
         except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
             raise ValueError(f"the tokenizer refuses {shortened(content)}: {error}") from error
 

@@ -137,7 +137,7 @@ def read_prompt_file(
 def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
     """Return the numbered values of a file, and what is wrong with the lines that are no JSON."""
     if path != STDIN and not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such file")
+        raise ValueError(f"{path}: there is no such file. Name a JSON Lines file, or pass a list of prompts")
     rows, faults = [], []
     # Bytes: a JSON string may hold other marks that Unicode takes for the end of a line.
     content = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
