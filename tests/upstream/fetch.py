@@ -17,6 +17,7 @@ import transformers
 
 FOLDER = Path(__file__).parents[2] / "out" / "upstream"
 ARCHIVE = "https://github.com/huggingface/transformers/archive/refs/tags/v{}.tar.gz"
+KEPT = ("tests/", "utils/")  # the tests import some of the utilities
 NEEDED = "tests/generation/test_utils.py"
 
 
@@ -34,7 +35,7 @@ def fetch(version: str, folder: Path, url: str | None = None) -> None:
                 "       Without a network, pass a checkout of that release: --from /path/to/transformers"
             ) from error
         with tarfile.open(archive) as opened:
-            members = [member for member in opened if "/tests/" in member.name and member.isfile()]
+            members = [member for member in opened if member.name.partition("/")[2].startswith(KEPT)]
             opened.extractall(temporary, members, filter="data")
         checkout = next((path for path in Path(temporary).iterdir() if path.is_dir()), Path(temporary))
         copy_tests(checkout, folder)
@@ -45,7 +46,9 @@ def copy_tests(checkout: Path, folder: Path) -> None:
     if not (checkout / NEEDED).is_file():
         raise SystemExit(f"error: {checkout} is no checkout of transformers: it has no {NEEDED}")
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(checkout / "tests", folder / "tests")
+    for kept in KEPT:
+        if (checkout / kept).is_dir():
+            shutil.copytree(checkout / kept, folder / kept)
     (folder / "src").mkdir()
     (folder / "src" / "transformers").symlink_to(Path(transformers.__file__).parent, target_is_directory=True)
     (folder / "pytest.ini").write_text("[pytest]\n")  # else the settings of this repository would hold
