@@ -1,6 +1,7 @@
 """What a trainer reports of the draft that it publishes."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,31 @@ def test_reports_are_those_of_the_best_weights_which_were_saved(trained):
     assert result["before"]["eval_code_tau"] == taus[0]
 
 
-def test_nothing_is_uploaded_while_training_goes_on(trained, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda *args, **kwargs: pytest.fail("an upload"))
-    trained._push_from_checkpoint(str(Path(trained.args.output_dir, "checkpoint-4")))
+def test_checkpoints_are_uploaded_from_copies_and_a_failure_stops_nothing(trained, monkeypatch):
+    checkpoint, seen = Path(trained.args.output_dir, "checkpoint-4"), []
+    before = {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.is_file()}
+    may_upload = threading.Event()
+
+    def upload(folder, repo_id, **options):
+        may_upload.wait(timeout=60)
+        seen.append((repo_id, {str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file()}))
+        seen.append(Path(folder, "README.md").read_text())
+        raise OSError("the network is gone")
+
+    monkeypatch.setattr("hf_dspark.hub.repository.upload_repository", upload)
+    monkeypatch.setattr(trained, "hub_model_id", "me/my-draft", raising=False)
+    monkeypatch.setattr(trained, "push_in_progress", None, raising=False)
+    trained._push_from_checkpoint(str(checkpoint))
+    assert {file.name: file.read_bytes() for file in checkpoint.iterdir() if file.is_file()} == before
+    moved = checkpoint.rename(checkpoint.with_name("gone"))
+    may_upload.set()
+    trained.push_in_progress.wait_until_done()
+    moved.rename(checkpoint)
+    (repo_id, files), card = seen
+    assert repo_id == "me/my-draft" and "me/my-draft" in card and "checkpoint-4" not in card
+    assert {"config.json", "model.safetensors", "README.md", "custom_generate/generate.py"} <= files
+    assert not any(name.endswith((".pt", ".bin", ".pth")) for name in files)
+    assert not list(Path(trained.args.output_dir).glob(".upload-*"))
 
 
 def test_every_set_of_held_out_rows_is_reported(trained):

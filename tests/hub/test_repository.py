@@ -106,10 +106,13 @@ def test_a_trainer_publishes_draft_card_code_and_nothing_else(everything, hub):
     report, working_folder = everything["trained"], everything["folder"]
     repository = hub.repositories["someone/trained"]
     assert repository.private and report["tokens"]
-    (pushed, first), (later, _) = repository.commits[1:]  # nothing at the checkpoints
+    *while_training, (pushed, first), (later, _) = repository.commits[1:]
     assert pushed in report["url"] and later in report["later"]
-    files = {".gitattributes", "README.md", "config.json", "model.safetensors", "results/training.json"}
-    assert first.keys() == CODE | files
+    assert len(while_training) == 2  # at the checkpoints
+    for _, files in while_training:
+        assert files.keys() == CODE | {".gitattributes", "README.md", "config.json", "model.safetensors"}
+        assert b"Not measured" in files["README.md"]
+    assert first.keys() == files.keys() | {"results/training.json"}
     result = json.loads(first["results/training.json"])
     assert result["steps"] == 2 and result["num_rows"] == 8 and result["metrics"]["tau"] >= 1.0
     assert TOKEN not in first["results/training.json"].decode() and str(working_folder) not in str(first)

@@ -11,10 +11,12 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard
+from transformers.utils import logging
 
 from ..files import replace_text
 from ..formats.checkpoint import CONFIG_FILE, read_json
@@ -27,6 +29,7 @@ from .card import model_card
 if TYPE_CHECKING:
     from ..training.trainer import DSparkTrainer
 
+logger = logging.get_logger(__name__)
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
@@ -228,3 +231,23 @@ def _run_report(trainer: "DSparkTrainer") -> dict[str, Any]:
         "before": before,
         "metrics": metrics,
     }
+
+
+def push_checkpoint(checkpoint_folder: str, repo_id: str, **upload: Any) -> Future:
+    """Upload the draft of a checkpoint in the background, with a card but no results; a failure is only logged."""
+    # A copy: the checkpoint may be deleted before it is uploaded. Nothing was measured with these weights.
+    copied = tempfile.TemporaryDirectory(prefix=".upload-", dir=Path(checkpoint_folder).parent)
+    for pattern in (CONFIG_FILE, *WEIGHT_FILES):
+        for file in Path(checkpoint_folder).glob(pattern):
+            shutil.copyfile(file, Path(copied.name, file.name))
+    write_remote_code(copied.name)
+    write_card(copied.name, copied.name, repo_id=repo_id)
+
+    def upload_copy() -> None:
+        with copied:
+            try:
+                upload_repository(copied.name, repo_id, **upload)
+            except OSError as error:
+                logger.warning(f"{upload['commit_message']}: {error}")
+
+    return HfApi().run_as_future(upload_copy)

@@ -13,7 +13,8 @@ import torch
 from huggingface_hub import HfApi
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
+from transformers.utils import PushInProgress
 
 from ..data.examples import prepare_examples
 from ..models import publisher
@@ -315,6 +316,7 @@ class DSparkTrainer(Trainer):
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**card)
+        self._finish_current_push()
         upload = partial(
             publisher.load().upload_repository, self.args.output_dir, self.hub_model_id, token=token,
             private=self.args.hub_private_repo if private is None else private,
@@ -323,7 +325,22 @@ class DSparkTrainer(Trainer):
         return upload() if blocking else HfApi().run_as_future(upload)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Publish nothing while training goes on: `Trainer` would upload caches, and pickled arguments with tokens."""
+        """Publish the draft of a checkpoint while training goes on.
+
+        In place of Trainer's, which uploads all of `args.output_dir`: caches, and pickled arguments with the token.
+        """
+        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
+            return
+        if self.push_in_progress is None:
+            self.push_in_progress = PushInProgress([])
+        if not (self.args.hub_always_push or self.push_in_progress.is_done()):
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        job = publisher.load().push_checkpoint(
+            checkpoint_folder, self.hub_model_id, token=self.args.hub_token, revision=self.args.hub_revision,
+            commit_message=f"Training in progress, step {self.state.global_step}",
+        )  # fmt: skip
+        self.push_in_progress.jobs.append(job)
 
 
 def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> DraftModel:
