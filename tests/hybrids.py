@@ -166,7 +166,7 @@ OTHER_SIZES = {
     "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "expert_ffn_hidden_size": 32,
     "n_shared_experts": 1, "moe_topk": 2, "zero_expert_num": 2, "is_decoder": True, "rotary_dim": 8,
     "qk_rope_head_dim": 16, "laurel_rank": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 96, "use_cache": True,
+    "vocab_size_per_layer_input": 96, "use_cache": True, "sliding_window": 16, "attention_window_size": 16,
 }  # fmt: skip
 SHARED_KEYS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 ROTATED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}

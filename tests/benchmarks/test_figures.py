@@ -66,7 +66,7 @@ def test_every_result_file_is_read_by_a_table_or_a_figure():
     read = {file for table in tables.TABLES.values() for file in table.files} | set(
         re.findall(r'"(\w+)(?:\.json)?"', code)
     )
-    others = {"families"}  # the manual's table of families is written from it by hand
+    others = {"families"}  # the manual's table of families is made of it
     assert {path.stem for path in tables.RESULTS.glob("*.json")} - read <= others
 
 

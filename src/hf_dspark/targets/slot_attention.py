@@ -111,6 +111,7 @@ def slot_mask(
     if mask_function is causal_mask_function and (starts_empty or sees_all):
         return None
     positions = layout.row_positions(torch.device(device))[:, None, :, None]
+    positions = positions.clamp(max=layout.end - 1)  # columns without a token: some masks look their positions up
     slots = torch.arange(layout.end, device=device)[None, None, None]
     return mask_function(zero, zero, positions, slots).expand(layout.num_rows, 1, layout.width, layout.end)
 
