@@ -71,7 +71,7 @@ def test_plugin_tells_a_foreign_error_from_a_refusal(repeater, target, monkeypat
     assert kinds(repeater) == ["refused", "refused"] and not repeater.faults
     monkeypatch.setattr(wraps, "decode_call", lambda *given: torch.zeros(2, 3) @ torch.zeros(2, 3))
     target.generate(PROMPTS, **OPTIONS)
-    monkeypatch.setattr(wraps, "check_call", lambda: None)  # our own frame is the last one, and raises nothing
+    monkeypatch.setattr(wraps, "decode_call", lambda: None)  # our own frame is the last one, and raises nothing
     target.generate(PROMPTS, **OPTIONS)
     assert kinds(repeater)[2:] == ["foreign error"] * 4
     assert "RuntimeError" in repeater.faults[0].reason and "TypeError" in repeater.faults[2].reason
