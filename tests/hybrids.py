@@ -188,6 +188,10 @@ NEEDED: dict[str, dict[str, Any]] = TEXT | REFUSED | {
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}},
     "got_ocr2": {"text_config": {"model_type": "qwen2"}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
+    "inkling2_loop_text": {
+        "unpadded_vocab_size": 96, "loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 2,
+        "n_layers_per_attn_res_block": 1,
+    },
     "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"}},
     "qwen3_5": {"text_config": MIXED},
     "qwen3_5_moe": {"text_config": QWEN},

@@ -29,8 +29,8 @@ OWN_MASKS = {"doge", "kosmos_2_text_model", "kosmos_2_5_text_model"}
 OWN_TOKENS = {"cpmant"}
 # Models whose masks know no window, and whose caches forget what has left it.
 FORGETFUL_CACHES = {"moshi"}
-# Models that keep no keys and values, or in a form that cannot be taken back.
-NO_CACHE = {"blt", "openai-gpt", "reformer", "xlm", "xlnet"}
+# Models that keep no keys and values, or in a form that cannot be taken back, such as for each pass through a loop.
+NO_CACHE = {"blt", "dory", "inkling2_loop_text", "openai-gpt", "reformer", "xlm", "xlnet"}
 
 
 @dataclass(frozen=True)
