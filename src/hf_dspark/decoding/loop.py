@@ -83,10 +83,10 @@ class DecodingLoop:
         proposal = self.drafter.propose(requests, noise)  # a parallel pass, draws from left to right, a cut
         drafts, verifying = proposal.drafts, time.perf_counter()
         tokens, layout = self._packed(requests, drafts)
-        output, scores, verified = self._verify(requests, drafts, noise, tokens, layout)
+        output, scores, verified = self._verify(drafts, noise, tokens, layout)
         overflows = layout.width > 1 and verified.has_nan
         if overflows:  # the NaN of a draft has spread to tokens that do not see it
-            output, scores, verified = self._verify(requests, drafts, noise, tokens, replace(layout, singly=True))
+            output, scores, verified = self._verify(drafts, noise, tokens, replace(layout, singly=True))
         verify_seconds = time.perf_counter() - verifying
         num_committed = self._commit(drafts, verified, scores, output)
         if overflows:
@@ -96,15 +96,10 @@ class DecodingLoop:
         self.drafter.learn(requests, proposal, verified, num_committed, scores, seconds)
 
     def _verify(
-        self,
-        requests: Sequence[Request],
-        drafts: Drafts,
-        noise: BlockNoise | None,
-        tokens: torch.Tensor,
-        layout: SlotLayout,
+        self, drafts: Drafts, noise: BlockNoise | None, tokens: torch.Tensor, layout: SlotLayout
     ) -> tuple[TargetOutput, Scores, Verified]:
-        output = self._forward(tokens, layout, self._types(layout, requests), verifying=True)
-        scores = self._processor(output.logits, None, self._prefixes(requests, drafts))
+        output = self._forward(tokens, layout, self._types(layout, self.requests), verifying=True)
+        scores = self._processor(output.logits, None, self._prefixes(self.requests, drafts))
         has_nan = output.logits[:, 0].isnan().any()  # travels along, so that nothing waits for it
         return output, scores, verify(drafts, scores, layout.first_tokens, noise, has_nan)
 

@@ -12,7 +12,7 @@ import torch
 
 from ..sampling.distributions import Scores, TokenDistribution, draw, largest
 from ..sampling.drafts import ChainSampler, DraftBlock, DraftTree, DraftTrees, SiblingDistribution
-from ..sampling.transfers import to_arrays, to_device
+from ..sampling.transfers import to_device, to_host
 from ..scheduling.calibration import calibrated_confidence
 from ..scheduling.prompt_lookup import LookupMatch
 from ..scheduling.tree_plans import MOST_SIBLINGS, SiblingAcceptance, TreePlan
@@ -180,12 +180,13 @@ class DrawnTrees(TreeSampler):
             fits = None if self.confidence_fits is None else self.confidence_fits[self._depth : self._depth + 1]
             parts.append(calibrated_confidence(confidence_logits[:, None], fits))
         if distribution.candidate_ids is None:
-            (probs, *known), ids = to_arrays(*parts), None
+            (probs, *known), ids = to_host(*parts), None
         else:
-            probs, *known, ids = to_arrays(*parts, distribution.candidate_ids)
-            distribution = TokenDistribution(*map(torch.from_numpy, (probs, ids)))  # verified on the host
+            probs, *known, ids = to_host(*parts, distribution.candidate_ids)
+            distribution, ids = TokenDistribution(probs, ids), ids.numpy()  # verified on the host
+        probs = probs.numpy()
         # Without confidences, what a draft that is right would have.
-        known = known[0].astype(float) if known else np.square(probs).sum(axis=1, keepdims=True)
+        known = known[0].numpy().astype(float) if known else np.square(probs).sum(axis=1, keepdims=True)
         shares, is_distribution = self._shares(known)
         wanted: dict[int, list[int | None]] = {}  # tokens of nodes with a match, in the order of their tests
         matching = self._matching()
@@ -235,7 +236,7 @@ class BestTrees(TreeSampler):
         values = scores.values.float()
         best, index = largest(values.log_softmax(dim=-1), min(MOST_SIBLINGS, values.shape[-1]))
         ids = index if scores.candidate_ids is None else scores.candidate_ids.gather(-1, index)
-        best, ids = to_arrays(best, ids)
+        best, ids = (each.numpy() for each in to_host(best, ids))
         known = np.exp(best.astype(float))
         shares, is_distribution = self._shares(known)
         for number, (token, chance) in self._matching().items():

@@ -176,12 +176,11 @@ class SlotCache(Cache):
         """Bring some of the latest tokens of a row together, in ascending order, so that they can be committed."""
         moved = [(place, column) for place, column in enumerate(columns) if place != column]
         if moved:
-            moved, by_device = torch.tensor(moved, device="cpu").T + self._lengths[row], {}
+            places = torch.tensor(moved, device="cpu").T + self._lengths[row]
+            index = functools.cache(lambda device: to_device(places, device))
             for store in self._stores.values():
-                if store.device not in by_device:
-                    by_device[store.device] = to_device(moved, store.device)
-                places, sources = by_device[store.device]
-                store[row].index_copy_(1, places, store[row][:, sources])
+                new, old = index(store.device)
+                store[row].index_copy_(1, new, store[row][:, old])
 
     def clear(self, row: int) -> None:
         """Make a row as new. Stale slots are masked, but a masked NaN, of a sequence that overflowed, would spread."""

@@ -34,9 +34,8 @@ class TokenDistribution:
 
     def to(self, device: torch.device) -> "TokenDistribution":
         """Return the same distributions on a device."""
-        return TokenDistribution(
-            self.probs.to(device), None if self.candidate_ids is None else self.candidate_ids.to(device)
-        )
+        ids = self.candidate_ids
+        return TokenDistribution(self.probs.to(device), None if ids is None else ids.to(device))
 
     def dense(self, vocab_size: int) -> "TokenDistribution":
         """Return the same distributions over the whole vocabulary, `[..., V]`."""

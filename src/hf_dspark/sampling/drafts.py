@@ -45,7 +45,7 @@ class DraftBlock:
     broken: torch.Tensor | None = None
     lengths: torch.Tensor | None = None  # tokens of each row that are verified, [R], on the CPU; set by the cut
     confidence: torch.Tensor | None = None  # calibrated c_k, [R, n], on any device
-    rows: Sequence[Sequence[int]] | None = None  # the tokens on the host, if they are known there
+    rows: Sequence[Sequence[int]] | None = None  # the tokens on the host; set with the lengths
 
     @property
     def depths(self) -> list[int]:
@@ -65,18 +65,14 @@ class DraftBlock:
         sent = torch.arange(columns.shape[1], device="cpu") <= self.lengths[:, None]
         return columns.flatten()[to_device(sent.flatten().nonzero()[:, 0], columns.device)]
 
-    @property
-    def _rows(self) -> Sequence[Sequence[int]]:
-        return self.token_ids.tolist() if self.rows is None else self.rows
-
     def prefixes(self, row: int) -> list[tuple[list[int], None]]:
         """Return the drafts up to each place of a row, and its parent where that may have forbidden its token."""
-        tokens = self._rows[row]
+        tokens = self.rows[row]
         return [(tokens[:count], None) for count in range(1 + int(self.lengths[row]))]
 
     def accepted(self, verified: Verified) -> list[tuple[Sequence[int], list[int]]]:
         """Return the accepted places of each row, and their tokens with the next one."""
-        rows = zip(verified.num_accepted.tolist(), verified.next_token_ids.tolist(), self._rows, strict=True)
+        rows = zip(verified.num_accepted.tolist(), verified.next_token_ids.tolist(), self.rows, strict=True)
         return [(range(1, 1 + count), [*drafted[:count], following]) for count, following, drafted in rows]
 
 
@@ -167,12 +163,8 @@ class DraftTrees:
 
     def packed(self, anchors: torch.Tensor) -> torch.Tensor:
         nodes = [token for tree in self.trees for token in tree.token_ids]
-        order, end = [], len(self.trees)  # of anchors, then nodes
-        for row, tree in enumerate(self.trees):
-            order += [row, *range(end, end + tree.num_nodes)]
-            end += tree.num_nodes
-        tokens = torch.cat([anchors, to_device(nodes, anchors.device, torch.long)])
-        return tokens[to_device(order, tokens.device)]
+        parts = to_device(nodes, anchors.device, torch.long).split(self.lengths.tolist())
+        return torch.cat([part for pair in zip(anchors.split(1), parts, strict=True) for part in pair])
 
     def prefixes(self, row: int) -> list[tuple[list[int], int | None]]:
         tree = self.trees[row]

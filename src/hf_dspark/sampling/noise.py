@@ -18,8 +18,7 @@ LARGEST, LARGEST_SINGLE = 1 - 2**-50, 1 - 2**-22
 
 @dataclass(frozen=True)
 class BlockNoise:
-    """Independent uniform numbers in [0, 1) for one block of each request, on the host, in float64 where the device
-    has it."""
+    """Independent uniform numbers in [0, 1) for one block of each request, on the host, in float64 if possible."""
 
     draft_uniforms: torch.Tensor  # for drawing the drafts, [B, γ]
     accept_uniforms: torch.Tensor  # for accepting them, [B, γ]

@@ -3,7 +3,6 @@ been asked for, so a round makes few of them."""
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 
@@ -21,7 +20,3 @@ def to_host(*parts: torch.Tensor) -> list[torch.Tensor]:
         return list(parts)
     flat = torch.cat([part.flatten().float() for part in parts]).cpu().split([part.numel() for part in parts])
     return [found.view(part.shape).to(part.dtype) for found, part in zip(flat, parts, strict=True)]
-
-
-def to_arrays(*parts: torch.Tensor) -> list[np.ndarray]:
-    return [part.numpy() for part in to_host(*parts)]

@@ -19,11 +19,7 @@ TINY = 1e-30  # keeps a quotient of zeros finite
 
 
 def verify(
-    drafts: Drafts,
-    scores: Scores,
-    first_rows: Sequence[int],
-    noise: BlockNoise | None,
-    has_nan: torch.Tensor | None = None,
+    drafts: Drafts, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, has_nan: torch.Tensor
 ) -> Verified:
     """Accept a path of each row's drafts, and draw the token after it.
 
@@ -33,7 +29,7 @@ def verify(
             row by row, processed like the drafts.
         first_rows (`Sequence[int]`): Where each row's scores begin, `[R]`.
         noise ([`BlockNoise`], *optional*): Independent of the draws. Without it the target's arg-max is followed.
-        has_nan (`torch.BoolTensor` of shape `[]`, *optional*): What the caller wants to know, too: it travels along.
+        has_nan (`torch.BoolTensor` of shape `[]`): What the caller wants to know, too: it travels along.
 
     Sun et al. 2024 (arXiv 2403.10444) for chains, Weng et al. 2025 (arXiv 2505.12398) for trees; both in place of the
     ratio test of DSpark Section 2.1.
@@ -49,9 +45,8 @@ def verify(
     else:
         uniforms = [to_device(each, device) for each in (noise.accept_uniforms[:, :gamma], noise.next_uniforms)]
         verified = verify_chains(drafts, lengths, scores.distribution(), first_rows, *uniforms)
-    facts = [] if has_nan is None else [has_nan]
-    num_accepted, next_token_ids, *facts = to_host(verified.num_accepted, verified.next_token_ids, *facts)
-    return Verified(num_accepted, next_token_ids, has_nan=any(facts))
+    num_accepted, next_token_ids, has_nan = to_host(verified.num_accepted, verified.next_token_ids, has_nan)
+    return Verified(num_accepted, next_token_ids, has_nan=bool(has_nan))
 
 
 def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
@@ -62,24 +57,19 @@ def next_tokens(scores: Scores, noise: BlockNoise | None) -> torch.Tensor:
 
 
 def _verify_trees(
-    drafts: DraftTrees,
-    scores: Scores,
-    first_rows: Sequence[int],
-    noise: BlockNoise | None,
-    has_nan: torch.Tensor | None,
+    drafts: DraftTrees, scores: Scores, first_rows: Sequence[int], noise: BlockNoise | None, has_nan: torch.Tensor
 ) -> Verified:
     spans = [slice(first, first + 1 + tree.num_nodes) for first, tree in zip(first_rows, drafts.trees, strict=True)]
-    rows, facts = zip(drafts.trees, spans, strict=True), [] if has_nan is None else [has_nan]
+    rows = zip(drafts.trees, spans, strict=True)
     if noise is None:
-        best, *facts = to_host(scores.best(), *facts)
-        best = best.tolist()
+        best, has_nan = (each.tolist() for each in to_host(scores.best(), has_nan))
         paths, following = zip(*(walk_tree(tree, best[span]) for tree, span in rows), strict=True)
         next_token_ids = torch.tensor(following, device="cpu")
     else:
         distribution, accept_uniforms = scores.distribution(), noise.accept_uniforms.tolist()
         if distribution.candidate_ids is not None:  # few enough for the host, which need not be waited for
-            probs, candidate_ids, *facts = to_host(distribution.probs, distribution.candidate_ids, *facts)
-            distribution = TokenDistribution(probs, candidate_ids)
+            *parts, has_nan = to_host(distribution.probs, distribution.candidate_ids, has_nan)
+            distribution = TokenDistribution(*parts)
         walks = [
             verify_tree(tree, distribution[span], uniforms)
             for (tree, span), uniforms in zip(rows, accept_uniforms, strict=True)
@@ -87,8 +77,8 @@ def _verify_trees(
         paths, following = zip(*walks, strict=True)
         drawn_from = TokenDistribution.stack([each[None] for each in following])[0]
         next_token_ids = draw(drawn_from, to_device(noise.next_uniforms, drawn_from.probs.device))
-        next_token_ids, *facts = to_host(next_token_ids, *facts)
-    return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths, any(facts))
+        next_token_ids, has_nan = to_host(next_token_ids, has_nan)
+    return Verified(torch.tensor(list(map(len, paths)), device="cpu"), next_token_ids, paths, bool(has_nan))
 
 
 # ---- arg-max drafts: along the target's arg-max
@@ -242,11 +232,11 @@ def verify_tree(
     drawn_from = {place: each[row].to(device) for place, (each, row) in tree.distributions.items()}
     # p_1 and q_1 of all nodes: an accelerator is waited for once here, and then once for each rejected node.
     nodes = list(zip(tree.token_ids, tree.parents, tree.masses, strict=True))
-    firsts = [_probability(target_distribution[parent], token) for token, parent, _ in nodes]
-    drawn = [_probability(drawn_from[parent], token) for token, parent, mass in nodes if mass > 0.0]
-    firsts = [float(each) for each in to_host(*firsts, *drawn)]
-    drawn = iter(firsts[len(nodes) :])
-    draft_probs = [next(drawn) / mass if mass > 0.0 else 1.0 for mass in tree.masses]
+    known = [_probability(target_distribution[parent], token) for token, parent, _ in nodes]
+    known += [_probability(drawn_from[parent], token) for token, parent, mass in nodes if mass > 0.0]
+    known = iter(map(float, to_host(*known)))
+    firsts = [next(known) for _ in nodes]
+    draft_probs = [next(known) / mass if mass > 0.0 else 1.0 for mass in tree.masses]
 
     def accepted_below(place: int, weight: float) -> tuple[list[int], TokenDistribution] | None:
         distribution, tried, own, entered = target_distribution[place], [], None, weight
