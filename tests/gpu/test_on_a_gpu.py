@@ -5,12 +5,24 @@ HF_DSPARK_DEVICE=cpu runs the same tests elsewhere, to see that they themselves 
 
 import copy
 import os
+import warnings
 
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from hf_dspark import DSparkTrainer, DSparkTrainingArguments, Eagle3Config, Eagle3DraftModel, generate_many
+from hf_dspark import (
+    DecodingOptions,
+    DSparkTrainer,
+    DSparkTrainingArguments,
+    Eagle3Config,
+    Eagle3DraftModel,
+    FullBlock,
+    Scheduler,
+    generate_many,
+)
+
+from .test_pretended_device import LIMITS
 
 pytestmark = pytest.mark.gpu
 
@@ -48,8 +60,10 @@ def decode(target, inputs, **options) -> torch.Tensor:
 
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_three_greedy_rows_are_identical_to_plain_decoding(pair, device, attention):
+@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=15)], ids=["chains", "trees"])
+def test_three_greedy_rows_are_identical_to_plain_decoding(pair, device, attention, policy):
     target, draft = (model.to(device) for model in pair)
+    draft.decoding = DecodingOptions(policy=policy)
     target.set_attn_implementation(attention)
     inputs = padded(PROMPTS, device)
     assert torch.equal(decode(target, inputs), decode(target, inputs, assistant_model=draft))
@@ -82,10 +96,12 @@ def test_tokens_in_bfloat16_are_the_best_up_to_rounding(pair, device):
     assert ((logits.amax(dim=1) - chosen) <= 4 * rounding).all()
 
 
-def test_sampled_tokens_follow_the_targets_distribution(make_target, make_draft, device):
+@pytest.mark.parametrize("policy", [FullBlock(), Scheduler(num_nodes=6)], ids=["chains", "trees"])
+def test_sampled_tokens_follow_the_targets_distribution(make_target, make_draft, device, policy):
     """The first two tokens of many rows, against the distribution that the target itself gives."""
     target = make_target(vocab_size=8).to(device)
     draft = make_draft(target, block_size=3).to(device)
+    draft.decoding = DecodingOptions(policy=policy)
     rows = 4000
     ids = torch.tensor([[1, 2, 3]], device=device)
     torch.manual_seed(0)
@@ -132,6 +148,29 @@ def test_one_training_step_lowers_the_loss(make_target, make_draft, device, tmp_
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_round_waits_no_more_often_than_the_pretended_device_says(pair, device, name):
+    if device.type != "cuda":
+        pytest.skip("CUDA alone tells when it is waited for")
+    policy, how, *_, most = LIMITS[name]
+    target, draft = (model.to(device) for model in pair)
+    draft.decoding, found = DecodingOptions(policy=policy, prompt_lookup=False), []
+    for length in (8, 8, 32):  # the first one warms up
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                assistant = {} if policy is None else {"assistant_model": draft}
+                options = {"max_new_tokens": length, "pad_token_id": 0, "eos_token_id": None}
+                target.generate(**padded(PROMPTS[-1:], device), **assistant, **how, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchronizing CUDA operation" in str(each.message) for each in told)
+        found.append((length if policy is None else draft.last_stats.rounds, waits))
+    (few, before), (many, after) = found[1:]
+    assert (after - before) / (many - few) <= most
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
