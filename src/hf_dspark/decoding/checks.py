@@ -179,6 +179,8 @@ def prompt_obstacles(call: Call, obstacle: str | None) -> list[str]:
         ] = (call.cached or longest) <= switch < at_end - 1
     if obstacle is None:
         return _own_loop_obstacles(call) + _present(reasons)
+    if support.state_obstacle is not None:  # which is named anyway
+        return _present(reasons)
     elsewhere = _transformers_loop_obstacles(call, obstacle)
     if support.is_stateful or num_rows > 1:
         elsewhere = [
