@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GPTJFor
 from transformers.models.kosmos2 import Kosmos2TextConfig
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
-from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler, check_target
+from hf_dspark import DecodingOptions, DSparkConfig, DSparkDraftModel, Scheduler, check_target, decode_with
 from hf_dspark.decoding.tree_drafting import BestTrees, Chains
 from hf_dspark.models.slot_cache import SlotLayout
 from hf_dspark.sampling.drafts import DraftTree, DraftTrees
@@ -222,6 +222,19 @@ def test_targets_that_cannot_be_drafted_for_are_refused_by_name_before_any_work(
     for inputs in ({"input_ids": torch.tensor(PROMPTS[:1])}, padded(PROMPTS)):
         with pytest.raises(ValueError, match=message):
             target.generate(**inputs, assistant_model=draft, **PLAIN)
+
+
+def test_targets_with_a_loop_of_their_own_are_refused_by_name():
+    target, draft = make_pair("llama", {})
+
+    class Streams(type(target)):
+        def _sample(self, *args, **kwargs):
+            return super()._sample(*args, **kwargs)
+
+    target.__class__ = Streams
+    for way in ({"assistant_model": draft}, {"custom_generate": decode_with(draft)}):
+        with pytest.raises(ValueError, match="Streams generates by a loop of its own"):
+            target.generate(torch.tensor(PROMPTS[:1]), **way, **PLAIN)
 
 
 def kosmos_pair():

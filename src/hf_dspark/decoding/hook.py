@@ -16,7 +16,7 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_costs import find_cost
 from ..targets.adapters import restore_adapters
 from ..targets.support import TargetSupport
-from ..targets.transformers_api import warn_if_untested
+from ..targets.transformers_api import generation_obstacles, warn_if_untested
 from .call import decode_call
 from .checks import (
     loop_obstacle,
@@ -114,7 +114,7 @@ def plan_call(
     warn_if_untested()
     support = TargetSupport.of(target)
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
-    reasons = support.draft_obstacles(draft.config, draft.drafts_blocks)
+    reasons = generation_obstacles(target) + support.draft_obstacles(draft.config, draft.drafts_blocks)
     reasons += option_obstacles(config, schedule, max_drafts)
     draft.config.check_values("draft_top_k")
     device = support.input_device

@@ -20,9 +20,10 @@ from transformers.generation import GenerationMode
 from ..models.auto import is_draft, require_draft
 from ..models.modeling_draft import DraftModel
 from ..targets.support import restore
+from ..targets.transformers_api import generation_obstacles
 from .assisted import DSparkCandidateGenerator, decode_assisted
 from .call import decode_call
-from .checks import INPUT_ARGUMENTS, loop_obstacle
+from .checks import INPUT_ARGUMENTS, loop_obstacle, refuse
 from .hook import CUTOFF_ARGUMENTS, call_obstacles, plan_call, refuse_call
 from .request import TYPE_ARGUMENTS, Call
 
@@ -48,6 +49,7 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
         require_draft(draft)
     if not is_draft(draft):
         return original(target, *args, **kwargs)
+    refuse(generation_obstacles(target))  # before its own code says less
     if kwargs.get("assistant_tokenizer") is not None:
         raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
     configs = [given.arguments.get("generation_config"), target.generation_config]

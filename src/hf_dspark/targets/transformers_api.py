@@ -11,7 +11,7 @@ import transformers
 from packaging.version import parse
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 NEWEST_TESTED = parse("5.24")
 # Of the cache: since 5.24, of all models before, and of Mamba before.
@@ -85,6 +85,14 @@ def allowed_tokens(processor: PrefixConstrainedLogitsProcessor, row: int) -> Cal
     5.24, and of its sequence before."""
     allowed, number = processor._prefix_allowed_tokens_fn, row // processor._num_beams
     return lambda _, token_ids: allowed(number, token_ids)
+
+
+def generation_obstacles(target: PreTrainedModel) -> list[str]:
+    """Return why a target does not generate as `GenerationMixin` does; nothing if it does."""
+    own_loop = getattr(type(target), "_sample", GenerationMixin._sample) is not GenerationMixin._sample
+    if not own_loop and not hasattr(target, "depth_decoder"):  # CSM, Higgs Audio; Moshi
+        return []
+    return [f"{type(target).__name__} generates by a loop of its own, which no draft follows: drop assistant_model"]
 
 
 def _first_of(names: tuple[str, ...], present: Mapping[str, Any] | set[str], where: str) -> str:
