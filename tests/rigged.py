@@ -25,7 +25,7 @@ def rig(monkeypatch, answers, right_part=0.7, seed=0):
         wrong = torch.rand(token_ids.shape, generator=generator) > right_part
         token_ids = torch.where(wrong, (token_ids + 1) % self.draft.config.vocab_size, token_ids)
         proposed.append(token_ids)
-        return replace(proposal, drafts=replace(proposal.drafts, token_ids=token_ids, rows=None))
+        return replace(proposal, drafts=replace(proposal.drafts, token_ids=token_ids, rows=token_ids.tolist()))
 
     monkeypatch.setattr(Drafter, "propose", rigged)
     return proposed

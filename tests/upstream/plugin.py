@@ -253,7 +253,7 @@ def _rigged(expected: Expected, enabled: bool) -> Iterator[None]:
             token_ids[row, : len(coming)] = coming.clamp(min=0).to(token_ids.device)
         wrong = torch.rand(token_ids.shape, generator=generator).to(token_ids.device) > 0.8
         token_ids = torch.where(wrong, (token_ids + 1) % self.draft.config.vocab_size, token_ids)
-        return replace(proposal, drafts=replace(proposal.drafts, token_ids=token_ids, rows=None))
+        return replace(proposal, drafts=replace(proposal.drafts, token_ids=token_ids, rows=token_ids.tolist()))
 
     Drafter.propose = rigged
     try:
