@@ -1,6 +1,8 @@
 """Journals keep what is finished, whatever cuts the writing short."""
 
 import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,13 @@ def test_digests_tell_values_apart_and_know_objects_by_their_type():
     assert digest([object()]) == digest([object()]) != digest([Exception()])
     assert plain_json({"config": GenerationConfig(top_k=7)})["config"]["top_k"] == 7
     assert digest(GenerationConfig(top_k=7)) == digest(GenerationConfig(top_k=7)) != digest(GenerationConfig(top_k=8))
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as reader:
+        read = reader.submit(pipe.read_text)
+        replace_text(pipe, "text")
+        assert read.result(timeout=10) == "text" and pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]

@@ -97,9 +97,12 @@ def digest(value: Any) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file at once, or not at all."""
+    """Write a file at once, or not at all. A device or a pipe stays what it is."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with naming(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         try:
             unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(path)
