@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from tests.rows import (
     EOS,
@@ -153,6 +154,26 @@ def test_criteria_see_the_padding_as_in_plain_generate(target, draft, prompts):
         ends = [AnyAfter(width, int(plain[row, width + 2]))]
         expected = target.generate(**batch, stopping_criteria=ends, **GREEDY)
         assert torch.equal(target.generate(**batch, assistant_model=draft, stopping_criteria=ends, **GREEDY), expected)
+
+
+class LaterLength(MaxLengthCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids[:, 2:], scores, **kwargs)
+
+
+class NoEnd(EosTokenCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "criterion", [LaterLength(max_length=20), NoEnd(eos_token_id=7)], ids=lambda each: type(each).__name__
+)
+def test_subclasses_of_known_criteria_are_asked(target, draft, prompts, criterion, rows):
+    batch, options = padded(prompts[:rows]), GREEDY | {"stopping_criteria": [criterion]}
+    expected = target.generate(**batch, **options)
+    assert torch.equal(target.generate(**batch, assistant_model=draft, **options), expected)
 
 
 def test_criteria_that_answer_for_other_rows_are_refused(target, draft, prompts):

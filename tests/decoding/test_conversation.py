@@ -57,6 +57,18 @@ def test_a_returned_cache_continues_the_conversation(first_turn, target, draft, 
     assert target.generate(**batch, **options).tolist() == second.tolist()
 
 
+@pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.enable_grad, torch.inference_mode)])
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 5, 8, 13])
+def test_a_turn_goes_on_outside_of_the_mode_of_the_one_before(first_turn, target, draft, modes, new_tokens):
+    first, second = modes
+    with first():
+        cache, whole = first_turn(2, eos_token_id=None, max_new_tokens=new_tokens)
+    batch, options = padded(whole), GREEDY | {"eos_token_id": None}
+    with second():
+        output = target.generate(**batch, past_key_values=cache, assistant_model=draft, **options)
+    assert_rows(output, batch["input_ids"].shape[1], [alone(target, row, eos_token_id=None) for row in whole])
+
+
 @pytest.mark.parametrize("cache", [None, DynamicCache()], ids=["none", "empty"])
 def test_a_mask_over_tokens_that_no_cache_holds_is_refused(goes_on, cache):
     with pytest.raises(

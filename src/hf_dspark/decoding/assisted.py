@@ -79,7 +79,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
     ) -> None:
         config = generation_config or target.generation_config
         plan, reasons = plan_call(target, draft, options or draft.decoding, config, {})
-        processors, some_ids = logits_processor or LogitsProcessorList(), torch.zeros(1, 1, dtype=torch.long)
+        processors = logits_processor or LogitsProcessorList()
+        some_ids = torch.zeros(1, 1, dtype=torch.long, device="cpu")
         call = Call(some_ids, processors, StoppingCriteriaList(), config, {}, **plan)
         refuse([*reasons, *processor_obstacles(call, draft.config.vocab_size)])
         self._prepare(target, draft, call)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from ..models.modeling_draft import DraftModel
 from ..targets.transformers_api import output_cache_name
@@ -69,7 +69,7 @@ def decode_call(
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
     processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
     columns = call.input_ids[row : row + 1] if prompt.padding else None
-    pads = any(isinstance(each, EosTokenCriteria) for each in call.stopping_criteria)
+    pads = any(hasattr(each, "eos_token_id") for each in call.stopping_criteria)
     alone = len(call.input_ids) == 1
     criteria = [each for each in call.stopping_criteria if alone or BatchRule.leaves_to_rows(each, pads)]
     return Request(

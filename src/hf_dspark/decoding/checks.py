@@ -136,8 +136,8 @@ def _has_usual_positions(call: Call) -> bool:
     length = positions.shape[-1]
     if positions.dim() not in (2, 3) or length not in (call.columns, call.width):
         return False
-    mask = torch.ones(1, call.width) if call.mask is None else call.mask
-    is_token = mask.to(positions.device) != 0
+    mask = positions.new_ones(1, call.width) if call.mask is None else call.mask.to(positions.device)
+    is_token = mask != 0
     usual = is_token.long().cumsum(-1)[:, -length:] - 1
     return bool(((positions == usual) | ~is_token[:, -length:]).all())
 
@@ -221,7 +221,7 @@ def _own_loop_obstacles(call: Call) -> list[str]:
     is_foreign = cache is not None and not is_static and not isinstance(cache, SlotCache)
     layers = {type(layer).__name__ for layer in cache.layers} if is_foreign else set()
     is_plain = PLAIN_LAYERS.issuperset(layers) and not getattr(cache, "offloading", False)
-    ones = torch.ones(1, 1, dtype=torch.bool) if call.mask is None else call.mask != 0
+    ones = torch.ones(1, 1, dtype=torch.bool, device="cpu") if call.mask is None else call.mask != 0
     holes = (ones & ~ones.roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist() * bool(ones[:, -1].all())
     end = call.width + call.max_length - call.input_ids.shape[1]
     windows = [getattr(support.text, kind, None) for kind in ("sliding_window", "attention_chunk_size")]
@@ -249,9 +249,7 @@ def _transformers_loop_obstacles(call: Call, obstacle: str) -> list[str]:
     types = " and ".join(sorted(name for name in TYPE_ARGUMENTS if call.model_kwargs.get(name) is not None))
     attends, weights = call.support.text._attn_implementation, _returns_attentions(call)
     is_unfit, name = isinstance(call.cache, SlotCache | StaticCache), type(call.cache).__name__
-    asked = " and ".join(
-        type(each).__name__ for each in call.stopping_criteria if not isinstance(each, KNOWN_CRITERIA)
-    )
+    asked = " and ".join(type(each).__name__ for each in call.stopping_criteria if type(each) not in KNOWN_CRITERIA)
     return _present(
         {
             "the target's embedding is offloaded, and transformers' assisted loop looks there for the device of its "

@@ -38,7 +38,8 @@ def _locked(step: Callable[..., None]) -> Callable[..., None]:
         gradients = torch.is_grad_enabled()
         with loop._packed_target.lock:
             try:
-                with torch.no_grad(), loop._fast_linears:
+                # A cache may be continued outside of the caller's inference mode.
+                with torch.inference_mode(False), torch.no_grad(), loop._fast_linears:
                     step(loop, *args)
             finally:  # for an interrupt while these are left
                 loop._fast_linears.restore()

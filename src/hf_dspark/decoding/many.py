@@ -268,7 +268,7 @@ class _Queue:
 
     def _completion(self, job: _Job) -> Completion:
         if job.request is None:
-            return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long), error=job.error)
+            return Completion(job.index, job.prompt, torch.empty(0, dtype=torch.long, device="cpu"), error=job.error)
         token_ids = job.request.token_ids[job.prompt_length :]
         text = None if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Completion(job.index, job.prompt, token_ids, text, job.error)

@@ -20,7 +20,7 @@ from ..targets.support import TargetSupport
 from ..targets.transformers_api import is_users, mask_width, pad_token_id, pop_cache
 from .logits_processing import Prefix, is_built_in
 
-# Evaluated here, not called.
+# Evaluated here, not called; a subclass may do anything, and is called.
 KNOWN_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 # Which tokens of a prompt are images, or of which kind they are.
 TYPE_ARGUMENTS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -90,7 +90,7 @@ class Call:
 
     @property
     def max_length(self) -> int:
-        limits = [rule.max_length for rule in self.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
+        limits = [rule.max_length for rule in self.stopping_criteria if type(rule) is MaxLengthCriteria]
         return min([self.generation_config.max_length, *limits])
 
     @property
@@ -117,10 +117,10 @@ class StopRule:
         self, criteria: StoppingCriteriaList, columns: torch.Tensor | None = None, prompt_length: int = 0
     ) -> None:
         self._columns, self._prompt_length = columns, prompt_length
-        eos = [criterion.eos_token_id for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+        eos = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
         self.eos_token_ids = {int(token) for ids in eos for token in ids.flatten()}
-        self._times = [criterion for criterion in criteria if isinstance(criterion, MaxTimeCriteria)]
-        self._others = [criterion for criterion in criteria if not isinstance(criterion, KNOWN_CRITERIA)]
+        self._times = [criterion for criterion in criteria if type(criterion) is MaxTimeCriteria]
+        self._others = [criterion for criterion in criteria if type(criterion) not in KNOWN_CRITERIA]
 
     def guard(self, wrap: Callable) -> None:
         self._others = [wrap(criterion) for criterion in self._others]
@@ -166,7 +166,7 @@ class BatchRule:
 
     def __init__(self, call: Call, requests: Sequence["Request"]) -> None:
         criteria = call.stopping_criteria if len(requests) > 1 else ()
-        self._pads = any(isinstance(criterion, EosTokenCriteria) for criterion in criteria)
+        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as transformers asks
         self._criteria = [criterion for criterion in criteria if not self.leaves_to_rows(criterion, self._pads)]
         self._requests, self._input_ids, self._pad_token_id = requests, call.input_ids, call.pad_token_id or 0
         self._prompts = [request.length for request in requests]
@@ -176,7 +176,7 @@ class BatchRule:
     @staticmethod
     def leaves_to_rows(criterion: Any, pads: bool) -> bool:
         """Tell whether a row's end depends on the row alone, and on no state."""
-        return isinstance(criterion, (MaxLengthCriteria, EosTokenCriteria)) or (
+        return type(criterion) in (MaxLengthCriteria, EosTokenCriteria) or (
             pads and type(criterion) is StopStringCriteria
         )
 

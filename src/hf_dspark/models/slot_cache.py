@@ -258,7 +258,8 @@ class SlotCache(Cache):
             capacity = max(needed, min(capacity, self.limit))
         shape = (self.num_rows, states.shape[1], capacity, states.shape[3])
         try:
-            grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
+            with torch.inference_mode(False):  # a later call may write outside of it
+                grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
         except RuntimeError as error:
             # The CPU's allocator raises a RuntimeError of its own.
             if not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
@@ -290,8 +291,8 @@ class SlotCache(Cache):
             parts[first], parts[second] = parts[second], parts[first]
 
     def shrink(self, num_rows: int) -> None:
-        for name, store in self._stores.items():
-            self._stores[name] = store[:num_rows].clone()
+        with torch.inference_mode(False):
+            self._stores = {name: store[:num_rows].clone() for name, store in self._stores.items()}
         self.num_rows, self._lengths, self.row_states = num_rows, self._lengths[:num_rows], self.row_states[:num_rows]
 
     def take_row(self, other: Cache, row: int, columns: torch.Tensor) -> None:
