@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 PROGRAM = "hf-dspark"
 WRONG_WORDS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("hf_dspark", "deepspec", "speculators", "sglang", "transformers")  # `formats.tables` needs torch
 SHAPE = ("draft_kind", "num_hidden_layers", "block_size", "markov_rank", "markov_head_type", "target_layer_ids")
 EPILOG = """hf-dspark COMMAND --help shows what a command does, with an example.
 
@@ -45,7 +46,9 @@ class Parser(ArgumentParser):
 def parse(words: Sequence[str]) -> Namespace:
     """Return what a command line says: the values of the command's options, and what the command was declared with."""
     parser, parsers = build_parsers()
-    options, unknown = parser.parse_known_args([_with_underscores(word) for word in words])
+    end = words.index("--") if "--" in words else len(words)  # after it, prompts may begin with dashes
+    words = [*map(_with_underscores, words[:end]), *words[end:]]
+    options, unknown = parser.parse_known_args(words)
     options.trainer_words = unknown
     known = set(parsers[options.command]._option_string_actions)
     if options.command == "train" and unknown:
@@ -249,7 +252,7 @@ def convert(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=model, metavar="SOURCE", help="Hub id or folder of the draft")
     add("destination", type=writable, metavar="DESTINATION", help="folder to write")
-    add("--to", required=True, metavar="FORMAT", help="deepspec, speculators, sglang, transformers or hf_dspark")
+    add("--to", required=True, choices=FORMATS, metavar="FORMAT", help=f"{', '.join(FORMATS[1:])} or {FORMATS[0]}")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
     add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
     layout = "of the source, if its files do not say: whether the anchor's slot predicts the first token (anchor)"

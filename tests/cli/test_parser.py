@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import hf_dspark_cli
+from hf_dspark.formats.tables import FORMAT_NAMES
 from hf_dspark_cli import main
-from hf_dspark_cli.parser import COMMANDS, build_parsers, parse
+from hf_dspark_cli.parser import COMMANDS, FORMATS, build_parsers, parse
 
 PACKAGE = Path(hf_dspark_cli.__file__).parent
 NAMES = [declare.__name__.strip("_") for part in COMMANDS.values() for declare in part]
@@ -52,7 +53,17 @@ def test_help_of_every_command_describes_all_options_and_shows_an_example_that_p
 
 
 @pytest.mark.parametrize(
-    "words", ["--help", "--version", "generate --help", "train --help", "nonsense", "eval --speed 9", "profile"]
+    "words",
+    [
+        "--help",
+        "--version",
+        "generate --help",
+        "train --help",
+        "nonsense",
+        "eval --speed 9",
+        "profile",
+        "convert --to foo",
+    ],
 )
 def test_help_and_wrong_words_are_answered_without_loading_anything(words):
     program = "import sys; from hf_dspark_cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -91,6 +102,7 @@ WRONG = {
     "unknown draft": ("generate --target target --draft no/such/draft up", "no folder no/such/draft"),
     "wrong policy": (f"generate {PAIR} --policy fastest up", "must be one of default, full, scheduled, threshold=T"),
     "wrong threshold": (f"generate {PAIR} --policy threshold=1.5 up", "must be in [0, 1], got 1.5"),
+    "unknown format": ("convert --to foo draft out", "--to: invalid choice: 'foo' (choose from "),
     "wrong temperature": (f"generate {PAIR} --temperature -1 up", "--temperature: must be at least 0, got -1.0"),
     "wrong top_p": (f"generate {PAIR} --top_p 1.5 up", "--top_p: must be in [0, 1], got 1.5"),
     "greedy with top_k": (f"generate {PAIR} --temperature 0 --top_k 5 up", "needs no --top_k"),
@@ -143,9 +155,15 @@ def test_a_reader_that_has_enough_ends_a_command_quietly(files, capfd, monkeypat
 def test_words_with_dashes_are_understood_and_the_trainers_are_left_to_it(files):
     options = parse(shlex.split(f"generate {PAIR} --max-new-tokens=8 --batch-size 2 a-prompt"))
     assert (options.max_new_tokens, options.batch_size, options.prompts) == (8, 2, ["a-prompt"])
+    options = parse(shlex.split(f"generate {PAIR} --batch-size 2 -- --no-one -- a-prompt"))
+    assert (options.batch_size, options.prompts) == (2, ["--no-one", "--", "a-prompt"])  # after the first --, as given
     words = "train --target target --train_file prompts.jsonl --output_dir o --block_size 3 --max_steps 9 --bf16"
     options = parse(shlex.split(words))
     assert options.output_dir == "o" and options.trainer_words == ["--max_steps", "9", "--bf16"]
+
+
+def test_formats_are_those_that_the_package_converts_to():
+    assert set(FORMATS) == set(FORMAT_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def draft_model_type(config: Source) -> str | None:
 def find_format(name: str, config: PreTrainedConfig) -> Format:
     """Return the entry of a foreign format for a draft."""
     if name not in FORMAT_NAMES:
-        raise ValueError(f"there is no checkpoint format {name!r}: pass one of {FORMAT_NAMES}")
+        raise ValueError(f"there is no checkpoint format {name!r}: pass one of {', '.join(FORMAT_NAMES)}")
     entries = [entry for entry in FORMATS if (entry.name, entry.model_type) == (name, config.model_type)]
     if not entries:
         raise ValueError(f"the format {name!r} has no place for drafts of the kind {config.model_type!r}")

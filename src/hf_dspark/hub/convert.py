@@ -132,7 +132,7 @@ def read_checkpoint(
     if kind not in DRAFTS:
         raise ValueError(
             f"{checkpoint.name}/{CONFIG_FILE} (model_type {kind!r}, architectures "
-            f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {FORMAT_NAMES}"
+            f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {', '.join(FORMAT_NAMES)}"
         )
     facts = None if target is None else target_facts(target)
     ours = read_draft_config(checkpoint, facts, sample_from_anchor)
