@@ -222,6 +222,24 @@ def test_a_prompt_that_fits_nowhere_fails_alone(many, assert_alone, prompts, sca
     assert_alone(results, mixed, (0, 2))
 
 
+@pytest.mark.filterwarnings("ignore:out of memory")
+@pytest.mark.parametrize("place", [1, 5])
+def test_after_a_prompt_that_fits_nowhere_as_many_as_before_are_decoded_together(
+    target, draft, assert_alone, prompts, scarce, monkeypatch, place
+):
+    scarce(max_rows=0)
+    mixed = [*prompts[:place], (prompts[0] * 40)[:80], *prompts[place:9]]
+    together, honest = [], DecodingLoop.run_round
+    monkeypatch.setattr(DecodingLoop, "run_round", lambda self: (together.append(len(self.requests)), honest(self)))
+    results = {}
+    for result in generate_many(target, draft, mixed, batch_size=4, **GREEDY, **NO_END):
+        results[result.index] = result
+        if result.error is not None:
+            together.clear()
+    assert isinstance(results[place].error, MemoryError) and max(together) == 4
+    assert_alone(results, mixed, results.keys() - {place}, **NO_END)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_shortage_in_a_users_processor_fails_no_prompt(many, assert_alone):
     prompts = [[3, 9, 12], [30, 7], [5, 5, 8, 41, 2], [17]]

@@ -112,6 +112,7 @@ class _Job:
     request: Request | None = None
     prompt_length: int = 0
     error: Exception | None = None
+    batch_size: int | None = None  # before the first shortage that it had a part in
 
     def guarded(self, rule: Callable) -> Callable:
         """Let a user's processor or criterion note whose it was when it fails; a shortage is no prompt's fault."""
@@ -244,9 +245,12 @@ class _Queue:
         self._returned.extendleft(reversed(leaving))
 
     def _make_room(self, shortage: str) -> None:
-        """Send sequences back to the queue, the youngest first; fewer run together from now on."""
+        """Send sequences back to the queue, the youngest first; fewer run together from now on. A prompt that does
+        not fit even alone fails, and as many as before its first shortage run together again."""
+        for job in self._running:
+            job.batch_size = job.batch_size or self._batch_size
         num_waiting = self._return_unadmitted()
-        together = len(self._running)
+        together, hopeless = len(self._running), None
         if not (num_waiting and together):
             together = (together + num_waiting) // 2
         if together == 0:
@@ -260,8 +264,12 @@ class _Queue:
             job.request.ended = True
         self._loop.release_ended()
         self._take_back(leaving)
-        for cache in (self._loop.cache, self._loop.drafter.cache):
-            cache.shrink(together)
+        if hopeless is None:
+            for cache in (self._loop.cache, self._loop.drafter.cache):
+                cache.shrink(together)
+        else:  # the others need not be fewer; nothing is left in the caches
+            together = hopeless.batch_size
+            self._loop.cache, self._loop.drafter.cache = SlotCache(together), SlotCache(together)
         self._batch_size = together
         told = f"out of memory: {together} sequences are decoded together from now on ({shortage})"
         warnings.warn(told, stacklevel=3)
