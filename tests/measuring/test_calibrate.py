@@ -156,6 +156,11 @@ def test_answers_without_room_for_a_whole_block_are_refused_before_any_is_decode
     monkeypatch.setattr(type(target), "generate", lambda *args, **kwargs: pytest.fail("it decodes"))
     with pytest.raises(ValueError, match="max_new_tokens=5 have no room for a whole block of 4 draft tokens: give 6"):
         records(target, draft, max_new_tokens=5)
+    with pytest.raises(ValueError, match="answers need a limit, .* has none: give max_new_tokens"):
+        records(target, draft, max_new_tokens=None)
+    target.generation_config.max_new_tokens = 5
+    with pytest.raises(ValueError, match="max_new_tokens=5 have no room for a whole block"):
+        records(target, draft, max_new_tokens=None)
 
 
 def test_an_accepted_end_of_sequence_counts_as_accepted(fixtures):

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_dspark import ConfidenceThreshold, DecodingOptions, evaluate
+from hf_dspark.data.prompts import Prompt
 from hf_dspark.measuring import decode_prompts as driver
 from hf_dspark.measuring import evaluate as evaluation
 from hf_dspark.measuring.results import read_results
@@ -252,6 +253,7 @@ def wrong_calls():
         ({"tasks": good, "draft": None, "compare_plain": True}, "compare_plain needs a draft"),
         ({"tasks": good, "draft": None, "policy": ConfidenceThreshold(0.5)}, "a policy needs a draft"),
         ({"tasks": good, "nonsense": 1}, "nonsense"),
+        ({"tasks": good, "max_new_tokens": None}, "answers need a limit, .* has none: give max_new_tokens"),
     ]
 
 
@@ -268,6 +270,28 @@ def test_wrong_calls_are_refused_before_anything_is_decoded(pair, make_target, t
     with pytest.raises(ValueError, match="hidden_size|vocab"):
         evaluate(make_target(), draft, {"t": ["up"]}, text_tokenizer)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 3}, {"max_length": 5}])
+def test_without_a_length_the_targets_generation_config_decides(pair, text_tokenizer, monkeypatch, limit):
+    target, draft = pair
+    for name, value in {"max_new_tokens": None, "max_length": None, "eos_token_id": None, **limit}.items():
+        monkeypatch.setattr(target.generation_config, name, value)
+    found = evaluate(target, draft, {"t": ["up is"]}, text_tokenizer, max_new_tokens=None, do_sample=False)
+    assert len(found.answers[0].token_ids) == 3 and len(found.answers[0].prompt_ids) == 2
+    assert found.facts["max_new_tokens"] == limit.get("max_new_tokens")
+
+
+@pytest.mark.parametrize("continuous", [True, False])
+def test_errors_come_without_frames_which_would_keep_tensors(pair, text_tokenizer, continuous):
+    def fails(input_ids, scores, **kwargs):
+        raise KeyError("nothing there")
+
+    prompts = {"": [Prompt([5, 6]), Prompt([7])]}
+    options = {"continuous": continuous, "stopping_criteria": [fails], **GREEDY}
+    errors = [answer.error for answer in driver.decode_prompts(*pair[:1], prompts, text_tokenizer, pair[1], **options)]
+    assert [type(error) for error in errors] == [KeyError, KeyError]
+    assert all(error.__traceback__ is error.__cause__ is error.__context__ is None for error in errors)
 
 
 CALLS = (2, 1, 1, 1, 1, 2, 2)  # turns of each call of a whole run

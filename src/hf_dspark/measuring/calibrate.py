@@ -38,7 +38,7 @@ from ..scheduling.rounds import RoundOutcome
 from ..scheduling.scheduler import Scheduler
 from ..targets.fingerprint import fingerprint
 from ..targets.support import TargetSupport
-from .decode_prompts import decode_prompts
+from .decode_prompts import decode_prompts, with_limit
 from .timed_decoding import decoding_as
 
 DEFAULT_DOMAIN = "default"
@@ -98,7 +98,7 @@ def calibrate(
         output_file (`str`, *optional*): Where rounds are recorded, to resume.
         seed (`int`): Of all draws.
         generate_kwargs: For `generate()`, such as `do_sample=True, temperature=0.7`; `max_new_tokens=128` unless
-            given.
+            given; `None` leaves it to the target's generation config.
 
     Returns:
         [`CalibrationReport`]
@@ -176,7 +176,8 @@ def collect_rounds(
     if not draft.config.enable_confidence_head:
         raise ValueError("this draft has no confidence head (config.enable_confidence_head is False)")
     # A prompt's first token is the target's own, and so is the last one of a round.
-    limit, needed = generate_kwargs.get("max_new_tokens"), draft.config.block_size + 2
+    options = with_limit(target, {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs)
+    limit, needed = effective_config(target, options).max_new_tokens, draft.config.block_size + 2
     if limit is not None and limit < needed:
         raise ValueError(
             f"answers of max_new_tokens={limit} have no room for a whole block of {draft.config.block_size} draft "
@@ -236,7 +237,7 @@ def _decode_and_record(
     read = [as_chat(row, processing_class) for row in read_prompts(prompts)]
     first_turns = [token_ids(prompt, processing_class) for prompt in read]  # fails before anything is decoded
     refuse_made_here("calibrate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)
-    options = {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs
+    options = with_limit(target, {"max_new_tokens": DEFAULT_NEW_TOKENS} | generate_kwargs)
     journal, found, rounds = None, {}, []
     if output_file is not None:
         config = draft.config.to_dict()

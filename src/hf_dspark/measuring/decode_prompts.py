@@ -67,6 +67,16 @@ def decode_prompts(
             yield answer
 
 
+def with_limit(target: PreTrainedModel, generate_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without a `max_new_tokens=None`, which leaves the length of answers to the target's generation
+    config; a `ValueError` if that says nothing either."""
+    options = {name: each for name, each in generate_kwargs.items() if name != "max_new_tokens" or each is not None}
+    config = effective_config(target, options)
+    if config.max_new_tokens is None and config.max_length is None:
+        raise ValueError("answers need a limit, and the target's generation config has none: give max_new_tokens")
+    return options
+
+
 def _bare(error: Exception) -> Exception:
     """Return an error without its frames: they would keep what a failed pass has allocated."""
     error.__cause__ = error.__context__ = None
@@ -89,6 +99,7 @@ class _Driver:
     generate_kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.generate_kwargs = with_limit(self.target, self.generate_kwargs)
         self.config = effective_config(self.target, self.generate_kwargs)
         text_config = self.target.config.get_text_config(decoder=True)
         self.context = getattr(text_config, "max_position_embeddings", None) or math.inf
@@ -207,4 +218,5 @@ class _Driver:
             if (answer := left.get(result.index)) is not None:
                 new = result.token_ids.tolist()
                 finished = result.error is None and (len(new) < self._room(answer) or new[-1] in ends)
-                yield replace(answer, token_ids=new, finished=finished, error=result.error)
+                error = None if result.error is None else _bare(result.error)
+                yield replace(answer, token_ids=new, finished=finished, error=error)

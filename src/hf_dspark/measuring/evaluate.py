@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cpu import fast_linears
 from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
+from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
 from ..files import Journal, digest, plain_json
 from ..models.auto import require_pair
@@ -17,7 +18,7 @@ from ..models.modeling_draft import DraftModel
 from ..provenance import provenance
 from ..scheduling.policies import FullBlock, Policy
 from ..targets.fingerprint import fingerprint
-from .decode_prompts import decode_prompts
+from .decode_prompts import decode_prompts, with_limit
 from .metrics import Metrics, metrics_by_task, metrics_table
 from .results import describe_draft, describe_sampling, describe_target, write_result
 from .rounding import tolerance_of
@@ -107,7 +108,7 @@ def evaluate(
         enable_thinking (`bool`, *optional*): For the chat template, if given.
         packed (`bool`): Decode with packed copies of the weights, see [`fast_linears`], without the draft, too.
         generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, and never more than the target's context
-            has room for.
+            has room for. `None` leaves it to the target's generation config.
 
     Returns:
         [`Evaluation`]
@@ -144,7 +145,8 @@ def evaluate(
     refuse_made_here("evaluate", target, generate_kwargs, max_length="use max_new_tokens", **CUT_OFFS)
     given = generate_kwargs.get("generation_config")  # a default beside it would come before its own
     length = None if given is None else given.max_new_tokens
-    options = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
+    chosen = {"max_new_tokens": DEFAULT_NEW_TOKENS if length is None else length} | generate_kwargs
+    options = with_limit(target, chosen)
     read = {name: _read_task(name, task) for name, task in tasks.items()}
     prompts = {
         name: [with_thinking(as_chat(prompt, processing_class), enable_thinking) for prompt in part.prompts]
@@ -157,7 +159,7 @@ def evaluate(
         "draft": {} if draft is None else describe_draft(draft),
         "sampling": sampling | plain_json(others),
         "policy": None if policy is None else policy.to_dict(),
-        "max_new_tokens": options["max_new_tokens"],
+        "max_new_tokens": effective_config(target, options).max_new_tokens,
         "batch_size": batch_size,
         "packed": packed,
         "rounding": tolerance_of(target.dtype) if compare_plain and not sampling["do_sample"] else None,
