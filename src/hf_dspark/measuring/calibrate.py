@@ -117,9 +117,10 @@ def calibrate(
 
     DSpark Section 3.2.1.
     """
-    prompts, config = list(several(prompts)), draft.config  # they are read twice
+    prompts = list(several(prompts))  # they are read twice
     reading = (processing_class, output_file, seed)
     rounds = collect_rounds(target, draft, prompts, *reading, **generate_kwargs)
+    config = draft.config
     if len(rounds.num_accepted) < FEW_ROUNDS:
         warnings.warn(
             f"a calibration on {len(rounds.num_accepted)} rounds says little, and schedulers will rely on them: "
