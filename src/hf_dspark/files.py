@@ -118,7 +118,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
 
 
 def shortened(value: Any, quote: bool = True, size: int = 120) -> str:

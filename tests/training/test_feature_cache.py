@@ -209,7 +209,26 @@ def test_damaged_weights_of_the_target_are_refused_and_written_again(target, tmp
         with pytest.raises(ValueError, match=r"target.safetensors is damaged"):
             FeatureCache(tmp_path, config_of(target)).borrowed()
     path.unlink()
+    with pytest.raises(ValueError, match=r"target.safetensors is not there: fill the cache with the target"):
+        FeatureCache(tmp_path, config_of(target)).borrowed()
     assert torch.equal(fill(target, tmp_path).borrowed().lm_head.weight, target.lm_head.weight)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, None], ids=["files", "permission", "safetensors"])
+def test_files_that_cannot_be_read_now_are_not_called_damaged(target, tmp_path, monkeypatch, number):
+    cache = fill(target, tmp_path)
+
+    def fail(path, *args, **options):
+        raise OSError("the disk says so") if number is None else OSError(number, "the disk says so", str(path))
+
+    # safetensors' own errors have no number and no path.
+    monkeypatch.setattr(*((module, "safe_open") if number is None else (module.Path, "open")), fail)
+    with pytest.raises(OSError, match=r"the disk says so: '.*/states/.*\.safetensors'") as caught:
+        cache.read(ROWS[0])
+    assert caught.value.errno == number
+    if number is not None:
+        with pytest.raises(OSError, match=r"the disk says so: '.*/target.safetensors'"):
+            cache.borrowed()
 
 
 def test_space_is_estimated_and_refused_before_anything_is_computed(target, tmp_path, monkeypatch, num_passes):

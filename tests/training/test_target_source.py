@@ -3,8 +3,10 @@
 import pytest
 
 from hf_dspark import cache_features
+from hf_dspark.training import target_states as module
 from hf_dspark.training.target_states import FeatureCache
 from tests.training.tiny import tiny_draft
+from tests.training.train_tiny import Stream
 
 
 def test_cached_states_train_without_a_target(make_trainer, logged, make_draft, target, rows, tmp_path):
@@ -32,6 +34,40 @@ def test_the_cache_is_filled_before_training(make_trainer, make_draft, target, r
     trainer.train(), again.train()
     assert not calls, "the target ran although all states were on disk"
     assert again.evaluate([rows[0] | {"input_ids": rows[0]["input_ids"][::-1]}])["eval_tau"] > 1 and len(calls) == 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", ["torch", "datasets"])
+def test_what_a_stream_brings_is_computed_when_it_comes(
+    make_trainer, logged, make_draft, target, rows, tmp_path, monkeypatch, kind, packing
+):
+    monkeypatch.setattr(module, "STREAM_CHECK", 2)
+    stream = Stream(rows)
+    if kind == "datasets":
+        stream = pytest.importorskip("datasets").Dataset.from_list(rows).to_iterable_dataset()
+    facts = {"data": stream, "eval_data": {"a": stream}, "packing": packing, "max_length": 64}
+    plain, trainer = (make_trainer(**facts, feature_cache_dir=path) for path in (None, str(tmp_path / "cache")))
+    assert len(trainer.source.cache) == 2
+    for run in (plain, trainer):
+        run.train()
+    assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-2)  # rounded to bfloat16
+    assert trainer.evaluate()["eval_a_tau"] > 1 and len(trainer.source.cache) == 8
+    make_trainer(make_draft(target), target=None, **facts, feature_cache_dir=str(tmp_path / "cache")).train()
+    for path in sorted((tmp_path / "cache").rglob("states/*/*"))[1:]:
+        path.unlink()
+    with pytest.raises(ValueError, match="of 4 rows are not in the feature cache .* there is no target to compute"):
+        make_trainer(make_draft(target), target=None, **facts, feature_cache_dir=str(tmp_path / "cache"))
+
+
+def test_rows_that_another_machine_has_filled_in_a_folder_of_its_own_are_computed(make_trainer, logged, tmp_path):
+    trainers = [make_trainer(feature_cache_dir=str(tmp_path / name)) for name in ("shared", "own")]
+    share = sorted((tmp_path / "own").rglob("states/*/*"))[::2]
+    for path in share:
+        path.unlink()
+    for trainer in trainers:
+        trainer.train()
+    losses = [logged(trainer, "loss") for trainer in trainers]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2) and all(path.exists() for path in share)
 
 
 def test_states_that_are_nowhere_are_an_error_before_training(make_trainer, make_draft, target, rows, tmp_path):

@@ -24,7 +24,7 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
         chat_template_kwargs (`dict`, *optional*): For the tokenizer's chat template, such as
             `{"enable_thinking": False}`.
         feature_cache_dir (`str`, *optional*): The target's states are read from this folder; those that it lacks are
-            computed before training. Without a target, all must be there.
+            computed before training, or as the rows of a stream come. Without a target, all must be there.
         dataset_num_proc (`int`, *optional*): Processes that tokenise.
 
     Example:

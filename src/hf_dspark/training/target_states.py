@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..files import differences
+from ..files import differences, naming
 from ..formats.checkpoint import read_json
 from ..models.modeling_draft import DraftModel
 from ..targets.borrowed_weights import BorrowedModules
@@ -37,6 +37,7 @@ from .arguments import DSparkTrainingArguments
 FORMAT_VERSION = 2
 META_FILE, WEIGHTS_FILE, STATES_FOLDER = "meta.json", "target.safetensors", "states"
 ROW_PARTS = ("input_ids", "position_ids", "attention_mask")
+STREAM_CHECK = 100  # rows of a stream whose states are asked for before training
 
 
 class TargetStates(NamedTuple):
@@ -260,8 +261,11 @@ class FeatureCache:
 
     def borrowed(self, device: torch.device | str = "cpu") -> BorrowedModules:
         """Return the target's embedding and LM head, frozen, to bind a draft without the target."""
-        with _undamaged(self.folder / WEIGHTS_FILE):
-            return BorrowedModules.load(self.folder / WEIGHTS_FILE, device)
+        path = self.folder / WEIGHTS_FILE
+        if not path.exists():
+            raise ValueError(f"{path} is not there: fill the cache with the target")
+        with _undamaged(path):
+            return BorrowedModules.load(path, device)
 
 
 def row_ids(row: Any) -> list[int]:
@@ -277,8 +281,10 @@ def row_ids(row: Any) -> list[int]:
 @contextmanager
 def _undamaged(path: Path) -> Iterator[None]:
     try:
-        yield
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+        with naming(path):
+            path.open("rb").close()  # safetensors says of any file that it cannot open that it is not there
+            yield
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         cure = "delete it, and fill the cache with the target, which computes it again"
         raise ValueError(f"{path} is damaged ({error}): {cure}") from error
 
@@ -354,13 +360,15 @@ class TargetSource:
         if args.packing:
             require_separable_documents(target, draft.config.target_layer_ids)
 
-    def fill(self, sets: Sequence[Sequence[Any]]) -> None:
-        """Compute the states of data sets that the cache lacks; their rows hold one document each.
+    def fill(self, sets: Iterable[Iterable[Any]]) -> None:
+        """Compute the states of data sets, and of the first rows of streams, that the cache lacks.
 
-        All processes do a share, and wait for each other. Without a target, a `ValueError` counts what is missing.
+        Rows hold one document each. All processes do a share, and wait for each other. Without a target, a
+        `ValueError` counts what is missing.
         """
         if self.cache is None:
             return
+        sets = [part if hasattr(part, "__len__") else list(itertools.islice(part, STREAM_CHECK)) for part in sets]
         rows, args = itertools.chain.from_iterable(sets), self._args
         if self._target is not None:
             share = {"rank": args.process_index, "num_ranks": args.world_size, "progress": not args.disable_tqdm}
@@ -386,8 +394,12 @@ class TargetSource:
         # To an accelerator travels what is on the disk; memory on the CPU is touched once only.
         dtype = draft.dtype if draft.device.type == "cpu" else torch.bfloat16
         states = [torch.zeros(*input_ids.shape, width, dtype=dtype) for width in (len(layer_ids) * size, size)]
-        for number, row in enumerate(zip(input_ids.cpu(), position_ids.cpu(), attention_mask.cpu(), strict=True)):
-            for place, ids in _documents(*row):
+        rows = [_documents(*row) for row in zip(*(batch[name].cpu() for name in ROW_PARTS), strict=True)]
+        # Those of a stream, or of another process's share in a folder that is not this machine's.
+        if self._target is not None and (missing := self.cache.missing(ids for row in rows for _, ids in row)):
+            self.cache.fill(missing, progress=False)
+        for number, row in enumerate(rows):
+            for place, ids in row:
                 for whole, part in zip(states, self.cache.read(ids), strict=True):
                     whole[number, place] = part
         return TargetStates(*(part.to(draft.device, draft.dtype) for part in states))

@@ -106,7 +106,7 @@ class DSparkTrainer(Trainer):
             # A block need not fit into rows that only evaluate.
             rows = [self._tokenised("train_dataset", train_dataset, draft, draft.config.block_size)]
             rows += [self._tokenised(*part, draft) for part in zip(names, held_out.values(), strict=True)]
-        self.source.fill([part for part in rows if hasattr(part, "__len__")])
+        self.source.fill(part for part in rows if part is not None)
         train_dataset, *evaluated = map(self._packed, rows)
         if any(isinstance(part, IterableDataset) for part in (train_dataset, *evaluated)):
             # Else accelerate joins the batches of several processes, which are of different lengths.
@@ -223,7 +223,7 @@ class DSparkTrainer(Trainer):
         is_new = not isinstance(eval_dataset, (str, dict, type(None)))
         if is_new and not any(eval_dataset is part for part in own):
             rows = self._tokenised("eval_dataset", eval_dataset, self.draft)
-            self.source.fill([rows] if hasattr(rows, "__len__") else [])
+            self.source.fill([rows])
             eval_dataset = self._packed(rows)
         self._eval_batches = 0
         self._metrics["eval"].reset()
