@@ -73,6 +73,14 @@ def test_checkpoints_are_uploaded_from_copies_and_a_failure_stops_nothing(traine
     assert not list(Path(trained.args.output_dir).glob(".upload-*"))
 
 
+def test_a_card_before_a_save_is_refused_and_nothing_is_written(tmp_path):
+    target, draft = tiny_pair()
+    trainer = DSparkTrainer(draft, target, tiny_arguments(str(tmp_path / "new")), tiny_rows(4))
+    with pytest.raises(FileNotFoundError, match="new holds no draft yet: call save_model\\(\\) first"):
+        trainer.create_model_card()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_every_set_of_held_out_rows_is_reported(trained):
     result = json.loads(Path(trained.args.output_dir, "results/training.json").read_text())
     card = Path(trained.args.output_dir, "README.md").read_text()

@@ -31,7 +31,7 @@ def test_every_kind_of_draft_learns(make_trainer, logged, target, kind):
 
 def test_a_data_set_that_cannot_be_used_is_named(make_trainer, rows):
     for options, message in (
-        ({"data": []}, "train_dataset: the data set is empty"),
+        ({"data": rows[200:]}, r"train_dataset: the data set is empty: .* such as rows\[200:\] of 100 rows"),
         ({"eval_data": [{"text": "x"}]}, "eval_dataset: the examples are not tokenised"),
         (
             {"eval_data": {"math": rows, "code": [{"input_ids": [99] * 9}]}},
@@ -317,6 +317,18 @@ def test_arguments_default_to_the_methods_schedule(tmp_path):
     arguments = DSparkTrainingArguments(tmp_path, use_cpu=True)
     assert (arguments.learning_rate, arguments.warmup_steps, arguments.num_train_epochs) == (6e-4, 0.04, 10)
     assert arguments.lr_scheduler_type == "cosine"
+    assert [arguments.get_warmup_steps(steps) for steps in (1, 24, 25, 1000)] == [0, 0, 1, 40]
+    assert DSparkTrainingArguments(tmp_path, use_cpu=True, warmup_steps=30).get_warmup_steps(10) == 30
+
+
+def test_a_run_of_one_step_trains_and_is_said_to_train_little(make_trainer, logged):
+    schedule = {name: getattr(DSparkTrainingArguments, name) for name in ("warmup_steps", "lr_scheduler_type")}
+    trainer = make_trainer(per_device_train_batch_size=8, max_steps=-1, num_train_epochs=1, **schedule)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.warns(UserWarning, match="^1 step trains little: give more examples or epochs"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and logged(trainer, "learning_rate") == [trainer.args.learning_rate]
+    assert not any(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
 @pytest.mark.parametrize(

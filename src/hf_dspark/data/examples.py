@@ -234,7 +234,10 @@ def _check_runs(runs: Sequence[int], block_size: int, max_length: int | None, wh
     """Refuse data that cannot train a block; warn of examples that are left out."""
     cut, longer = ("", "") if max_length is None else (f" within max_length={max_length}", " or raise max_length")
     if not runs:
-        raise ValueError("the data set is empty: pass at least one example")
+        raise ValueError(
+            "the data set is empty: pass at least one example; a slice that begins past the end, such as rows[200:] "
+            "of 100 rows, has none"
+        )
     longest, which = max(runs), f"{which}{len(runs)} examples"
     if longest == 0:
         raise ValueError(

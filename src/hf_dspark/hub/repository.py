@@ -189,6 +189,8 @@ def write_training_card(
 ) -> None:
     """Write a run's result file, the model card and the one-file decoder; see `DSparkTrainer.create_model_card`."""
     folder = Path(trainer.args.output_dir)
+    if not (folder / CONFIG_FILE).exists():
+        raise FileNotFoundError(f"{folder} holds no draft yet: call save_model() first")
     # With FSDP, this process holds a shard of the weights; what was saved is whole.
     draft = load_draft(folder, dtype="auto") if trainer.is_fsdp_enabled else trainer.draft
     results, facts = folder / RESULTS_FOLDER, describe_draft(draft)

@@ -39,7 +39,7 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
     num_train_epochs: float = argument(10.0, "Passes over the training set.")
     learning_rate: float = argument(6e-4, "The largest learning rate.")
     lr_scheduler_type: SchedulerType | str = argument("cosine", "How the learning rate falls after the warm-up.")
-    warmup_steps: float = argument(0.04, "Steps in which the learning rate rises; below 1, their share of all steps.")
+    warmup_steps: float = argument(0.04, "Steps in which the learning rate rises; below 1, their share of all.")
     num_anchors: int = argument(64, "Blocks per document and step at most.")
     max_length: int | None = argument(2048, "Rows are cut to this many tokens.")
     packing: bool = argument(False, "Join short documents into rows of max_length.")
@@ -67,3 +67,7 @@ class DSparkTrainingArguments(LossWeights, TrainingArguments):
                 f"hub_strategy={self.hub_strategy.value!r} would publish pickled optimizer states, which are unsafe "
                 "to load: choose 'end'"
             )
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the steps of the warm-up: a share is rounded down, as the first step of a warm-up trains nothing."""
+        return int(self.warmup_steps if self.warmup_steps >= 1 else self.warmup_steps * num_training_steps)

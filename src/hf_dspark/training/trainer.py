@@ -29,6 +29,8 @@ from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_
 from .rows import PackedRows, PackedStream, collate
 from .target_states import TargetSource
 
+FEW_STEPS = 50  # fewer train little
+
 
 class DSparkTrainer(Trainer):
     """Trains a draft, DSpark, DFlash or Eagle3, on conversations that its target wrote.
@@ -261,6 +263,15 @@ class DSparkTrainer(Trainer):
             warnings.warn("the draft was calibrated before this training: calibrate it again", stacklevel=2)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """As `Trainer` does; warns of a run so short that it trains little, unless `max_steps` asks for it."""
+        if self.args.max_steps <= 0 and num_training_steps < FEW_STEPS:
+            steps = "1 step trains" if num_training_steps == 1 else f"{num_training_steps} steps train"
+            warnings.warn(f"{steps} little: give more examples or epochs", stacklevel=2)
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the draft; a checkpoint that is written over is whole again when everything else is saved, too."""
         if self.is_world_process_zero():
@@ -290,6 +301,7 @@ class DSparkTrainer(Trainer):
 
         The card is made of all result files in `args.output_dir/results`, where this run's is `training.json`.
         Arguments are those of `Trainer.create_model_card`: names of repository and data sets, `license`, `tags`, ...
+        A `FileNotFoundError` says that no draft has been saved there.
         """
         if self.is_world_process_zero():
             publisher.load().write_training_card(self, model_name, dataset, **card)
