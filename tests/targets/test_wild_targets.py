@@ -241,9 +241,9 @@ def test_packed_passes_bring_everything_to_the_device_where_it_is_used(monkeypat
         loop = DecodingLoop(SimpleNamespace(draft=draft, support=TargetSupport.of(target)), call, cache)
         tokens = torch.ones(8, dtype=torch.long, device=THIRD)
         with torch.no_grad():
-            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), logits_at=[4, 7], verifying=False)
+            prompts = loop._forward(tokens, SlotLayout((0, 0), (5, 3)), None, logits_at=[4, 7], verifying=False)
             cache.commit(0, 5), cache.commit(1, 3)
-            blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)), verifying=True)
+            blocks = loop._forward(tokens[:6], SlotLayout((5, 3), (4, 2)), None, verifying=True)
         assert devices == [{FIRST, SECOND}] * 2
         for done, num_tokens, num_logits in ((prompts, 8, 2), (blocks, 6, 6)):
             assert done.features.device == done.logits.device == THIRD
