@@ -29,7 +29,6 @@ class Speedup:
     median: float
     upper_quartile: float
     plain_tokens_per_second: float  # tokens over seconds of all turns
-    plain_time_to_first_token: float  # median over the turns, in seconds
     identical: int | None  # turns whose tokens are the same; `None` if sampled
     best_tokens: int | None  # drafted tokens that are the target's best up to rounding; `None` if not checked
 
@@ -117,7 +116,6 @@ def speedup(answers: Iterable[Answer]) -> Speedup | None:
         statistics.median(plain) / statistics.median(drafted),
         *quartiles,
         plain_tokens_per_second=sum(turn.num_tokens for _, turn in pairs) / sum(turn.seconds for _, turn in pairs),
-        plain_time_to_first_token=statistics.median(turn.prefill_seconds for _, turn in pairs),
         identical=sum(same) if same else None,
         best_tokens=None if None in best else sum(best),
     )
