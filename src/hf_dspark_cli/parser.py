@@ -31,9 +31,10 @@ COMPARED = "also decode without the draft"
 GOES_ON = "the same command goes on from there"
 PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
 TRAINING = """arguments of the training: all of transformers' Trainer, which --help_all shows, such as
---num_train_epochs, --learning_rate, --per_device_train_batch_size, --bf16 and --seed; and --max_length, at which rows
-are cut (2048), --packing, which joins short documents, --num_anchors, blocks per document (64), --feature_cache_dir,
-where the target's states are kept, and --resume_from_checkpoint FOLDER, of which last is the last whole one"""
+--num_train_epochs, --learning_rate, --per_device_train_batch_size, --bf16 and --seed; and --max_length, at which
+examples are cut (2048), --packing, which joins short documents, --num_anchors, blocks per document (64),
+--feature_cache_dir, where the target's states are kept, and --resume_from_checkpoint FOLDER, of which last is the last
+whole one"""
 
 
 class Parser(ArgumentParser):
@@ -161,8 +162,8 @@ def train(parser: ArgumentParser) -> None:
     parser.epilog = TRAINING
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")
     add = parser.add_argument_group("data and draft").add_argument
-    held_out = "rows to hold out of the file, and with each all answers to its prompt (%(default)s)"
-    add("--train_file", type=file, required=True, metavar="FILE", help="rows, as JSON Lines or Parquet")
+    held_out = "examples to hold out of the file, and with each all answers to its prompt (%(default)s)"
+    add("--train_file", type=file, required=True, metavar="FILE", help="examples, as JSON Lines or Parquet")
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
     add("--output_dir", type=writable, required=True, metavar="FOLDER", help="of draft, card, checkpoints and results")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")
@@ -212,7 +213,7 @@ def profile(parser: ArgumentParser) -> None:
     add("--context_lengths", type=count, nargs="+", default=[64, 512], metavar="N", help="cached tokens per request")
     add("--repetitions", type=count, default=9, metavar="N", help="timed passes of each kind (%(default)s)")
     add("--output_file", type=new, metavar="FILE", help="also write the table to this file; SGLang reads it, too")
-    add("--packed", action="store_true", help="on a CPU, with packed copies of the weights, for decoding with them")
+    add("--packed", action="store_true", help="on a CPU, with packed weights, for decoding with them")
     add("--show", action="store_true", help="show the table that generate() uses, and measure nothing")
     _add_models(parser, decodes=False)
 
@@ -235,7 +236,7 @@ def eval_(parser: ArgumentParser) -> None:
     add("--batch_size", type=count, default=1, metavar="N", help="prompts decoded together at most (%(default)s)")
     add("--policy", type=policy, help=f"how much of a block is verified: {POLICIES}; full unless given")
     add("--compare", action="store_true", help=f"{COMPARED}; show speed-up, equal answers, and best tokens")
-    add("--packed", action="store_true", help="on a CPU, packed copies of the weights, without the draft, too")
+    add("--packed", action="store_true", help="on a CPU, packed weights, without the draft, too")
     add("--result_file", type=new, default="evaluation.json", metavar="FILE", help="of the result (%(default)s)")
     _add_models(parser, "; without one, plain decoding is measured")
     parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}", kept_in="{result_file}.partial.jsonl")

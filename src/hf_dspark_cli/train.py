@@ -1,4 +1,4 @@
-"""`hf-dspark train`: a draft for any causal LM, from a file of rows to weights and a result file."""
+"""`hf-dspark train`: a draft for any causal LM, from a file of examples to weights and a result file."""
 
 import io
 import random
@@ -75,7 +75,7 @@ def run_train(options: Namespace, console: Console) -> bool:
 
 def _gain(result: dict[str, Any], held_out: int) -> str | None:
     """Return a table of tau and acceptance by position, before training and after it; `None` if none was logged."""
-    prefix, title = ("eval_", f"{held_out} held-out rows") if held_out else ("", "last batches")
+    prefix, title = ("eval_", f"{held_out} held-out examples") if held_out else ("", "last batches")
     rows = []
     for name, report in (("before", result["before"]), ("after", result["metrics"])):
         rates = [value for key, value in report.items() if key.startswith(f"{prefix}acceptance_")]
@@ -94,7 +94,7 @@ def _next_commands(options: Namespace, calibrated: bool) -> str:
         f"eval {pair} --prompts held_out.jsonl --compare --result_file {folder}/{RESULTS_FOLDER}/eval.json",
         f"push {folder} user/name --license mit",
     ]
-    hint = "" if options.eval_rows else "--eval_rows N shows tau before and after, on rows that are held out\n"
+    hint = "" if options.eval_rows else "--eval_rows N shows tau before and after, on examples that are held out\n"
     return "\n  ".join([f"{hint}next:", *(f"{PROGRAM} {each}" for each in commands[not calibrated :])])
 
 
@@ -128,7 +128,7 @@ def _checkpoint_to_resume(arguments: DSparkTrainingArguments) -> str | None:
 
 
 def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
-    """Return the rows to train on, those that are held out if there are any, and what is wrong with other lines.
+    """Return the examples to train on, those that are held out if there are any, and what is wrong with other lines.
 
     All answers to a prompt stand on one side. Parquet, for data larger than memory, stays a table on disk.
     """
@@ -143,18 +143,18 @@ def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
         faults += [str(fault) for fault in malformed]
         faults += [f"{path} line {number} is no JSON object" for number, row in numbered if not isinstance(row, dict)]
     if len(rows) == 0:
-        raise ValueError(f"{path} holds no row{f' ({faults[0]})' if faults else ''}")
+        raise ValueError(f"{path} holds no example{f' ({faults[0]})' if faults else ''}")
     if number == 0:
         return rows, None, faults
     prompts = list(map(_prompt_of, rows))
-    answers: dict[int, list[int]] = {}  # the places of each prompt's rows
+    answers: dict[int, list[int]] = {}  # the places of each prompt's examples
     for place in random.Random(seed).sample(range(len(rows)), len(rows)):
         answers.setdefault(prompts[place], []).append(place)
     parts: tuple[list[int], list[int]] = ([], [])
     for places in answers.values():
         parts[len(parts[0]) >= number].extend(places)
     if not parts[1]:
-        counted = f"the file has {len(rows)} rows, of {len(answers)} prompts"
+        counted = f"the file has {len(rows)} examples, of {len(answers)} prompts"
         raise ValueError(f"--eval_rows {number} would leave nothing to train on: {counted}")
     held_out, rest = (
         [rows[place] for place in part] if isinstance(rows, list) else rows.select(part) for part in parts

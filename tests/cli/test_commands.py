@@ -151,7 +151,7 @@ def test_training_ends_with_what_it_brought_and_the_commands_that_follow(answer,
     printed = capsys.readouterr()
     result = json.loads(Path("out/results/training.json").read_text())
     head, _, before, after, last = printed.out.strip().split("\n")
-    assert head == "| 2 held-out rows, estimated | tau | acceptance at 1 | 2 | 3 |"
+    assert head == "| 2 held-out examples, estimated | tau | acceptance at 1 | 2 | 3 |"
     assert before.startswith(f"| before | {result['before']['eval_tau']:.2f} | ")
     assert after.startswith(f"| after | {result['metrics']['eval_tau']:.2f} | ")
     assert result["before"]["eval_tau"] != result["metrics"]["eval_tau"] and "the draft is in out" in last
@@ -468,7 +468,7 @@ def test_a_prompt_that_is_held_out_is_not_trained_on(named, form):
     texts = [sorted(row["text"] for row in part) for part in (held_out, trained)]
     assert len(texts[0]) == 8 and sorted(sum(texts, [])) == sorted(row["text"] for row in rows)
     assert not {text[0] for text in texts[0]} & {text[0] for text in texts[1]}
-    with pytest.raises(ValueError, match="nothing to train on: the file has 40 rows, of 10 prompts"):
+    with pytest.raises(ValueError, match="nothing to train on: the file has 40 examples, of 10 prompts"):
         train._read_rows(parse(shlex.split(f"{words} 37")), 0)
 
 

@@ -82,9 +82,9 @@ def test_queues_are_decoded_too(loop_target):
 @pytest.mark.parametrize(
     ("options", "policy", "message"),
     [
-        ({"num_assistant_tokens": 4}, None, "trees of copies alone, got num_assistant_tokens=4"),
-        ({}, FullBlock(), "trees of copies alone, got FullBlock"),
-        ({"assistant_confidence_threshold": 0.5}, None, "trees of copies alone, got ConfidenceThreshold"),
+        ({"num_assistant_tokens": 4}, None, "trees by prompt lookup alone, got num_assistant_tokens=4"),
+        ({}, FullBlock(), "trees by prompt lookup alone, got FullBlock"),
+        ({"assistant_confidence_threshold": 0.5}, None, "trees by prompt lookup alone, got ConfidenceThreshold"),
     ],
 )
 def test_what_asks_for_blocks_is_refused(make_target, options, policy, message):

@@ -97,8 +97,8 @@ def test_rows_that_are_there_are_not_computed_again(target, tmp_path, num_passes
 @pytest.mark.parametrize(
     ("row", "message"),
     [([], "at least one"), ([1.5], "token ids"), ("text", "token ids"), ({"prompt": "x"}, "token ids"),
-     (torch.ones(1, 3).long(), "token ids"), ([3, 48], r"row 0 has token ids in \[3, 48\].*ends at 47"),
-     ([-1, 3], r"row 0 has token ids in \[-1, 3\]")],
+     (torch.ones(1, 3).long(), "token ids"), ([3, 48], r"example 0 has token ids in \[3, 48\].*ends at 47"),
+     ([-1, 3], r"example 0 has token ids in \[-1, 3\]")],
 )  # fmt: skip
 def test_rows_that_are_no_token_ids_are_refused_before_anything_is_written(target, tmp_path, row, message):
     with pytest.raises(ValueError, match=message):
@@ -239,7 +239,7 @@ def test_space_is_estimated_and_refused_before_anything_is_computed(target, tmp_
     needed, folder, before = NUM_TOKENS * ROW_BYTES, tmp_path / "new" / "cache", num_passes()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
-    with pytest.raises(ValueError, match=r"does not fit into .* 0.00 MiB are free. Use fewer rows, a shorter"):
+    with pytest.raises(ValueError, match=r"does not fit into .* 0.00 MiB are free. Use fewer examples, a shorter"):
         fill(target, folder)
     assert not folder.parent.exists() and num_passes() == before
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
@@ -259,7 +259,7 @@ def test_full_disk_leaves_what_was_finished_and_says_so(target, tmp_path, monkey
 
     with (
         monkeypatch.context() as patch,
-        pytest.raises(OSError, match="could not be written .*No space left on device.* The 3 rows") as caught,
+        pytest.raises(OSError, match="could not be written .*No space left on device.* The 3 examples") as caught,
     ):
         patch.setattr(module, "save_file", write)
         fill(target, tmp_path)

@@ -75,8 +75,8 @@ def policy_obstacles(
     policy: Policy, draft: PreTrainedModel, support: TargetSupport, do_sample: bool, max_drafts: int | None
 ) -> list[str]:
     """Return why the draft cannot serve a policy, or why that would bias sampled output."""
-    name, drafter, copies = type(policy).__name__, type(draft).__name__, not draft.drafts_blocks
-    lacks_head = policy.requires_confidence and not draft.config.enable_confidence_head and not copies
+    name, drafter, looks_up = type(policy).__name__, type(draft).__name__, not draft.drafts_blocks
+    lacks_head = policy.requires_confidence and not draft.config.enable_confidence_head and not looks_up
     looks_ahead = not policy.is_causal(draft.config.confidence_head_with_markov) and not policy.accept_bias
     chain = f"num_assistant_tokens={max_drafts}" if max_drafts is not None else name * (policy.most_nodes == 0)
     return _present(
@@ -87,9 +87,9 @@ def policy_obstacles(
             "that token, so sampled output would not follow the target's distribution (DSpark, Appendix A). Use "
             "Scheduler, decode greedily, or set accept_bias on the policy.": do_sample and looks_ahead,
             f"{drafter} proposes trees, but {support.tree_obstacle}: use prompt_lookup_num_tokens of "
-            "transformers": copies and support.tree_obstacle,
-            f"{drafter} proposes trees of copies alone, got {chain}: leave it out, or set draft.decoding = "
-            "DecodingOptions(policy=Scheduler(num_nodes=15))": copies and chain,
+            "transformers": looks_up and support.tree_obstacle,
+            f"{drafter} proposes trees by prompt lookup alone, got {chain}: leave it out, or set draft.decoding = "
+            "DecodingOptions(policy=Scheduler(num_nodes=15))": looks_up and chain,
         }
     )
 

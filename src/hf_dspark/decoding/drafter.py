@@ -76,7 +76,7 @@ class Drafter:
         self._given_up: set[int] = set()  # ids of requests for which the draft's numbers overflow
         self._has_warned = False
 
-    def forget(self, request_id: int) -> None:
+    def drop(self, request_id: int) -> None:
         """Drop what is kept of a request that ended: a queue may be long."""
         self._matchers.pop(request_id, None)
         self._given_up.discard(request_id)

@@ -180,7 +180,7 @@ class DecodingLoop:
             self.cache.gather(row, columns)
             features = output.features[tokens if isinstance(tokens, slice) else to_device(tokens, self._device)]
             kept = request.commit(new_tokens, self.recording.scores.get(request.id, ()))
-            self.recording.forget(request.id, len(new_tokens) - kept)
+            self.recording.drop(request.id, len(new_tokens) - kept)
             # The old anchor and all but the last new token are in the cache now; the last one is the new anchor.
             self.cache.commit(row, kept)
             request.features.append(features[:kept])
@@ -194,7 +194,7 @@ class DecodingLoop:
 
     def end(self, request: Request, length: int) -> None:
         """End a request at an earlier length than it has reached, or at this one."""
-        self.recording.forget(request.id, request.length - length)
+        self.recording.drop(request.id, request.length - length)
         request.token_ids, request.ended = request.token_ids[:length], True
         rows = {each.id: row for row, each in enumerate(self.requests)} | self.ended_rows
         if (row := rows.get(request.id)) is not None:  # a state that cannot go back is read anew in the next turn
@@ -218,7 +218,7 @@ class DecodingLoop:
                 self.ended_rows[self.requests[row].id] = last
             else:
                 self.requests[row].features.clear()
-            self.drafter.forget(self.requests[row].id)
+            self.drafter.drop(self.requests[row].id)
             self.requests[row] = self.requests[last]
             self.requests.pop()
 

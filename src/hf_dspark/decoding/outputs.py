@@ -86,7 +86,7 @@ class Recording:
         if self.wants_hidden_states:
             self.hidden_states[request_id].extend(states)
 
-    def forget(self, request_id: int, count: int) -> None:
+    def drop(self, request_id: int, count: int) -> None:
         """Drop the last tokens, which stand after a request's end."""
         for kept in (self.scores, self.logits, self.hidden_states):
             if count and request_id in kept:

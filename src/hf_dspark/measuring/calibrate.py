@@ -86,9 +86,9 @@ def calibrate(
     Args:
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`]): Its draft, with a confidence head.
-        prompts (`Iterable`): Held-out prompts of the domain: texts, token ids, messages, or rows with `prompt`,
-            `question`, `messages`, `conversations`, `input_ids` or `turns`. Where the tokenizer has a chat template,
-            a text is a user's message. Of several turns each is answered, and its rounds count.
+        prompts (`Iterable`): Held-out prompts of the domain: texts, token ids, messages, or examples with
+            `prompt`, `question`, `messages`, `conversations`, `input_ids` or `turns`. Where the tokenizer has a chat
+            template, a text is a user's message. Of several turns each is answered, and its rounds count.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; needed unless the prompts are
             token ids.
         domain (`str`, *optional*): The name under which the calibration is kept. Unless given, `sampled` or

@@ -95,8 +95,8 @@ def evaluate(
     Args:
         target (`PreTrainedModel`): The model that decodes.
         draft ([`DraftModel`], *optional*): Its draft; `None` measures plain decoding.
-        tasks (`Mapping`): Prompts of each task: a JSON Lines file, or a list of strings or of rows with `turns`,
-            `prompt`, `question`, `messages` or `conversations`.
+        tasks (`Mapping`): Prompts of each task: a JSON Lines file, or a list of strings or of examples with
+            `turns`, `prompt`, `question`, `messages` or `conversations`.
         processing_class (`PreTrainedTokenizerBase`): The target's tokenizer.
         output_file (`str`, *optional*): Where the result of the kind `evaluation` goes; replaces what was there.
         policy ([`Policy`], *optional*): How much of a block is verified; all of it unless given.
@@ -106,7 +106,7 @@ def evaluate(
             rounding: in bfloat16 an answer may differ where two tokens are as good.
         seed (`int`): Of all draws.
         enable_thinking (`bool`, *optional*): For the chat template, if given.
-        packed (`bool`): Decode with packed copies of the weights, see [`fast_linears`], without the draft, too.
+        packed (`bool`): Decode with packed weights, see [`fast_linears`], without the draft, too.
         generate_kwargs: For `generate()`; `max_new_tokens=128` unless given, and never more than the target's context
             has room for. `None` leaves it to the target's generation config.
 

@@ -61,9 +61,9 @@ def regenerate(
 
     Args:
         target (`PreTrainedModel`): The model that answers.
-        prompts (`Iterable`): Texts, lists of messages, lists of token ids, or rows with `messages`, `conversations`,
-            `prompt` or `question`. Where the tokenizer has a chat template, a text is a user's message, unless it
-            begins with a special token. A conversation that ends in an answer gets this one anew.
+        prompts (`Iterable`): Texts, lists of messages, lists of token ids, or examples with `messages`,
+            `conversations`, `prompt` or `question`. Where the tokenizer has a chat template, a text is a user's
+            message, unless it begins with a special token. A conversation that ends in an answer gets this one anew.
         processing_class (`PreTrainedTokenizerBase`): The target's tokenizer.
         output_file (`str`): JSON lines.
         draft ([`DraftModel`], *optional*): Makes it faster, without changing the distribution of the answers.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 BLOCKS_AT_ONCE = 32
-# Products with a sum must round below the sum, see `sampling.invert`; in float32 where there is no float64.
+# Products with a sum must round below the sum, see `sampling.distributions.invert`; in float32 without float64.
 LARGEST, LARGEST_SINGLE = 1 - 2**-50, 1 - 2**-22
 
 

@@ -177,7 +177,7 @@ class FeatureCache:
             ids = row_ids(row)
             if min(ids) < 0 or max(ids) >= self._vocab_size:
                 raise ValueError(
-                    f"row {number} has token ids in [{min(ids)}, {max(ids)}], the target's vocabulary ends at "
+                    f"example {number} has token ids in [{min(ids)}, {max(ids)}], the target's vocabulary ends at "
                     f"{self._vocab_size - 1}: tokenise with the target's tokenizer"
                 )
             found.setdefault(self._path(ids), ids)
@@ -194,7 +194,7 @@ class FeatureCache:
         if needed > (free := shutil.disk_usage(place).free):
             raise ValueError(
                 f"the feature cache does not fit into {self.folder}: {num_tokens:,} tokens x {self._width:,} values "
-                f"in bfloat16 need {needed / 2**20:,.2f} MiB, {free / 2**20:,.2f} MiB are free. Use fewer rows, a "
+                f"in bfloat16 need {needed / 2**20:,.2f} MiB, {free / 2**20:,.2f} MiB are free. Use fewer examples, a "
                 "shorter max_length, fewer target_layer_ids or another disk, or run the target while training"
             )
         if not (self._is_there() and (self.folder / WEIGHTS_FILE).exists()):
@@ -221,8 +221,8 @@ class FeatureCache:
                 raise
             raise OSError(
                 getattr(error, "errno", errno.EIO),
-                f"{path} could not be written ({error}). The {len(self):,} rows written before can be read: free some "
-                "space and go on, or use fewer rows, a shorter max_length or fewer target_layer_ids",
+                f"{path} could not be written ({error}). The {len(self):,} examples written before can be read: free "
+                "some space and go on, or use fewer examples, a shorter max_length or fewer target_layer_ids",
             ) from error
 
     def fill(
@@ -299,15 +299,15 @@ def cache_features(
     num_ranks: int = 1,
     progress: bool = True,
 ) -> FeatureCache:
-    """Run the target over rows and keep its states on disk; rows that are there are not computed again.
+    """Run the target over examples and keep its states on disk; those that are there are not computed again.
 
     Args:
         target (`PreTrainedModel`): The causal LM.
         draft_config ([`DSparkConfig`]): Of the draft to be trained.
-        rows (`Iterable`): Token ids, or rows with `input_ids`, such as a `datasets.Dataset`.
+        rows (`Iterable`): Token ids, or examples with `input_ids`, such as a `datasets.Dataset`.
         folder (`str` or `Path`): The cache.
-        batch_size (`int`): Rows of similar length that the target reads together.
-        rank, num_ranks (`int`): This process fills its share of the rows.
+        batch_size (`int`): Examples of similar length that the target reads together.
+        rank, num_ranks (`int`): This process fills its share of the examples.
         progress (`bool`): Show a progress bar.
 
     Returns:
@@ -320,8 +320,8 @@ def cache_features(
     Example:
 
     ```python
-    rows = [tokenizer(text)["input_ids"] for text in prompts]
-    states = cache_features(target, draft.config, rows, "out/states")
+    examples = [tokenizer(text)["input_ids"] for text in prompts]
+    states = cache_features(target, draft.config, examples, "out/states")
     arguments = DSparkTrainingArguments("out/draft", feature_cache_dir="out/states")
     ```
 
@@ -377,8 +377,8 @@ class TargetSource:
                 torch.distributed.barrier()
         elif missing := self.cache.missing(rows):
             raise ValueError(
-                f"{len(missing)} of {sum(map(len, sets))} rows are not in the feature cache {self.cache.folder}, and "
-                "there is no target to compute them: pass target=..., or fill the cache with the same data, "
+                f"{len(missing)} of {sum(map(len, sets))} examples are not in the feature cache {self.cache.folder}, "
+                "and there is no target to compute them: pass target=..., or fill the cache with the same data, "
                 "tokenizer and max_length"
             )
 
