@@ -128,10 +128,27 @@ def test_failing_prompts_fail_alone(target, many, assert_alone, prompts):
 
 
 def test_prompts_of_another_type_fail_alone_and_say_what_is_needed(many, assert_alone, prompts):
-    results = many([5, None, [1.5], [[1, 2], [3]], prompts[0], torch.tensor(prompts[1])], batch_size=3)
-    for index in range(4):
+    results = many([prompts[0], 5, None, [1.5], [[1, 2], [3]], torch.tensor(prompts[1])], batch_size=3)
+    for index in range(1, 5):
         assert isinstance(results[index].error, ValueError) and "must be" in str(results[index].error)
-    assert_alone(results, [None] * 4 + prompts[:2], (4, 5))
+    assert_alone(results, [prompts[0], *[None] * 4, prompts[1]], (0, 5))
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (5, r"must be .*, got 5: pass \[prompt\]"),
+        (None, "must be .*, got None"),
+        ({"text": "up"}, "got an object"),
+        ("up", "tokenizer"),
+        ([{"role": "user", "content": "up"}], "tokenizer"),
+    ],
+)
+def test_a_first_prompt_that_is_none_is_an_error_of_the_call(target, draft, prompts, first, said):
+    """A forgotten tokenizer, or a list of something else: all prompts would fail one by one."""
+    for given in ([first, prompts[0]], iter([first, prompts[0]])):
+        with pytest.raises(ValueError, match=said):
+            next(generate_many(target, draft, given, **GREEDY))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -175,6 +192,8 @@ def test_errors_that_belong_to_no_prompt_are_raised_at_once(target, draft, promp
             generate_many(target, draft, prompts, **(GREEDY | dict([wrong])))
     with pytest.raises(TypeError, match="several"):
         generate_many(target, draft, "one prompt", **GREEDY)
+    with pytest.raises(TypeError, match=r"draft=None: pass one. Without one, regenerate\("):
+        generate_many(target, None, prompts, **GREEDY)
 
 
 def test_sampling_draws_the_same_in_any_company(many, prompts):

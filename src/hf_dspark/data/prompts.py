@@ -27,6 +27,10 @@ SUITES = {
 BETWEEN_TURNS = "\n\n"  # without a chat template; between messages, too
 
 
+class FormError(ValueError):
+    """Of a prompt that is wrong as its whole list will be: of no form, or a text without a tokenizer."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """What is to be answered: a text, messages, or token ids."""
@@ -71,7 +75,7 @@ def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
     given = {name: value for name, value in row.items() if value is not None}
     name = next((name for name in COLUMNS if name in given), None)
     if name is None:
-        raise ValueError(f"a prompt must be {FORMS}, got an object with {sorted(given) or 'nothing'}")
+        raise FormError(f"a prompt must be {FORMS}, got an object with {sorted(given) or 'nothing'}")
     value, later = given[name], ()
     if name == "turns":
         if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
@@ -188,7 +192,7 @@ def token_ids(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) 
     if prompt.is_token_ids:
         return prompt.content
     if processing_class is None:
-        raise ValueError("the prompts are texts or messages: pass the target's tokenizer, or token ids")
+        raise FormError("the prompts are texts or messages: pass the target's tokenizer, or token ids")
     if len(prompt.content) == 1 and not processing_class.chat_template:
         prompt = as_chat(prompt, processing_class)  # a question
     ids = Chat(processing_class, prompt.tools, prompt.chat_template_kwargs or {}).prompt_ids(prompt.content)
@@ -214,7 +218,8 @@ def _content(value: Any) -> str | list[dict[str, Any]] | list[int]:
     if hasattr(value, "tolist"):  # a tensor or an array
         value = value.tolist()
     if not isinstance(value, str | Sequence):
-        raise ValueError(f"a prompt must be {FORMS}, got {shortened(value)}")
+        hint = ": pass [prompt] for a single one" if isinstance(value, int) else ""
+        raise FormError(f"a prompt must be {FORMS}, got {shortened(value)}{hint}")
     if not value:
         raise ValueError("the prompt is empty")
     if isinstance(value, str):

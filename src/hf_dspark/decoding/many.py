@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
-from ..data.prompts import as_chat, several, token_ids
+from ..data.prompts import FormError, as_chat, several, token_ids
 from ..data.prompts import read_prompt as as_prompt
 from ..models.auto import require_pair
 from ..models.modeling_draft import DraftModel
@@ -72,7 +72,8 @@ def generate_many(
         An iterator over [`Completion`], in the order of finishing.
 
     Raises:
-        ValueError: If `batch_size` is not positive, or an option does not fit many prompts.
+        ValueError: If `batch_size` is not positive, an option does not fit many prompts, or (with the first result)
+            the first prompt is none, or needs a tokenizer.
         TypeError: If these are no target and no draft, or `prompts` is a single one.
 
     Example:
@@ -82,6 +83,11 @@ def generate_many(
         print(done.index, done.text if done.error is None else done.error)
     ```
     """
+    if draft is None:
+        raise TypeError(
+            "generate_many decodes by the rounds of a draft, got draft=None: pass one. Without one, "
+            "regenerate(target, ...) and evaluate(target, None, ...) decode lists of prompts"
+        )
     require_pair(target, draft)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
@@ -197,6 +203,8 @@ class _Queue:
             job.request.processors = LogitsProcessorList(map(job.guarded, job.request.processors))
             job.request.stop_rule.guard(job.guarded)
         except Exception as error:  # whatever is wrong with a prompt, the others go on
+            if index == 0 and isinstance(error, FormError):  # with them all
+                raise
             job.error = error
         return job
 

@@ -204,8 +204,8 @@ class _Driver:
         left = {place: answer for place, answer in enumerate(asked) if answer.key not in done}
         yield from (answer for answer in left.values() if answer.error is not None)
         left = {place: answer for place, answer in left.items() if answer.error is None}
-        # `None` fails at once, and keeps the numbers of the others.
-        ids = [answer.prompt_ids if place in left else None for place, answer in enumerate(asked)]
+        # An empty one fails at once, and keeps the numbers of the others.
+        ids = [answer.prompt_ids if place in left else [] for place, answer in enumerate(asked)]
         options, ends = dict(self.generate_kwargs), end_token_ids(self.config)
         if self.context < math.inf:
             options["stopping_criteria"] = [*(options.get("stopping_criteria") or ()), _EndOfContext(self.context)]
