@@ -147,7 +147,7 @@ def test_plain_decoding_of_the_same_turns_is_compared(pair, text_tokenizer, batc
     assert speedup.lower_quartile <= speedup.median <= speedup.upper_quartile and speedup.ratio_of_medians > 0
     assert all(record.plain.num_tokens == len(record.token_ids) for record in found.answers)
     assert speedup.best_tokens == found.metrics["t"].tokens == sum(record.plain.num_best for record in found.answers)
-    assert "| 6 of 6 turns | 120 of 120 tokens |" in found.table()
+    assert "| 6 of 6 turns | 120 of 120 tokens |" in found.table() == str(found)
     assert "128 units in the last place of float32" in found.table() and found.facts["rounding"] in found.table()
     sampled = evaluate(*pair, {"t": TEXTS[:2]}, text_tokenizer, compare_plain=True, **SAMPLED)
     assert sampled.metrics["t"].speedup.identical is sampled.metrics["t"].speedup.best_tokens is None

@@ -61,6 +61,9 @@ class Evaluation:
             "failed": [asdict(part) for part in self.failed],
         }
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """Return a Markdown table, one row per task; `all` only if there are several."""
         shown = {name: part for name, part in self.metrics.items() if name != ALL or len(self.metrics) > 2}
@@ -123,7 +126,7 @@ def evaluate(
     ```python
     tasks = {"math": prompts, "code": "code.jsonl"}
     found = evaluate(target, draft, tasks, tokenizer, "out/eval.json", compare_plain=True, max_new_tokens=64)
-    print(found.table(), found.metrics["math"].tau)
+    print(found, found.metrics["math"].tau)
     ```
     """
     if not isinstance(tasks, Mapping):
