@@ -139,6 +139,7 @@ def calibrate(
             "confidence rises. Give more rounds; if it stays so, the confidence head needs more training",
             stacklevel=2,
         )
+    config = draft.config
     earlier = {name: getattr(config, name) for name in CALIBRATED}
     config.sts_temperatures = _with_domain(config.sts_temperatures, domain, temperatures)
     config.confidence_fits = _with_domain(config.confidence_fits, domain, [list(pair) for pair in fits])
