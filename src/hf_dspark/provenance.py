@@ -37,9 +37,10 @@ def load_hint() -> str | None:
     cores = os.cpu_count() or 1
     if load <= cores:
         return None
-    cure = ", and PyTorch's threads can slow each other twenty-fold. Wait, or set OMP_NUM_THREADS=1"
-    cure = cure if torch.get_num_threads() > 1 else ". Wait"
-    return f"other processes hold the cores (load {load:.1f} on {cores}): times will be wrong{cure}"
+    slows, cure = "", "Wait until they are done"
+    if torch.get_num_threads() > 1:
+        slows, cure = ", and PyTorch's threads can slow each other twenty-fold", f"{cure}, or set OMP_NUM_THREADS=1"
+    return f"other processes hold the cores (load {load:.1f} on {cores}): times will be wrong{slows}. {cure}"
 
 
 def _command(options: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import re
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -47,6 +48,8 @@ class Parser(ArgumentParser):
 def parse(words: Sequence[str]) -> Namespace:
     """Return what a command line says: the values of the command's options, and what the command was declared with."""
     parser, parsers = build_parsers()
+    if words and words[0] not in parsers and (near := get_close_matches(words[0], parsers, 1, 0.55)):
+        parser.error(f"there is no command {words[0]}; did you mean {near[0]}?")
     end = words.index("--") if "--" in words else len(words)  # after it, prompts may begin with dashes
     words = [*map(_with_underscores, words[:end]), *words[end:]]
     options, unknown = parser.parse_known_args(words)
@@ -229,7 +232,7 @@ def eval_(parser: ArgumentParser) -> None:
     """
     add = parser.add_argument
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompts", type=task, nargs="+", metavar="NAME=FILE", help=f"tasks to measure. {PROMPTS}")
+    asked.add_argument("--prompts", type=task, nargs="+", metavar="[NAME=]FILE", help=f"tasks to measure. {PROMPTS}")
     suites = "a benchmark, paper or spec_bench, and the folder of its prompt files"
     asked.add_argument("--suite", nargs=2, metavar=("SUITE", "FOLDER"), help=suites)
     add("--num_prompts", type=count, metavar="N", help="of each file; all unless given")
@@ -397,7 +400,8 @@ def policy(text: str) -> tuple[str, float | None]:
     name, equals, number = text.partition("=")
     readers = {"threshold": share, "tree": within(int, 1, 63)}
     if equals and name in readers:
-        return name, readers[name](number)
+        with suppress(ValueError):  # no number
+            return name, readers[name](number)
     if text not in ("default", "full", "scheduled"):
         raise ArgumentTypeError(f"must be one of {POLICIES}; got {text!r}")
     return text, None

@@ -47,3 +47,6 @@ def test_generation_needs_a_target_that_generates_and_a_draft_that_is_loaded(pai
     assert not draft.can_generate()
     with pytest.raises(TypeError, match="got the name 'me/draft': load it"):
         target.generate(assistant_model="me/draft", max_new_tokens=2)
+    for held in ([draft], (draft,), {"draft": draft}):
+        with pytest.raises(TypeError, match="holds a draft: pass the draft itself"):
+            target.generate(assistant_model=held, max_new_tokens=2)
