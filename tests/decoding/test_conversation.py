@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_dspark.models.slot_cache import SlotCache
@@ -55,6 +57,13 @@ def test_a_returned_cache_continues_the_conversation(first_turn, target, draft, 
     expected = [alone(target, prompt, eos_token_id=None) for prompt in whole]
     assert_rows(second, batch["input_ids"].shape[1], expected)
     assert target.generate(**batch, **options).tolist() == second.tolist()
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.24.0"), reason="it has its older name only")
+def test_a_turn_goes_on_by_the_newer_name_of_the_cache(first_turn, target, draft):
+    cache, (whole,) = first_turn()
+    output = target.generate(**padded([whole]), cache=cache, assistant_model=draft, **GREEDY)
+    assert output[0, len(whole) :].tolist() == alone(target, whole)
 
 
 @pytest.mark.parametrize("modes", [(torch.inference_mode, torch.no_grad), (torch.enable_grad, torch.inference_mode)])
