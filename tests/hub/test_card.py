@@ -93,6 +93,12 @@ def test_snippets_are_python_and_name_this_draft_and_its_target(draft, write):
     assert {'me/my "draft"', "someone/target"} <= strings
 
 
+def test_a_draft_that_has_no_repository_yet_is_loaded_by_a_path(draft, tmp_path):
+    draft.save_pretrained(tmp_path / "cli-draft")
+    codes = "".join(snippets(model_card(type(draft).from_pretrained(tmp_path / "cli-draft"))))
+    assert codes.count('"path/to/the/draft"') == 3 and "cli-draft" not in codes
+
+
 def test_a_card_without_results_says_so_and_shows_no_measurement(draft):
     card = model_card(draft)
     parts = sections(card)
@@ -163,7 +169,7 @@ def test_a_fine_tuned_draft_has_its_own_name_keeps_its_results_and_says_where_it
     folder = tmp_path / "fine-tuned"
     draft.save_pretrained(folder)
     text = write_card(draft, folder, [write("training", TRAINING)], repo_id=None).read_text()
-    assert "# fine-tuned\n" in text and 'from_pretrained("fine-tuned"' in text
+    assert "# fine-tuned\n" in text and 'from_pretrained("path/to/the/draft"' in text
     assert "Fine-tuned from [someone/base](https://huggingface.co/someone/base)." in text
     assert '"someone/base"' not in text
     assert "Fine-tuned" not in model_card(draft, [write("training", TRAINING, of_draft={"name": ""})]).text

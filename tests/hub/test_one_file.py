@@ -356,7 +356,7 @@ def test_stop_strings_end_the_answer(one_file, copied, pair):
 )
 def test_what_the_file_leaves_to_the_package_is_refused_with_the_cure(one_file, copied, pair, call, what):
     target, draft = pair
-    with pytest.raises(ValueError, match=f"does not support .*{what}.*pip install hf_dspark"):
+    with pytest.raises(ValueError, match=f"does not support .*{what}.*hf_dspark from a checkout"):
         one_file.generate(target, assistant_model=copied(draft), **{"inputs": PROMPT} | GREEDY | call)
 
 

@@ -89,7 +89,7 @@ def test_one_file_decodes_the_same_tokens_where_the_package_is_not_installed(ses
     assert report["loaded"] == report["worse"] == expected and sum(accepted for _, accepted in report["rounds"]) > 10
     assert len(report["weights"]) == 3 and report["weights"].count(0.0) == 1  # the branch has weights of its own
     eagle3, batch, untrusted = report["refusals"]
-    assert "drafts of the type 'dspark_eagle3'" in eagle3 and "pip install hf_dspark" in eagle3
+    assert "drafts of the type 'dspark_eagle3'" in eagle3 and "hf_dspark from a checkout" in eagle3
     assert "batches, and got 2 sequences" in batch and "trust_remote_code=True" in untrusted
 
 

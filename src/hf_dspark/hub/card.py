@@ -64,7 +64,7 @@ def model_card(
         template_path=str(Path(__file__).with_suffix(".md")),
         name=_text(_last(title)),
         kind=draft_kind(config),
-        draft=json.dumps(title),
+        draft=json.dumps(title if _is_on_hub(title) else "path/to/the/draft"),
         target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
         target_link=_link(target_name) if target_name else None,
         revision=_text(revision) if revision else None,

@@ -428,8 +428,8 @@ def generate(
 
 def refuse(what: str) -> ValueError:
     return ValueError(
-        f"the one-file decoder of this draft does not support {what}. Install the package, which then takes over: "
-        "pip install hf_dspark. Or call generate() without custom_generate."
+        f"the one-file decoder of this draft does not support {what}. Install the package hf_dspark from a "
+        "checkout (pip install -e .), which then takes over, or call generate() without custom_generate."
     )
 
 
