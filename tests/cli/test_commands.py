@@ -329,6 +329,7 @@ def test_commands_that_need_cores_say_when_others_hold_them(capsys, monkeypatch,
         assert main(shlex.split(words)) == 0
         said = capsys.readouterr().err
         told = "other processes hold the cores (load 99.0 on" in said
+        assert told == ("Wait until they are done" in said)
         assert told == (load > 50 and not words.startswith("generate"))
         assert ("OMP_NUM_THREADS" in said) == (told and torch.get_num_threads() > 1)
 
