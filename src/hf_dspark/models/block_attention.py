@@ -141,7 +141,9 @@ class CachedPass:
     written: tuple[SlotLayout, ...]  # what layers give keys and values of, one after the other
     rows: SlotLayout  # which of them attend
     is_causal: bool = False
-    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(default_factory=dict)  # folded, for all layers
+    masks: dict[SlidingWindow | None, torch.Tensor | None] = field(
+        default_factory=dict
+    )  # for all layers, folded without sinks
 
     def position_ids(self, device: torch.device) -> torch.Tensor:
         return torch.cat([layout.position_ids(device) for layout in self.written], dim=1)
@@ -176,12 +178,13 @@ class CachedPass:
                 key, value = self.cache.write(layout, *new, layer.layer_idx)
         start, rows = self.keys_from(window), self.rows.to_rows(query)
         key, value = key[:, :, start:], value[:, :, start:]
-        if layer.attention_sink_bias is None:
-            if window not in self.masks:
-                group = query.shape[1] // key.shape[1]
-                self.masks[window] = fold_mask(self.visible(window, query.device), group, query.dtype)
+        sinks = layer.attention_sink_bias  # all layers of a draft have them, or none
+        if window not in self.masks:
+            mask = self.visible(window, query.device)
+            group = query.shape[1] // key.shape[1]
+            self.masks[window] = fold_mask(mask, group, query.dtype) if sinks is None else mask
+        if sinks is None:
             attended = grouped_attention(rows, key, value, self.masks[window], layer.scaling)
         else:
-            mask = self.visible(window, query.device)
-            attended = attend_with_extras(rows, key, value, mask, layer.scaling, sinks=layer.attention_sink_bias)
+            attended = attend_with_extras(rows, key, value, self.masks[window], layer.scaling, sinks=sinks)
         return self.rows.to_packed(attended)
