@@ -322,12 +322,9 @@ def _is_ours(error: Exception) -> bool:
 def _of_error(error: Exception) -> Outcome:
     if isinstance(error, REFUSALS) and _is_ours(error):
         return Outcome("refused", str(error))
-    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-    ours = [
-        f"{Path(frame.filename).name}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename.startswith(OUR_FOLDER)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames]
+    ours = [place for place, frame in zip(places, frames, strict=True) if frame.filename.startswith(OUR_FOLDER)]
     return Outcome("foreign error", f"{type(error).__name__} at {places[-1]} from {ours[-1:]}: {error}"[:500])
 
 
