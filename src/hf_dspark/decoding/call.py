@@ -69,9 +69,8 @@ def decode_call(
 def make_request(call: Call, row: int, request_id: int, prompt: PromptRow) -> Request:
     processors = processors_of_row(call.logits_processor, call.input_ids, row, prompt.token_ids[None])
     columns = call.input_ids[row : row + 1] if prompt.padding else None
-    pads = any(hasattr(each, "eos_token_id") for each in call.stopping_criteria)
     alone = len(call.input_ids) == 1
-    criteria = [each for each in call.stopping_criteria if alone or BatchRule.leaves_to_rows(each, pads)]
+    criteria = [each for each in call.stopping_criteria if alone or call.leaves_to_rows(each)]
     return Request(
         id=request_id,
         token_ids=prompt.token_ids,

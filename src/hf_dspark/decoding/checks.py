@@ -124,8 +124,7 @@ def _is_of_text_alone(support: TargetSupport, name: str, value: Any) -> bool:
     no encodings."""
     if name == "mm_encoder_outputs":
         return not value
-    is_multimodal = support.text is not support.target.config
-    return not bool(value.any()) if is_multimodal and name in TYPE_ARGUMENTS else name == "token_type_ids"
+    return not bool(value.any()) if support.is_multimodal and name in TYPE_ARGUMENTS else name == "token_type_ids"
 
 
 def _has_usual_positions(call: Call) -> bool:

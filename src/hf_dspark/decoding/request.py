@@ -86,7 +86,7 @@ class Call:
     def token_types(self) -> torch.Tensor | None:
         """Of the prompts of a target of texts alone, `[B, columns or width]`."""
         types = self.model_kwargs.get("token_type_ids")
-        return None if types is None or self.support.text is not self.support.target.config else types
+        return None if types is None or self.support.is_multimodal else types
 
     @property
     def max_length(self) -> int:
@@ -96,6 +96,16 @@ class Call:
     @property
     def pad_token_id(self) -> int | None:
         return pad_token_id(self.generation_config)
+
+    @property
+    def pads_ended_rows(self) -> bool:
+        """Whether rows of a batch end one by one, as transformers asks: without an end token all end together."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.stopping_criteria)
+
+    def leaves_to_rows(self, criterion: Any) -> bool:
+        """Tell whether by this criterion a row's end depends on the row alone, and on no state."""
+        kind = type(criterion)
+        return kind in (MaxLengthCriteria, EosTokenCriteria) or (kind is StopStringCriteria and self.pads_ended_rows)
 
     @property
     def fills_users_cache(self) -> bool:
@@ -166,26 +176,20 @@ class BatchRule:
 
     def __init__(self, call: Call, requests: Sequence["Request"]) -> None:
         criteria = call.stopping_criteria if len(requests) > 1 else ()
-        self._pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as transformers asks
-        self._criteria = [criterion for criterion in criteria if not self.leaves_to_rows(criterion, self._pads)]
+        self._pads = call.pads_ended_rows
+        self._criteria = [criterion for criterion in criteria if not call.leaves_to_rows(criterion)]
         self._requests, self._input_ids, self._pad_token_id = requests, call.input_ids, call.pad_token_id or 0
         self._prompts = [request.length for request in requests]
         self._done: set[int] = set()
         self._asked = 0
-
-    @staticmethod
-    def leaves_to_rows(criterion: Any, pads: bool) -> bool:
-        """Tell whether a row's end depends on the row alone, and on no state."""
-        return type(criterion) in (MaxLengthCriteria, EosTokenCriteria) or (
-            pads and type(criterion) is StopStringCriteria
-        )
 
     def ask(self, scores: Mapping[int, Sequence[torch.Tensor]], end: Callable[["Request", int], None]) -> None:
         """Ask about each step that all rows have reached by now; `end` is called with a request and the length at
         which it ends. `scores` are as for [`StopRule`], by request id."""
         while self._criteria and self._asked < self._reached():
             self._asked += 1
-            answers = [answer_of(criterion, *self._step(scores)) for criterion in self._criteria]
+            step = self._step(scores)
+            answers = [answer_of(criterion, *step) for criterion in self._criteria]
             self._done |= set(torch.stack(answers).any(dim=0).nonzero()[:, 0].tolist())
             over = {row for row, each in enumerate(self._requests) if each.ended and self._new(row) <= self._asked}
             all_done = len(over | self._done) == len(self._requests)

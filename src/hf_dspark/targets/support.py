@@ -167,6 +167,11 @@ class TargetSupport:
         return input_device(self.embedding)
 
     @property
+    def is_multimodal(self) -> bool:
+        """Whether its text model is a part of it."""
+        return self.text is not self.target.config
+
+    @property
     def is_spread(self) -> bool:
         """Whether `device_map` has put it on several devices."""
         return len(set(getattr(self.target, "hf_device_map", {}).values())) > 1
