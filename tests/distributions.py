@@ -37,6 +37,10 @@ HEADS = {
     "draft_top_k": {"draft_top_k": 2},
     "fill_in": {"markov_head_type": "rnn", "sample_from_anchor": False},
     "pruned": {"draft_vocab_size": 2},
+    "dflash2": {"markov_head_type": "selector", "draft_top_k": 2, "conv_kernel_size": 2, "conv_group_size": 4},
+    "domino": {"markov_head_type": "domino", "markov_start": 1, "confidence_head_with_markov": False},
+    "domino_fill_in": {"markov_head_type": "domino", "markov_state_size": 3, "sample_from_anchor": False}
+    | {"confidence_head_with_markov": False},
 }
 
 

@@ -199,12 +199,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "selector", "domino"])
 @pytest.mark.parametrize("prompt_lookup", [False, True], ids=["", "prompt_lookup"])
 def test_greedy_batches_with_trees_are_those_of_plain_decoding(make_target, head, options, prompt_lookup):
     target = make_target()
     torch.manual_seed(1)
     draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=8, block_size=4,
+                                                      confidence_head_with_markov=head != "domino",
                                                       markov_head_type=head)).eval()  # fmt: skip
     draft.decoding = DecodingOptions(policy=Scheduler(num_nodes=20), prompt_lookup=prompt_lookup)
     greedy = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0} | options

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hf_dspark import Eagle3Config, Eagle3DraftModel
-from hf_dspark.hub.card import draft_kind, model_card
+from hf_dspark.hub.card import draft_kind, has_one_file_decoder, model_card
 from hf_dspark.hub.repository import save_repository, write_card
 from hf_dspark.measuring.results import describe_draft, describe_target, write_result
 
@@ -241,10 +241,17 @@ def test_results_of_another_draft_are_refused_with_the_difference(draft, write, 
 
 def test_a_card_says_which_kind_of_draft_it_is(target, make_draft):
     eagle3 = Eagle3DraftModel(Eagle3Config.from_target(target.config))
-    dflash = make_draft(target, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)
-    assert [draft_kind(model.config) for model in (eagle3, dflash)] == ["Eagle3", "DFlash"]
-    assert "eagle3" in model_card(eagle3).data.tags and "Eagle3" in model_card(eagle3).text
-    assert "trust_remote_code" not in model_card(eagle3).text  # it needs the package
+    plain = {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    dflash = make_draft(target, markov_rank=0, **plain)
+    dflash2 = make_draft(target, markov_head_type="selector", conv_kernel_size=2, conv_group_size=8, **plain)
+    domino = make_draft(target, markov_head_type="domino", **plain)
+    kinds = {"Eagle3": eagle3, "DFlash": dflash, "DFlash 2": dflash2, "Domino": domino}
+    assert {draft_kind(model.config): model for model in kinds.values()} == kinds
+    for kind, model in kinds.items():
+        text = model_card(model).text
+        assert kind.lower().replace(" ", "") in model_card(model).data.tags and f"A {kind} draft" in text
+        # Drafts of the others need the package.
+        assert ("trust_remote_code" in text) == (kind == "DFlash") == has_one_file_decoder(model.config.to_dict())
     dflash.config.draft_vocab_size = 12
     assert "| vocabulary | 12 of the target's 48 tokens |" in model_card(dflash).text
     assert "| Markov head | none |" in model_card(dflash).text

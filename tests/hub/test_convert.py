@@ -398,6 +398,16 @@ REFUSED = [
     ("transformers", None, fill_in(), "no Markov head.*no confidence head"),
     ("transformers", None, fill_in(**HEADS["dflash"], attention_bias=True, attention_output_bias=True), "no biases"),
     *(
+        (format, None, {"confidence_head_with_markov": False} | overrides, "DFlash 2, nor for the head of Domino")
+        for format in ("deepspec", "speculators", "transformers")
+        for overrides in (
+            {"markov_head_type": "domino"},
+            {"markov_head_type": "selector"},
+            {"markov_start": 1},
+            {"markov_rank": 0, "conv_kernel_size": 2, "conv_group_size": 8},
+        )
+    ),
+    *(
         (format, None, overrides, message)
         for format in ("deepspec", "speculators", "sglang", "transformers")
         for overrides, message in (

@@ -35,7 +35,10 @@ from hf_dspark.sampling.drafts import ChainSampler
 
 GOLDEN = ("draft_vanilla", "draft_rnn", "draft_dflash", "gemma4/draft_vanilla")
 NO_MARKOV = {"markov_rank": 0}
-HEADS = {kind: {"markov_head_type": kind} for kind in ("vanilla", "gated", "rnn")} | {
+HEADS = {kind: {"markov_head_type": kind} for kind in ("vanilla", "gated", "rnn", "selector")} | {
+    "domino": {"markov_head_type": "domino", "confidence_head_with_markov": False},
+    "late_domino": {"markov_head_type": "domino", "markov_state_size": 5, "markov_start": 2, "markov_rank": 4}
+    | {"enable_confidence_head": False},
     "none": NO_MARKOV | {"confidence_head_with_markov": False},
     "dflash": NO_MARKOV | {"enable_confidence_head": False},
 }
@@ -48,6 +51,7 @@ LAYOUTS = {
     "fill_in": SLIDING | {"sample_from_anchor": False},
     "pruned": {"draft_vocab_size": 20},
     "sinks": SLIDING | {"attention_sinks": True},
+    "convolved": SLIDING | {"conv_kernel_size": 3, "conv_group_size": 8, "sample_from_anchor": False},
 }
 
 
@@ -414,7 +418,7 @@ def hidden_and_base():
     return torch.randn(1, 4, 32), torch.randn(1, 4, 48)
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated"])
+@pytest.mark.parametrize("head", ["vanilla", "gated", "selector"])
 @torch.no_grad()
 def test_markov_heads_add_a_low_rank_bias_of_the_previous_token(make_draft, target, hidden_and_base, head):
     draft, (hidden, base) = make_draft(target, markov_head_type=head), hidden_and_base
@@ -426,12 +430,47 @@ def test_markov_heads_add_a_low_rank_bias_of_the_previous_token(make_draft, targ
         if head == "gated":
             gate = draft.markov_head.gate_proj
             embedding = embedding * torch.sigmoid(gate.weight @ torch.cat([hidden[0, slot], embedding]) + gate.bias)
+        if head == "selector":
+            embedding = embedding * (draft.markov_head.hidden_proj.weight @ hidden[0, slot])
         close(sampler.scores[slot][0], base[0, slot] + w2 @ embedding)
 
 
 @torch.no_grad()
-def test_rnn_head_carries_its_state_over_the_whole_prefix(make_draft, target, hidden_and_base):
-    draft, samplers = make_draft(target, markov_head_type="rnn"), []
+def test_domino_head_is_a_gru_over_the_targets_embedding_rows(make_draft, target, hidden_and_base):
+    draft, (hidden, base) = make_draft(target, markov_start=1, **HEADS["domino"]), hidden_and_base
+    tokens, sampler, head = [3, 9, 1, 40], ForcedSampler(torch.tensor([[3, 9, 1, 40]])), draft.markov_head
+    draft.sample_block(hidden, base, torch.tensor([21]), sampler)
+    gru = torch.nn.GRU(32, 6, bias=False, batch_first=True)
+    gru.weight_ih_l0.copy_(head.input_proj.weight)
+    gru.weight_hh_l0.copy_(head.state_proj.weight)
+    states, _ = gru(target.get_input_embeddings().weight[None, [21, *tokens[:3]]])
+    reads = torch.nn.functional.silu(torch.cat([hidden, states], dim=-1) @ head.joint_proj.weight.T)
+    expected = base + reads @ head.markov_w2.weight.T
+    close(torch.stack(sampler.scores, dim=1), torch.cat([base[:, :1], expected[:, 1:]], dim=1))
+
+
+@torch.no_grad()
+def test_convolution_of_a_block_reads_its_earlier_slots_alone(make_draft, target):
+    draft = make_draft(target, block_size=4, conv_kernel_size=3, conv_group_size=8)
+    convolution, hidden = draft.layers[0].attention_conv, torch.randn(2, 8, 32)  # two blocks a row
+    deltas = (hidden @ convolution.kernel_projection.weight.T).view(2, 8, 2, 3, 4).repeat_interleave(8, dim=-1)
+
+    def convolve(rows, side):
+        out = torch.zeros_like(rows)
+        for slot in range(8):
+            for tap in range(min(3, slot % 4 + 1)):
+                kernel = convolution.base_kernel[side, tap] + deltas[:, slot, side, tap]
+                out[:, slot] += kernel * rows[:, slot - tap]
+        return out
+
+    expected = convolve(convolve(hidden, 0).square(), 1)
+    close(convolution.around(hidden, torch.square), expected)
+
+
+@pytest.mark.parametrize("head", ["rnn", "domino"])
+@torch.no_grad()
+def test_recurrent_heads_carry_their_state_over_the_whole_prefix(make_draft, target, hidden_and_base, head):
+    draft, samplers = make_draft(target, **HEADS[head]), []
     for first in (3, 4):
         samplers.append(ForcedSampler(torch.tensor([[first, 9, 1, 40]])))
         draft.sample_block(*hidden_and_base, torch.tensor([21]), samplers[-1])
@@ -448,8 +487,9 @@ def test_confidence_is_known_before_its_token_is_drawn(draft, hidden_and_base):
     assert (confidence[0][2:] != confidence[1][2:]).all()
 
 
-def test_untrained_markov_head_leaves_the_base_logits_alone(target):
-    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, markov_rank=6)).bind(target)
+@pytest.mark.parametrize("head", HEADS)
+def test_untrained_markov_head_leaves_the_base_logits_alone(target, head):
+    draft = DSparkDraftModel(DSparkConfig.from_target(target.config, **{"markov_rank": 6} | HEADS[head])).bind(target)
     hidden, base = torch.randn(1, 7, 32), torch.randn(1, 7, 48)
     sampler = ForcedSampler(torch.randint(0, 48, (1, 7)))
     draft.sample_block(hidden, base, torch.tensor([1]), sampler)
@@ -471,7 +511,7 @@ def test_draft_top_k_distribution_is_the_softmax_over_the_best_and_the_likely_su
     for row in range(2):
         for slot in range(4):
             chosen = []
-            if num_successors and plain.markov_head is not None:
+            if num_successors and plain.markov_head is not None and plain.markov_head.names_successors:
                 previous = anchors[row] if slot == 0 else tokens[row, slot - 1]
                 embedding = plain.markov_head.markov_w1(previous)
                 transition, _ = plain.markov_head.transition(embedding, torch.zeros(32), None)

@@ -203,7 +203,14 @@ ONE_BIAS_FLAG = {
         c.attention_bias != c.attention_output_bias
     )
 }
+NO_SUCCESSORS = {
+    "it has no place for the convolutions and the selector of DFlash 2, nor for the head of Domino": lambda c: (
+        getattr(c, "conv_kernel_size", 0) > 0
+        or (c.markov_rank > 0 and (c.markov_start > 0 or c.markov_head_type in ("selector", "domino")))
+    )
+}
 ONLY_QWEN3_LAYERS = {
+    **NO_SUCCESSORS,
     "it scales attention scores by head_dim ** -0.5 and has no field for another factor": lambda c: (
         getattr(c, "attention_scaling", None) not in (None, c.head_dim**-0.5)
     ),

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from .fields import (
     COMMON,
     NO_FILL_IN,
+    NO_SUCCESSORS,
     NO_WINDOW_FROM_ANCHOR,
     OMIT,
     ONE_BIAS_FLAG,
@@ -172,6 +173,7 @@ DEEPSPEC_GEMMA4 = Format(
         ),
         "Gemma 4 drafts with sliding layers have two head sizes in one model": slides,
         **ONE_BIAS_FLAG,
+        **NO_SUCCESSORS,
     },
     copies=_DEEPSPEC_COPIES,
     engines=("deepspec",),

@@ -22,6 +22,9 @@ SHOWN_ARGUMENTS = (
     "num_anchors", "max_length",
 )  # fmt: skip
 
+# What the one-file decoder of a repository knows of these fields; the first value is their default.
+DECODER_KNOWS = {"markov_head_type": ("vanilla", "gated", "rnn"), "markov_start": (0,), "conv_kernel_size": (0,)}
+
 Decoded = tuple[dict, str, dict]  # a result file, one of its tasks, and what that came to
 
 
@@ -64,6 +67,7 @@ def model_card(
         template_path=str(Path(__file__).with_suffix(".md")),
         name=_text(_last(title)),
         kind=draft_kind(config),
+        has_decoder=has_one_file_decoder(config.to_dict()),
         draft=json.dumps(title if _is_on_hub(title) else "path/to/the/draft"),
         target=json.dumps(target_name if _is_on_hub(target_name) else "path/to/the/target"),
         target_link=_link(target_name) if target_name else None,
@@ -85,7 +89,16 @@ def model_card(
 
 
 def draft_kind(config: PreTrainedConfig) -> str:
-    return "Eagle3" if config.is_autoregressive else "DSpark" if config.markov_rank else "DFlash"
+    if config.is_autoregressive:
+        return "Eagle3"
+    kinds = {"selector": "DFlash 2", "domino": "Domino"}
+    return kinds.get(config.markov_head_type, "DSpark") if config.markov_rank else "DFlash"
+
+
+def has_one_file_decoder(config: Mapping[str, Any]) -> bool:
+    """Tell whether the code that a repository carries can decode with the draft of a `config.json` of ours."""
+    known = all(config.get(name, values[0]) in values for name, values in DECODER_KNOWS.items())
+    return config.get("model_type") == "dspark" and known
 
 
 def _require_this_draft(results: list[dict], facts: Mapping[str, Any]) -> None:
@@ -181,7 +194,7 @@ def _device(result: dict) -> str:
 def _metadata(
     config: PreTrainedConfig, target: str | None, earlier: str | None, fields: Mapping[str, Any]
 ) -> ModelCardData:
-    tags = ("speculative-decoding", draft_kind(config).lower(), "draft-model", "custom_generate")
+    tags = ("speculative-decoding", draft_kind(config).lower().replace(" ", ""), "draft-model", "custom_generate")
     known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
         # Of the relations that the Hub knows, of which it takes one for all: only this target can use the draft, which

@@ -23,8 +23,7 @@ from ..formats.checkpoint import CONFIG_FILE, read_json
 from ..measuring.results import UNFINISHED, describe_draft, describe_target, read_results, result_files, write_result
 from ..models.auto import DRAFTS, load_draft
 from ..models.modeling_draft import DraftModel
-from ..models.modeling_dspark import DSparkDraftModel
-from .card import model_card
+from .card import has_one_file_decoder, model_card
 
 if TYPE_CHECKING:
     from ..training.trainer import DSparkTrainer
@@ -33,7 +32,6 @@ logger = logging.get_logger(__name__)
 
 CODE_FOLDER = "custom_generate"  # where transformers looks for generate.py
 DECODER = Path(__file__).parent / CODE_FOLDER / "generate.py"
-DECODER_HEADS = ("vanilla", "gated", "rnn")  # the Markov heads that this file knows
 CARD_FILE, RESULTS_FOLDER = "README.md", "results"
 WEIGHT_FILES = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json")
 CODE_FILES = (f"{CODE_FOLDER}/{DECODER.name}", f"{CODE_FOLDER}/LICENSE")
@@ -132,7 +130,7 @@ def write_remote_code(folder: str | Path) -> Path:
     """Copy the one-file decoder into a draft's folder, for decoding where this package is not installed.
 
     `config.json` then names the file's classes, so that `AutoModel` finds them with `trust_remote_code=True`. The file
-    has none for Eagle3. Returns the path of the copy.
+    has none for Eagle3, DFlash 2 and Domino. Returns the path of the copy.
     """
     folder = Path(folder)
     config, code = read_json(folder / CONFIG_FILE), folder / CODE_FOLDER
@@ -145,7 +143,7 @@ def write_remote_code(folder: str | Path) -> Path:
     for stale in code.glob("*.py"):
         stale.unlink()
     shutil.copytree(DECODER.parent, code, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    if model is DSparkDraftModel and config.get("markov_head_type", "vanilla") in DECODER_HEADS:
+    if has_one_file_decoder(config):
         classes = {"AutoConfig": model.config_class.__name__, "AutoModel": model.__name__}
         config["auto_map"] = {auto: f"{CODE_FOLDER}/{DECODER.stem}.{name}" for auto, name in classes.items()}
         replace_text(folder / CONFIG_FILE, json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -8,12 +8,13 @@ from transformers import PreTrainedConfig
 
 from ..scheduling.calibration import check_logit_fits, check_siblings, check_temperatures
 from ..scheduling.tree_plans import SiblingAcceptance, usual_acceptance
-from .configuration_draft import DraftConfig, text_config
+from .configuration_draft import MAX_SIZES, DraftConfig, text_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")  # their classes stand in `heads.py`, in this order
+# Their classes stand in `heads.py`, in this order. The last two are DFlash 2's and Domino's.
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "selector", "domino")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # What makes a draft DFlash.
 WITHOUT_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -35,7 +36,13 @@ class DSparkConfig(DraftConfig):
         mask_token_id (`int`): Token that fills the block after the anchor.
         markov_rank (`int`): r of the Markov head, whose bias is added after the soft-capping; 0 for none, which is
             DFlash.
-        markov_head_type (`str`): `vanilla`, `gated` or `rnn`.
+        markov_head_type (`str`): `vanilla`, `gated` or `rnn`; `selector` is that of DFlash 2, which `draft_top_k`
+            candidates belong to, and `domino` a GRU over the target's embedding rows.
+        markov_state_size (`int`, *optional*): Size of the state of a `domino` head; `None` is r.
+        markov_start (`int`): How many of the first draft tokens the Markov head leaves alone.
+        conv_kernel_size (`int`): Slots that the convolutions around attention and MLP read, the own one and those
+            before it in the block (DFlash 2); 0 for no convolutions.
+        conv_group_size (`int`): Entries of a hidden state that share a dynamic kernel; it divides d.
         enable_confidence_head (`bool`): Whether there is a confidence head.
         confidence_head_with_markov (`bool`): Whether it also reads the Markov embedding of the previous token.
         sts_temperatures (`dict[str, list[float]]`, *optional*): Calibration of the confidence head: γ temperatures
@@ -82,6 +89,10 @@ class DSparkConfig(DraftConfig):
     mask_token_id: int | None = None
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
+    markov_state_size: int | None = None
+    markov_start: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     sts_temperatures: dict[str, list[float]] | None = None
@@ -99,6 +110,8 @@ class DSparkConfig(DraftConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.mask_token_id is None:
             self.mask_token_id = self.vocab_size - 1
+        if self.markov_state_size is None and self.markov_head_type == "domino":
+            self.markov_state_size = self.markov_rank
         super().__post_init__(**kwargs)
         self.check_entries("sts_temperatures", check_temperatures)
         self.check_entries("confidence_fits", check_logit_fits)
@@ -116,8 +129,16 @@ class DSparkConfig(DraftConfig):
         yield 0 <= self.mask_token_id < self.vocab_size, "mask_token_id", f"lie in [0, {self.vocab_size - 1}]"
         yield self.markov_head_type in MARKOV_HEAD_TYPES, "markov_head_type", f"be one of {MARKOV_HEAD_TYPES}"
         reads_markov = self.enable_confidence_head and self.confidence_head_with_markov
-        need = "be False when markov_rank is 0: there is no Markov embedding to read"
-        yield self.markov_rank > 0 or not reads_markov, "confidence_head_with_markov", need
+        has_embedding = self.markov_rank > 0 and self.markov_head_type != "domino"
+        need = "be False when markov_rank is 0 or the head is Domino's: there is no Markov embedding to read"
+        yield has_embedding or not reads_markov, "confidence_head_with_markov", need
+        most, state_size = MAX_SIZES["hidden_size"], self.markov_state_size
+        yield state_size is None or 1 <= state_size <= most, "markov_state_size", f"lie in [1, {most}]"
+        yield 0 <= self.markov_start <= self.block_size, "markov_start", f"lie in [0, {self.block_size}]"
+        slots, group = self.num_slots, self.conv_group_size
+        yield 0 <= self.conv_kernel_size <= slots, "conv_kernel_size", f"lie in [0, {slots}], the slots of a block"
+        divides = group >= 1 and self.hidden_size % group == 0
+        yield self.conv_kernel_size == 0 or divides, "conv_group_size", f"divide the hidden size {self.hidden_size}"
         yield pruned is None or 1 <= pruned <= self.vocab_size, "draft_vocab_size", f"lie in [1, {self.vocab_size}]"
         temperatures, fits, regimes = self.sts_temperatures, self.confidence_fits, set(self.sibling_acceptance or ())
         need = "be None without a confidence head"

@@ -13,6 +13,10 @@ State = torch.Tensor | None
 class VanillaMarkovHead(nn.Module):
     """B(x_{k-1}, ·) = W_1[x_{k-1}] W_2. DSpark Eq. 5."""
 
+    names_successors = True  # whether `draft_top_k` takes the tokens with the largest biases among its candidates
+    # Whether the slot of an anchor that predicts nothing moves the state on (speculators).
+    reads_anchor_slot = True
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
@@ -63,7 +67,49 @@ class RNNHead(VanillaMarkovHead):
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
 
-MARKOV_HEADS = dict(zip(MARKOV_HEAD_TYPES, (VanillaMarkovHead, GatedMarkovHead, RNNHead), strict=True))
+class SelectorHead(VanillaMarkovHead):
+    """The Markov embedding times a projection of h_k, entry by entry: the path selector of DFlash 2."""
+
+    names_successors = False  # it chooses among the best base logits
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        self.hidden_proj = nn.Linear(config.hidden_size, config.markov_rank, bias=False)
+
+    def transition(self, embedding: torch.Tensor, hidden: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        return embedding * self.hidden_proj(hidden), None
+
+
+class DominoHead(VanillaMarkovHead):
+    """A GRU over the target's embedding rows of the block's previous tokens, and an MLP that reads h_k and its state.
+
+    It has no W_1: its embedding of x_{k-1} is the target's, which the draft borrows. Domino.
+    """
+
+    names_successors = False  # its bias depends on h_k and on all tokens of the block
+    reads_anchor_slot = False
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        size = config.markov_state_size
+        self.markov_w1 = None
+        self.input_proj = nn.Linear(config.hidden_size, 3 * size, bias=False)
+        self.state_proj = nn.Linear(size, 3 * size, bias=False)
+        self.joint_proj = nn.Linear(config.hidden_size + size, config.markov_rank, bias=False)
+
+    def transition(self, embedding: torch.Tensor, hidden: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+        if state is None:
+            state = embedding.new_zeros(*embedding.shape[:-1], self.state_proj.in_features)
+        reset, update, candidate = self.input_proj(embedding).chunk(3, dim=-1)
+        state_reset, state_update, state_candidate = self.state_proj(state).chunk(3, dim=-1)
+        update = torch.sigmoid(update + state_update)
+        candidate = torch.tanh(candidate + torch.sigmoid(reset + state_reset) * state_candidate)
+        state = update * state + (1 - update) * candidate
+        return F.silu(self.joint_proj(torch.cat([hidden, state], dim=-1))), state
+
+
+_CLASSES = (VanillaMarkovHead, GatedMarkovHead, RNNHead, SelectorHead, DominoHead)
+MARKOV_HEADS = dict(zip(MARKOV_HEAD_TYPES, _CLASSES, strict=True))
 
 
 class Successors:

@@ -1,6 +1,10 @@
 """What the layers of all drafts are made of: norms, rotary embedding, attention, MLP."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -8,6 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .block_attention import CachedPass, KeyRanges, SlidingWindow
 from .configuration_draft import DraftConfig
+
+if TYPE_CHECKING:
+    from .configuration_dspark import DSparkConfig
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 Attending = KeyRanges | CachedPass  # who sees what: in training, in a cached pass
@@ -118,6 +125,38 @@ class DSparkMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
+class BlockConvolution(nn.Module):
+    """A depthwise convolution over the slots of a block, before and after a sublayer (DFlash 2).
+
+    Entry c of slot i becomes the sum over taps t of (base_{t,c} + delta_{i,t,g(c)}) x_{i-t,c}: the own slot is the
+    first tap, what lies before the block is zero, and delta is read from the sublayer's input for both sides.
+    """
+
+    def __init__(self, config: "DSparkConfig") -> None:
+        super().__init__()
+        self.num_slots, self.num_taps = config.num_slots, config.conv_kernel_size
+        self.num_groups = config.hidden_size // config.conv_group_size
+        base = torch.zeros(2, self.num_taps, config.hidden_size)
+        base[:, 0] = 1.0  # untrained, it passes everything on
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.num_taps * self.num_groups, bias=False)
+
+    def around(self, hidden: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Run a sublayer on the rows of whole blocks, `[B, N*slots, d]`, convolved, and convolve what it returns."""
+        deltas = self.kernel_projection(hidden).unflatten(-1, (2, self.num_taps, self.num_groups))
+        before, after = deltas.unbind(dim=-3)
+        return self._convolve(sublayer(self._convolve(hidden, before, 0)), after, 1)
+
+    def _convolve(self, hidden: torch.Tensor, delta: torch.Tensor, side: int) -> torch.Tensor:
+        base = self.base_kernel[side].unflatten(-1, (self.num_groups, -1))
+        blocks = hidden.unflatten(-1, (self.num_groups, -1)).unflatten(1, (-1, self.num_slots))
+        kernels = (base.to(hidden.dtype) + delta[..., None]).unflatten(1, (-1, self.num_slots))
+        total = kernels[:, :, :, 0] * blocks
+        for tap in range(1, self.num_taps):
+            total = total + kernels[:, :, :, tap] * F.pad(blocks[:, :, :-tap], (0, 0, 0, 0, tap, 0))
+        return total.flatten(1, 2).flatten(-2)
+
+
 class DraftLayer(GradientCheckpointingLayer):
     """Base of the decoder layers: attention and MLP, and what is added around them."""
 
@@ -134,11 +173,15 @@ class DraftLayer(GradientCheckpointingLayer):
             self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layer_scalar = nn.Parameter(torch.ones(1)) if config.layer_scalar else None
 
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.mlp(normed)
+
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         if self.sandwich_norms:
             hidden = hidden + self.post_attention_layernorm(attended)
-            hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+            read = self.feed_forward(self.pre_feedforward_layernorm(hidden))
+            hidden = hidden + self.post_feedforward_layernorm(read)
         else:
             hidden = hidden + attended
-            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+            hidden = hidden + self.feed_forward(self.post_attention_layernorm(hidden))
         return hidden if self.layer_scalar is None else hidden * self.layer_scalar

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..sampling.distributions import largest
@@ -16,7 +17,7 @@ from ..sampling.transfers import to_device
 from .block_attention import BlockLayout, CachedPass, KeyRanges
 from .configuration_dspark import DSparkConfig
 from .heads import MARKOV_HEADS, ConfidenceHead, Successors, with_successors
-from .layers import Attending, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
+from .layers import Attending, BlockConvolution, DraftLayer, DSparkRMSNorm, DSparkRotaryEmbedding, Rotary
 from .losses import SlotLogits
 from .modeling_draft import DraftModel
 from .slot_cache import SlotCache, SlotLayout
@@ -29,17 +30,25 @@ MOST_SUCCESSORS = 64  # their table has so many columns: a config must not ask f
 class DSparkLayer(DraftLayer):
     def __init__(self, config: DSparkConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx, config.hidden_size)
+        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
 
     def forward(
         self, hidden: torch.Tensor, context: torch.Tensor, rotary: Rotary, attending: Attending
     ) -> torch.Tensor:
         """Attend from block rows `[B, Q, d]` to the new context rows `[B, C, d]`, themselves, and the cached ones."""
-        # The context rows enter keys and values as they are: only block rows pass the input norm.
-        normed = self.input_layernorm(hidden)
         of_block = tuple(part[:, :, -hidden.shape[1] :] for part in rotary)
-        keys = torch.cat([context, normed], dim=1)
-        attended, _, _ = self.self_attn(normed, keys, of_block, rotary, attending)
+
+        def attend(block: torch.Tensor) -> torch.Tensor:
+            # The context rows enter keys and values as they are: only block rows pass norm and convolution.
+            return self.self_attn(block, torch.cat([context, block], dim=1), of_block, rotary, attending)[0]
+
+        normed = self.input_layernorm(hidden)
+        attended = attend(normed) if self.attention_conv is None else self.attention_conv.around(normed, attend)
         return self.after_attention(hidden, attended)
+
+    def feed_forward(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.mlp(normed) if self.mlp_conv is None else self.mlp_conv.around(normed, self.mlp)
 
 
 class DSparkDraftModel(DraftModel):
@@ -99,6 +108,8 @@ class DSparkDraftModel(DraftModel):
         super()._init_weights(module)
         if isinstance(module, DSparkLayer) and module.layer_scalar is not None:
             nn.init.ones_(module.layer_scalar)
+        elif isinstance(module, BlockConvolution):
+            nn.init.zeros_(module.kernel_projection.weight)
         elif self.markov_head is not None and module is self.markov_head.markov_w2:
             nn.init.zeros_(module.weight)  # an untrained head leaves the base logits alone
 
@@ -111,7 +122,7 @@ class DSparkDraftModel(DraftModel):
         candidates = self.config.draft_top_k
         # A single candidate is the best one.
         count = min(math.ceil(candidates / SUCCESSORS_ONE_IN), candidates - 1, MOST_SUCCESSORS)
-        if self.markov_head is None or count == 0:
+        if self.markov_head is None or not self.markov_head.names_successors or count == 0:
             return None
         table = self._successor_tables.get(count)
         if table is None or not table.is_current():
@@ -169,8 +180,8 @@ class DSparkDraftModel(DraftModel):
         tokens, state, top_k, kept_ids = anchor_ids, None, self.config.draft_top_k, self.draft_token_ids()
         best = None if top_k is None else largest(base_logits, top_k)[1]
         successors = None if top_k is None else self._successors()
-        if self.markov_head is not None and not self.config.sample_from_anchor:
-            _, state = self.markov_head.transition(self.markov_head.markov_w1(tokens), hidden[:, 0], None)
+        if self.markov_head is not None and self.markov_head.reads_anchor_slot and not self.config.sample_from_anchor:
+            _, state = self.markov_head.transition(self.markov_embedding(tokens), hidden[:, 0], None)
         hidden = self.predicting(hidden)[:, : base_logits.shape[1]]
         embeddings, rows = [], None  # the request of each node of a level; `None`: one node of each
         for depth in range(base_logits.shape[1]):
@@ -180,9 +191,10 @@ class DSparkDraftModel(DraftModel):
                 candidates = with_successors(candidates, successors(tokens))
             scores = scores if candidates is None else scores.gather(-1, candidates)
             if self.markov_head is not None:
-                embeddings.append(self.markov_head.markov_w1(tokens))
+                embeddings.append(self.markov_embedding(tokens))
                 transition, state = self.markov_head.transition(embeddings[-1], node_hidden, state)
-                scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
+                if depth >= self.config.markov_start:
+                    scores = scores.float() + self.markov_head.bias(transition, candidates)  # Eq. 4
             confidence = None
             if self.confidence_head is not None and sampler.reads_confidence:
                 confidence = self.confidence_head(node_hidden, embeddings[-1] if embeddings else None).float()
@@ -199,6 +211,11 @@ class DSparkDraftModel(DraftModel):
             return sampler.finish()
         stacked = torch.stack(embeddings, dim=1) if embeddings else None
         return sampler.finish(self.confidence_head(hidden, stacked).float())  # Eq. 7
+
+    def markov_embedding(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return what the Markov head reads of tokens x_{k-1}: rows of W_1, or without one the target's."""
+        first = self.markov_head.markov_w1
+        return self.embed(token_ids) if first is None else first(token_ids)
 
     def predicting(self, per_slot: torch.Tensor) -> torch.Tensor:
         """Return the γ slots that predict, `[..., γ, *]` of `[..., slots, *]`."""
@@ -229,8 +246,12 @@ class DSparkDraftModel(DraftModel):
             # x*_{k-1} of each slot. An anchor's slot that predicts nothing passes through a recurrent head, too.
             anchor_ids = input_ids.gather(1, layout.anchor_positions)[:, :, None]
             anchor_ids = anchor_ids.expand(-1, -1, 1 + self.config.num_slots - self.config.block_size)
-            embedding = self.markov_head.markov_w1(torch.cat([anchor_ids, labels[..., :-1]], dim=-1))
-            inputs.append(self.predicting(self.markov_head.teacher_forced(embedding, hidden)))  # Eq. 5-6
+            embedding = self.markov_embedding(torch.cat([anchor_ids, labels[..., :-1]], dim=-1))
+            if not self.markov_head.reads_anchor_slot:
+                embedding, hidden = self.predicting(embedding), inputs[0]
+            transitions = self.predicting(self.markov_head.teacher_forced(embedding, hidden))  # Eq. 5-6
+            start = self.config.markov_start
+            inputs.append(F.pad(transitions[..., start:, :], (0, 0, start, 0)))  # zeros have no bias
             parameters.append(self.markov_head.markov_w2.weight)
             embedding = self.predicting(embedding)
         logits = SlotLogits(
