@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DFlashCache
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbedding
 from transformers.models.muse_glimmer import MuseGlimmerTextConfig
 from transformers.models.muse_glimmer.modeling_muse_glimmer import MuseGlimmerTextNormedEmbedding
 from transformers.models.muse_glimmer_assistant import MuseGlimmerAssistantModel
@@ -123,10 +124,26 @@ def test_drafts_that_do_not_say_how_deep_their_target_is_refuse_one_that_lacks_a
         draft.bind(make_target(vocab_size=96, num_hidden_layers=5))
 
 
-@pytest.mark.parametrize(("anchored", "gamma"), [(True, 5), (False, 4)])
-def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_path, anchored, gamma):
+def proposing(folder: Path, tokens: int | None) -> dict:
+    method = {"proposal_type": "greedy"} | ({} if tokens is None else {"speculative_tokens": tokens})
+    return config_file(folder)["speculators_config"] | {"proposal_methods": [method]}
+
+
+@pytest.mark.parametrize(("tokens", "anchored"), [(5, True), (4, False)])
+def test_speculators_layout_is_told_by_the_number_of_tokens_it_proposes(fixtures, tmp_path, tokens, anchored):
     folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
-    edit(folder, sample_from_anchor=None)
+    edit(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
+    for config in (DSparkConfig.from_pretrained(folder), read_checkpoint(folder, sample_from_anchor=anchored)[0]):
+        assert (config.sample_from_anchor, config.block_size, config.num_slots) == (anchored, tokens, 5)
+    with pytest.raises(ValueError, match="asked for, but the speculators draft says otherwise"):
+        read_checkpoint(folder, sample_from_anchor=not anchored)
+
+
+@pytest.mark.parametrize(("anchored", "gamma"), [(True, 5), (False, 4)])
+@pytest.mark.parametrize("tokens", [None, 3])
+def test_speculators_layout_must_be_said_where_the_file_does_not(fixtures, tmp_path, anchored, gamma, tokens):
+    folder = Path(shutil.copytree(fixtures / "speculators" / "full_vocab_vanilla", tmp_path / "draft"))
+    edit(folder, sample_from_anchor=None, speculators_config=proposing(folder, tokens))
     with pytest.raises(ValueError, match="lacks 'sample_from_anchor'.*true means.*false that the anchor's slot"):
         DSparkDraftModel.from_pretrained(folder)
     with pytest.raises(ValueError, match="asked for, but the speculators draft says otherwise"):
@@ -213,7 +230,9 @@ ROUND_TRIPS = [
     ("speculators", {"target_layer_ids": [-1, 1]}),
     ("deepspec", {"attention_bias": True, "attention_output_bias": True}),
     ("sglang", SLIDING | {"sliding_window": 6, "causal_sliding": True}),
+    ("sglang", SLIDING | {"sliding_window": 6}),
     ("sglang", {"attention_sinks": True}),
+    ("sglang", {"rope_interleaved": True}),
     ("transformers", fill_in(**HEADS["dflash"])),
     ("transformers", fill_in(**HEADS["dflash"], **SLIDING, sliding_window=6)),
     ("hf_dspark", {"draft_vocab_size": 20, "draft_top_k": 5, "logit_scale": 0.5}),
@@ -286,6 +305,7 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 5000.0}
         (SLIDING_ONLY, {"causal_sliding": True}),
         (SLIDING_ONLY | {"is_causal": False}, {"causal_sliding": False}),
         ({"attention_sink_bias": True}, {"attention_sinks": True}),
+        ({"sample_from_anchor": False}, {"block_size": 4, "sample_from_anchor": False}),
     ],
 )
 def test_what_specforge_wrote_is_read_as_it_was_meant(target, changes, expected):
@@ -297,8 +317,8 @@ def test_what_specforge_wrote_is_read_as_it_was_meant(target, changes, expected)
     ("change", "message"),
     [
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
-        ({"sample_from_anchor": False}, "contradicts the layout"),
-        ({"is_causal": True}, "is_causal is set for full-attention"),
+        ({"shift_label": False}, "contradicts the layout"),
+        ({"is_causal": True}, "blocks are causal .* full-attention layers"),
         ({"rope_theta": None}, "lacks 'rope_parameters'"),
     ],
 )
@@ -387,12 +407,15 @@ REFUSED = [
     ("sglang", None, {"target_layer_ids": [-1, 0]}, "from 0 on"),
     ("sglang", None, {"draft_vocab_size": 20}, "no pruned vocabulary"),
     ("sglang", None, fill_in(draft_vocab_size=20, logit_scale=2.0), ".*logit_scale.*; .*pruned.*; .*fill-in layout"),
-    ("sglang", None, SLIDING | {"sliding_window": 6}, "causal inside the block"),
     ("sglang", None, SLIDING | {"sliding_window": 6, "sliding_from_anchor": True}, "from the anchor"),
     ("speculators", None, SLIDING | {"sliding_window": 6}, "this draft's from each slot"),
     ("deepspec", None, SLIDING | {"sliding_window": 6}, "no sliding windows"),
     ("deepspec", None, {"draft_vocab_size": 20}, "no pruned vocabulary"),
     *((format, None, {"attention_sinks": True}, "no sinks") for format in ("deepspec", "speculators", "transformers")),
+    *(
+        (format, None, {"rope_interleaved": True}, "neighbours")
+        for format in ("deepspec", "speculators", "transformers")
+    ),
     ("deepspec", None, fill_in(), "fill-in layout"),
     ("transformers", None, HEADS["dflash"], "read one position late"),
     ("transformers", None, fill_in(), "no Markov head.*no confidence head"),
@@ -462,10 +485,14 @@ def test_speculators_drafts_with_unknown_features_are_refused(fixtures, tmp_path
             load(folder)
 
 
-def test_targets_that_scale_their_embedding_inside_are_refused_for_formats_that_read_plain_rows(fixtures):
-    gemma = fixtures / "deepspec" / "gemma4" / "target_gemma4_text"
-    with pytest.raises(ValueError, match="reads embedding rows unscaled.*'gemma4_text' target are scaled"):
-        read_checkpoint(fixtures / "speculators" / "full_vocab_vanilla", target=gemma)
+def test_drafts_of_formats_that_read_bare_rows_do_so_where_the_target_scales_them_inside(fixtures):
+    draft = DSparkDraftModel.from_pretrained(fixtures / "speculators" / "full_vocab_vanilla")
+    size, token_ids = draft.config.hidden_size, torch.tensor([3, 4])
+    scaling = Gemma4TextScaledWordEmbedding(96, size, 0, embed_scale=7.0)
+    draft.bind_parts(scaling, torch.nn.Linear(size, 96), torch.float32)
+    assert torch.equal(draft.embed(token_ids), scaling.weight[token_ids])
+    draft.config.embedding_scale = 7.0
+    assert torch.equal(draft.embed(token_ids), scaling(token_ids))
 
 
 # What engines look for: they take a default for a key that they miss, without a word.

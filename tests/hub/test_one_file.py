@@ -57,6 +57,7 @@ KINDS = {
     "sliding": SLIDING,
     "sliding_from_anchor": SLIDING | {"sliding_from_anchor": True},
     "sliding_causal": SLIDING | {"causal_sliding": True},
+    "interleaved": {"rope_interleaved": True},
     "yarn": {
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,

@@ -52,6 +52,7 @@ LAYOUTS = {
     "pruned": {"draft_vocab_size": 20},
     "sinks": SLIDING | {"attention_sinks": True},
     "convolved": SLIDING | {"conv_kernel_size": 3, "conv_group_size": 8, "sample_from_anchor": False},
+    "interleaved": SLIDING | {"rope_interleaved": True},
 }
 
 
@@ -313,6 +314,24 @@ def test_backbone_matches_a_naive_reference(make_draft, target, overrides, sinks
     expected = naive_backbone(draft, block_ids, features, context_rows, window.get)
     actual = cached_backbone(draft, draft.embed(block_ids[None]), features[None], SlotCache())
     close(actual[0], expected)
+
+
+@pytest.mark.parametrize("overrides", [{}, SLIDING, {"qk_norm": False}], ids=["full", "sliding", "no norms"])
+@torch.no_grad()
+def test_interleaved_rotation_is_that_of_halves_with_the_heads_entries_reordered(make_draft, target, overrides):
+    halves = make_draft(target, **overrides)
+    paired = make_draft(target, rope_interleaved=True, **overrides)
+    state = dict(halves.state_dict())
+    for name in (name for name in state if name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")):
+        # Entry i goes to 2i, and the one half a head away to 2i + 1.
+        heads = state[name].unflatten(0, (-1, 2, halves.config.head_dim // 2))
+        state[name] = heads.transpose(1, 2).flatten(0, 2)
+    paired.load_state_dict(state)
+    features, block_ids = torch.randn(1, 9, 64), torch.tensor([[7, 47, 47, 47]])
+    hidden = [cached_backbone(each, each.embed(block_ids), features, SlotCache()) for each in (halves, paired)]
+    close(hidden[0], hidden[1])
+    paired.config.rope_interleaved = False  # the control
+    assert (cached_backbone(paired, paired.embed(block_ids), features, SlotCache()) - hidden[0]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("overrides", LAYOUTS.values(), ids=LAYOUTS)

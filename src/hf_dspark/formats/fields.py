@@ -3,6 +3,7 @@
 A format says where each of our configuration's fields stands in its own `config.json`, and what it cannot hold.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedConfig
 Source = Mapping[str, Any]  # a foreign config.json
 
 REQUIRED: Any = object()
-OMIT: Any = object()  # the `write` of a field that has no place there
+OMIT: Any = object()  # the `write` of a field that has no place there, or what it returns to leave the place out
 
 # Rotary types whose frequencies do not depend on the current length: cached keys stay valid as the context grows.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
@@ -44,11 +45,16 @@ class Field:
     default: Any = REQUIRED  # what a missing value means there
     also: tuple[str, ...] = ()  # other places that checkpoints have used; the first one that is filled counts
     read: Callable[[Source], Any] | None = None  # our value from their configuration, if no single place holds it
+    reads: tuple[str, ...] = ()  # the places that `read` looks at, if it is not this one
     write: Any = None  # a `Write` of their value from our configuration, if it is not ours
 
     @property
     def place(self) -> str:
         return self.path or self.name
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        return self.reads or (self.place, *self.also)
 
     def read_from(self, config: Source) -> Any:
         return self.read(config) if self.read else look_up(config, self.place, *self.also, default=self.default)
@@ -74,24 +80,53 @@ class Format:
     unreadable: Rules = field(default_factory=dict)  # theirs that cannot be imported for other reasons
     refusals: Rules = field(default_factory=dict)  # ours that cannot be exported for other reasons
     renamed: Mapping[str, str] = field(default_factory=dict)  # our names of tensors to theirs
+    renames: tuple[tuple[str, str], ...] = ()  # patterns of names that others have given them, and ours
+    # What the tensors say of fields that the configuration leaves out, by their names and shapes.
+    evidence: Mapping[str, Callable[[Mapping[str, tuple[int, ...]]], Any]] = field(default_factory=dict)
     copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
     names_target: bool = False  # so exporting needs the target
+    sections: tuple[str, ...] = ()  # objects of the draft's own, whose keys count as if they stood at the top
+    own: tuple[str, ...] = ()  # other objects of the draft's own ("" is the top), all keys of which must be known
+    layers: tuple[str, ...] = ("",)  # objects that describe the draft's layers, and copy nothing of the target's
+    harmless: tuple[str, ...] = ()  # places that say nothing about what the draft computes, or are overruled
+
+    @functools.cached_property
+    def known(self) -> frozenset[str]:
+        """The places that are read, and those that need not be."""
+        fields = (place for field in self.fields for place in field.places)
+        return frozenset((*fields, *self.accepts, *self.harmless, *HARMLESS))
+
+
+# What every configuration may have beside what its layers read.
+HARMLESS = (
+    "_name_or_path", "architectures", "attn_implementation", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
+    "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
 
 
 # ---- reading places of a configuration
 
 
 def look_up(config: Source, *places: str, default: Any = None) -> Any:
-    """Return what stands at the first of several dotted places that is filled; null fills none."""
+    """Return what stands at several dotted places, of which any may be filled; null fills none.
+
+    A `ValueError` says that two of them disagree, or that nothing is there and something must be.
+    """
+    found: list[tuple[str, Any]] = []
     for place in places:
         value: Any = config
         for name in place.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         if value is not None:
-            return value
-    if default is REQUIRED:
+            found.append((place, value))
+    for place, value in found[1:]:
+        if value != found[0][1]:
+            raise ValueError(f"config.json: {found[0][0]!r} is {found[0][1]!r}, but {place!r} is {value!r}")
+    if not found and default is REQUIRED:
         raise ValueError(f"config.json lacks {places[0]!r}, without which the draft cannot be built")
-    return default
+    return found[0][1] if found else default
 
 
 def integer(config: Source, *places: str) -> int:
@@ -101,19 +136,51 @@ def integer(config: Source, *places: str) -> int:
     return value
 
 
-def rope(config: Source, prefix: str = "") -> dict[str, Any]:
-    """Return rotary parameters, as transformers 5 or its earlier versions write them."""
-    names = ("rope_parameters", "rope_scaling", "rope_theta")
-    parameters, scaling, theta = (look_up(config, prefix + name) for name in names)
-    for value in (parameters, scaling):
-        if not isinstance(value or {}, Mapping):
-            raise ValueError(f"config.json: {prefix}rope_parameters must be an object, got {value!r}")
-    if not parameters and theta is not None:
-        older = dict(scaling or {})
-        parameters = {"rope_type": older.pop("type", None) or "default", "rope_theta": theta} | older
-    if not parameters:
+ROPE_PLACES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+_PARTIAL = "partial_rotary_factor"  # the type `proportional` turns whole heads, too, some entries by no angle
+# What the functions of transformers read of a set of rotary parameters.
+_ROPE_KEYS = {
+    "attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor", "low_freq_factor",
+    "mscale", "mscale_all_dim", "original_max_position_embeddings", _PARTIAL, "rope_theta", "rope_type",
+    "short_factor", "truncate",
+}  # fmt: skip
+
+
+def rope(config: Source, prefix: str = "", layer_type: str = "full_attention") -> dict[str, Any]:
+    """Return rotary parameters, as transformers 5 or its earlier versions write them, or both.
+
+    The layers of others' drafts turn whole heads, whatever partial_rotary_factor says: it comes with copies of the
+    target's set.
+    """
+    sets = [
+        _rope_set(config, prefix + name, layer_type)
+        for name in ("rope_parameters", "rope_scaling")
+        if look_up(config, prefix + name)
+    ]
+    thetas = [look_up(config, prefix + "rope_theta"), *(each.get("rope_theta") for each in sets)]
+    thetas = [theta for theta in thetas if theta is not None]
+    if not thetas:
         raise ValueError(f"config.json lacks {prefix + 'rope_parameters'!r}: where tokens stand is not known")
-    return _of_text(parameters)
+    filled = [{"rope_theta": thetas[0]} | each for each in sets or [{"rope_type": "default"}]]
+    if len(set(thetas)) > 1 or any(each != filled[0] for each in filled):
+        raise ValueError(f"config.json: the rotary parameters in {', '.join(ROPE_PLACES[:3])} disagree: {filled}")
+    return filled[0]
+
+
+def _rope_set(config: Source, place: str, layer_type: str) -> dict[str, Any]:
+    value = look_up(config, place)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"config.json: {place} must be an object, got {value!r}")
+    entries = {key: each for key, each in _of_text(value.get(layer_type) or value).items() if each is not None}
+    kind = entries.pop("type", "default")
+    entries.setdefault("rope_type", "default" if kind == "mrope" else kind)
+    if unknown := sorted(entries.keys() - _ROPE_KEYS):
+        raise ValueError(
+            f"config.json: {place} has {unknown[0]!r}, {entries[unknown[0]]!r}, which no rotary embedding here reads"
+        )
+    if entries["rope_type"] != "proportional":
+        entries.pop(_PARTIAL, None)
+    return entries
 
 
 def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -123,9 +190,10 @@ def full_attention_rope(rope_parameters: dict[str, Any] | None) -> dict[str, Any
     if flat is None:
         return None
     flat = {key: value for key, value in flat.items() if value is not None and not isinstance(value, dict)}
-    if flat.get("rope_type", "default") not in ROPE_TYPES:
+    kind = flat.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
         return {"rope_type": "default", "rope_theta": flat.get("rope_theta", 1_000_000.0)}
-    return _of_text(flat)
+    return {key: value for key, value in _of_text(flat).items() if kind == "proportional" or key != _PARTIAL}
 
 
 def _of_text(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,9 +218,22 @@ def slides(config: PreTrainedConfig) -> bool:
     return "sliding_attention" in (getattr(config, "layer_types", None) or ())
 
 
+WINDOW_PLACES = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "num_hidden_layers")
+
+
+def layer_types_there(config: Source, prefix: str = "") -> Any:
+    """Return the types of layers, derived as Qwen3's configuration does it where they are left out."""
+    kinds = look_up(config, prefix + "layer_types")
+    if kinds is None and look_up(config, prefix + "use_sliding_window") and look_up(config, prefix + "sliding_window"):
+        first = look_up(config, prefix + "max_window_layers", default=28)
+        layers = range(integer(config, prefix + "num_hidden_layers"))
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in layers]
+    return kinds
+
+
 def slides_there(config: Source, prefix: str = "") -> bool:
-    layer_types = look_up(config, prefix + "layer_types")
-    return isinstance(layer_types, list) and "sliding_attention" in layer_types
+    kinds = layer_types_there(config, prefix)
+    return isinstance(kinds, list) and "sliding_attention" in kinds
 
 
 def has_embedding_norm(model_type: Any) -> bool:
@@ -178,17 +259,46 @@ def geometry(prefix: str = "", without: tuple[str, ...] = ()) -> tuple[Field, ..
     )
 
 
+def _depth(config: PreTrainedConfig, facts: TargetFacts | None) -> int:
+    depth = config.num_target_layers or (facts and facts.text.num_hidden_layers)
+    if depth is None:
+        raise ValueError("the format says how many layers the target has, the draft does not: pass target=...")
+    return depth
+
+
+TARGET_DEPTH = Field("num_target_layers", write=_depth)
+TARGET_TYPE = Field("target_model_type", read=lambda c: c.get("target_model_type") or c.get("model_type"))
+# The block's layout where the file does not say it, as `config_from_format` was told.
+ASKED = "sample_from_anchor, asked for"
+
+
+def is_anchored(config: Source, otherwise: bool) -> bool:
+    return look_up(config, "sample_from_anchor", default=look_up(config, ASKED, default=otherwise))
+
+
+def num_draft_tokens(config: Source, anchored: bool) -> int:
+    """Return γ: the anchor's slot counts, whether it predicts or not."""
+    return integer(config, "block_size") - (not anchored)
+
+
+def window_if_sliding(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
+    return config.sliding_window if slides(config) else None
+
+
 # What every format but ours takes for granted, and what most do: Qwen3's layers.
 COMMON = {"logit_scale": 1.0, "mlp_bias": False, "draft_top_k": None}
 QWEN3_EMBEDDING = COMMON | {"embedding_scale": 1.0, "final_logit_softcapping": None}
 _GEMMA_FEATURES = ("value_norm", "attention_k_eq_v", "sandwich_norms", "layer_scalar")
-QWEN3_LAYERS = QWEN3_EMBEDDING | dict.fromkeys(_GEMMA_FEATURES, False) | {"qk_norm": True, "attention_sinks": False}
+QWEN3_LAYERS = QWEN3_EMBEDDING | dict.fromkeys(_GEMMA_FEATURES, False)
+QWEN3_LAYERS |= {"qk_norm": True, "attention_sinks": False, "rope_interleaved": False}
 # Why a draft cannot be held whose field has another value than the constant of a format.
 REASONS = {(name, False): "its layers are those of Qwen3, not of Gemma" for name in _GEMMA_FEATURES} | {
     ("qk_norm", True): "its layers normalise queries and keys, the draft's do not",
     ("mlp_bias", False): "it has no biases in the MLPs",
     ("attention_bias", False): "its projections have no biases",
     ("attention_sinks", False): "its attention has no sinks: use the format 'sglang'",
+    ("rope_interleaved", False): "it turns the halves of a head against each other, this draft neighbours "
+    "(rope_interleaved): use the format 'sglang'",
     ("markov_rank", 0): "it has no Markov head",
     ("enable_confidence_head", False): "it has no confidence head",
     ("draft_vocab_size", None): "it has no pruned vocabulary: use the format 'speculators'",

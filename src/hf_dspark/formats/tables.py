@@ -4,11 +4,11 @@ it cannot hold; and which drafts a program that serves them cannot run. A new fo
 Loaders skip keys that they do not know and take defaults for keys that they miss, without a word.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from .fields import (
+    ASKED,
     COMMON,
     NO_FILL_IN,
     NO_SUCCESSORS,
@@ -20,20 +20,28 @@ from .fields import (
     QWEN3_EMBEDDING,
     QWEN3_LAYERS,
     REQUIRED,
+    ROPE_PLACES,
+    TARGET_DEPTH,
+    TARGET_TYPE,
+    WINDOW_PLACES,
     Field,
     Format,
     Rules,
     Source,
     TargetFacts,
     architectures,
-    full_attention_rope,
     geometry,
     integer,
+    is_anchored,
+    layer_types_there,
     look_up,
+    num_draft_tokens,
     rope,
     slides,
     slides_there,
+    window_if_sliding,
 )
+from .flat import SGLANG
 
 OURS = "hf_dspark"
 
@@ -65,13 +73,26 @@ ENGINE_REFUSALS: dict[str, Rules] = {
 # ---- DeepSpec
 
 
+# What its configurations hold is the target's, but for the fields below: its layers read nothing else of it. No target
+# has these keys, so who wrote one meant a flat checkpoint, whose fields stand in the same places.
+_NEVER_DEEPSPEC = (
+    "dflash_config", "dspark_config", "rope_is_neox_style", "is_neox_style", "is_causal", "dflash_query_causal",
+    "attention_sink_bias", "use_swa", "swa_window_size", "log_snr_conditioning", "enable_qwen35_gated_q_proj",
+    "shift_label", "projector_type", "dspark_bonus_anchor",
+)  # fmt: skip
+
+
 def _is_deepspec(config: Source, gemma4: bool) -> bool:
     of_gemma4 = str(config.get("model_type")).startswith("gemma4")
-    return of_gemma4 == gemma4 and any(name.endswith("DSparkModel") for name in architectures(config))
+    named = any(name.endswith("DSparkModel") for name in architectures(config))
+    return of_gemma4 == gemma4 and named and all(config.get(key) is None for key in _NEVER_DEEPSPEC)
 
 
-def _deepspec_rope(config: Source) -> dict[str, Any] | None:
-    return full_attention_rope(rope(config))  # the config is a copy of the target's
+def _other_architecture(known: str) -> Rules:
+    return {
+        f"its layers are known by the architecture {known} alone, this one has layers of its own: load a draft whose "
+        "architectures in config.json are that": lambda c: architectures(c) != [known]
+    }
 
 
 def _deepspec_window(config: Source) -> int | None:
@@ -79,24 +100,17 @@ def _deepspec_window(config: Source) -> int | None:
     return config.get("sliding_window") if used else None
 
 
-def _target_depth(config: PreTrainedConfig, facts: TargetFacts | None) -> int:
-    depth = config.num_target_layers or (facts and facts.text.num_hidden_layers)
-    if depth is None:
-        raise ValueError("the format says how many layers the target has, the draft does not: pass target=...")
-    return depth
-
-
-_TARGET_DEPTH = Field("num_target_layers", write=_target_depth)
 _DEEPSPEC_BLOCK = (
     Field("markov_rank", default=0),
     Field("markov_head_type", default="vanilla"),
     Field("enable_confidence_head"),
     Field("confidence_head_with_markov", default=False),
-    _TARGET_DEPTH,
-    *map(Field, ("target_layer_ids", "block_size", "mask_token_id")),
-    Field("sample_from_anchor", default=True),
+    TARGET_DEPTH,
+    *map(Field, ("target_layer_ids", "mask_token_id")),
+    Field("block_size", read=lambda c: num_draft_tokens(c, is_anchored(c, otherwise=True))),
+    # Its own blocks predict from the anchor's slot; others have kept theirs in its format.
+    Field("sample_from_anchor", read=lambda c: is_anchored(c, otherwise=True)),
 )
-_ONLY_ANCHORED = {"sample_from_anchor": (None, True)}  # DeepSpec's blocks predict from the anchor's slot
 _DEEPSPEC_COPIES = ("embed_tokens.weight", "lm_head.weight")
 _DEEPSPEC_BASE = QWEN3_BASE | {"sliding_window": None, "use_sliding_window": False}
 
@@ -106,21 +120,22 @@ DEEPSPEC_QWEN3 = Format(
     fields=(
         *geometry(),
         *_DEEPSPEC_BLOCK,
-        Field("layer_types", default=None),
-        Field("sliding_window", read=_deepspec_window, write=OMIT),
-        Field("rope_parameters", read=_deepspec_rope),
-        Field("target_model_type", also=("model_type",)),
+        Field("layer_types", read=layer_types_there, reads=WINDOW_PLACES),
+        Field("sliding_window", read=_deepspec_window, reads=WINDOW_PLACES, write=OMIT),
+        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
+        TARGET_TYPE,
     ),
     constants=QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
-    accepts=_ONLY_ANCHORED,
+    unreadable=_other_architecture("Qwen3DSparkModel"),
     refusals={
         **ONLY_QWEN3_LAYERS,
         **NO_FILL_IN,
         "DeepSpec's attention masks have no sliding windows: every layer would see everything": slides,
     },
     copies=_DEEPSPEC_COPIES,
+    layers=(),
     engines=("deepspec", "llama.cpp", "vllm", "sglang"),
 )
 
@@ -142,7 +157,12 @@ DEEPSPEC_GEMMA4 = Format(
         *_DEEPSPEC_BLOCK,
         # Where Gemma 4 keeps what holds for full-attention layers.
         Field("head_dim", "global_head_dim"),
-        Field("num_key_value_heads", "num_global_key_value_heads", also=("num_key_value_heads",)),
+        Field(
+            "num_key_value_heads",
+            "num_global_key_value_heads",
+            read=lambda c: integer(c, f"num_{'global_' if c.get('attention_k_eq_v') else ''}key_value_heads"),
+            reads=("num_global_key_value_heads", "num_key_value_heads"),
+        ),
         Field("hidden_act", "hidden_activation"),
         Field("layer_types"),
         Field("attention_k_eq_v", default=False),
@@ -150,7 +170,8 @@ DEEPSPEC_GEMMA4 = Format(
         Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=OMIT),
         Field(
             "rope_parameters",
-            read=_deepspec_rope,
+            read=rope,
+            reads=ROPE_PLACES,
             write=lambda c, facts: facts.text.rope_parameters | {"full_attention": c.rope_parameters},
         ),
         Field(
@@ -159,13 +180,18 @@ DEEPSPEC_GEMMA4 = Format(
             write=lambda c, facts: facts.text.model_type.removesuffix("_text"),
         ),
     ),
-    writes={"target_text_model_type": lambda c, facts: facts.text.model_type},
+    writes={
+        "target_text_model_type": lambda c, facts: facts.text.model_type,
+        "num_key_value_heads": lambda c, facts: (
+            facts.text.to_dict().get("num_key_value_heads") if c.attention_k_eq_v else c.num_key_value_heads
+        ),
+    },
     constants=COMMON
     | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
-    | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False},
+    | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False, "rope_interleaved": False},
     base=_gemma4_base,
-    accepts=_ONLY_ANCHORED,
-    unreadable={"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
+    unreadable=_other_architecture("Gemma4DSparkModel")
+    | {"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
     refusals={
         **NO_FILL_IN,
         "its embedding rows are scaled by the root of their size, this draft's by another factor": lambda c: (
@@ -176,6 +202,7 @@ DEEPSPEC_GEMMA4 = Format(
         **NO_SUCCESSORS,
     },
     copies=_DEEPSPEC_COPIES,
+    layers=(),
     engines=("deepspec",),
 )
 
@@ -185,10 +212,10 @@ DEEPSPEC_EAGLE3 = Format(
     recognise=lambda c: any(name.endswith("Eagle3Model") for name in architectures(c)),
     fields=(
         *geometry(),
-        _TARGET_DEPTH,
+        TARGET_DEPTH,
         Field("target_layer_ids"),
         Field("block_size", "ttt_length"),
-        Field("rope_parameters", read=_deepspec_rope),
+        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
         Field("target_model_type", "model_type", write=OMIT),
     ),
     writes={
@@ -203,6 +230,7 @@ DEEPSPEC_EAGLE3 = Format(
     unreadable={"an Eagle3 draft attends to its whole context, here layer_types says otherwise": slides_there},
     refusals=ONLY_QWEN3_LAYERS,
     copies=_DEEPSPEC_COPIES,
+    layers=(),
     engines=("deepspec",),
 )
 
@@ -212,17 +240,27 @@ DEEPSPEC_EAGLE3 = Format(
 _LAYERS = "transformer_layer_config."
 
 
-def _is_fill_in(config: Source) -> bool:
-    anchored = config.get("sample_from_anchor")
+_LAYOUT = ("sample_from_anchor", "block_size", "speculators_config")
+
+
+def _speculators_anchored(config: Source) -> bool:
+    """Tell the layout, which versions before 0.7 did not name, by the number of tokens that a block proposes."""
+    anchored, slots = config.get("sample_from_anchor"), integer(config, "block_size")
+    proposals = look_up(config, "speculators_config.proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if anchored is None and tokens in (slots, slots - 1):
+        anchored = tokens == slots
+    anchored = config.get(ASKED) if anchored is None else anchored
     if not isinstance(anchored, bool):
         raise ValueError(
-            "config.json lacks 'sample_from_anchor', and it cannot be guessed: true means that block slot k predicts "
-            "the token after its own and block_size is the number of draft tokens, false that the anchor's slot "
-            "predicts nothing, slot k predicts the token in its own place, and block_size is one more. Say which was "
-            "trained: convert_checkpoint(..., sample_from_anchor=...), or "
+            f"config.json lacks 'sample_from_anchor', and its speculative_tokens, {tokens!r}, do not tell it: true "
+            "means that block slot k predicts the token after its own and block_size is the number of draft tokens, "
+            "false that the anchor's slot predicts nothing, slot k predicts the token in its own place, and "
+            "block_size is one more. Say which was trained: convert_checkpoint(..., sample_from_anchor=...), or "
             "config=DSparkConfig.from_pretrained(..., sample_from_anchor=...)"
         )
-    return not anchored
+    return anchored
 
 
 def _speculators_taps(config: Source) -> list[int]:
@@ -237,10 +275,6 @@ def _speculators_vocab(config: Source) -> Any:
     return None if size == look_up(config, _LAYERS + "vocab_size") else size
 
 
-def _window(config: PreTrainedConfig, facts: TargetFacts | None) -> int | None:
-    return config.sliding_window if slides(config) else None
-
-
 _PROPOSAL_METHOD = {"proposal_type": "greedy", "accept_tolerance": 0.0, "verifier_accept_k": 1}
 
 SPECULATORS = Format(
@@ -253,12 +287,17 @@ SPECULATORS = Format(
         Field("enable_confidence_head", default=True),
         Field("confidence_head_with_markov", default=True),
         Field("mask_token_id"),
-        Field("layer_types", _LAYERS + "layer_types", None),
+        Field(
+            "layer_types",
+            _LAYERS + "layer_types",
+            read=lambda c: layer_types_there(c, _LAYERS),
+            reads=tuple(_LAYERS + place for place in WINDOW_PLACES),
+        ),
         Field(
             "sliding_window",
             _LAYERS + "sliding_window",
             read=lambda c: integer(c, _LAYERS + "sliding_window") if slides_there(c, _LAYERS) else None,
-            write=_window,
+            write=window_if_sliding,
         ),
         Field(
             "causal_sliding",
@@ -266,18 +305,25 @@ SPECULATORS = Format(
             read=lambda c: slides_there(c, _LAYERS) and not c.get("sliding_window_non_causal", False),
             write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
-        Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), write=OMIT),
-        Field("rope_parameters", _LAYERS + "rope_parameters", read=lambda c: rope(c, _LAYERS)),
+        Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), reads=_LAYOUT, write=OMIT),
+        # Of sets by layer type, its rotary embedding takes the one of sliding layers.
+        Field(
+            "rope_parameters",
+            _LAYERS + "rope_parameters",
+            read=lambda c: rope(c, _LAYERS, "sliding_attention"),
+            reads=tuple(_LAYERS + place for place in ROPE_PLACES),
+        ),
         Field(
             "target_layer_ids",
             "aux_hidden_state_layer_ids",
             read=_speculators_taps,
             write=lambda c, facts: [tap + 1 for tap in c.target_layer_ids],
         ),
-        Field("sample_from_anchor", read=lambda c: not _is_fill_in(c)),
-        # The anchor's slot counts, whether it predicts or not.
+        Field("sample_from_anchor", read=_speculators_anchored, reads=_LAYOUT),
         Field(
-            "block_size", read=lambda c: integer(c, "block_size") - _is_fill_in(c), write=lambda c, facts: c.num_slots
+            "block_size",
+            read=lambda c: num_draft_tokens(c, _speculators_anchored(c)),
+            write=lambda c, facts: c.num_slots,
         ),
         Field("draft_vocab_size", read=_speculators_vocab, write=lambda c, facts: c.draft_vocab_size or c.vocab_size),
     ),
@@ -309,6 +355,9 @@ SPECULATORS = Format(
         "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
             c.get("target_hidden_size") not in (None, look_up(c, _LAYERS + "hidden_size"))
         ),
+        "transformer_layer_config.use_sliding_window is false, but its layer_types slide": lambda c: (
+            slides_there(c, _LAYERS) and look_up(c, _LAYERS + "use_sliding_window") is False
+        ),
     },
     refusals={
         **ONLY_QWEN3_LAYERS,
@@ -317,102 +366,10 @@ SPECULATORS = Format(
         ),
     },
     names_target=True,
+    own=("",),
+    layers=("transformer_layer_config",),
+    harmless=("speculators_version", "target_hidden_size", "has_no_defaults_at_init"),
     engines=("speculators", "vllm", "sglang"),
-)
-
-
-# ---- SpecForge and SGLang
-
-
-def _nested(name: str) -> tuple[str, ...]:
-    """Places in which SpecForge has put a field that now stands at the top."""
-    return f"dspark_config.{name}", f"dflash_config.{name}"
-
-
-def _flat(config: Source, name: str, default: Any = None) -> Any:
-    return look_up(config, name, *_nested(name), default=default)
-
-
-def _is_dflash(config: Source) -> bool:
-    """Whether a flat checkpoint is the original DFlash: no Markov head, and an anchor that predicts nothing."""
-    named = look_up(config, "dflash_config.projector_type")
-    return not _flat(config, "markov_rank") and named in (None, "dflash")
-
-
-def _flat_head(name: str, default: Any, without: Any) -> Field:
-    return Field(name, read=lambda c: without if _is_dflash(c) else _flat(c, name, default))
-
-
-def _dflash_config(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
-    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-    values = {name: getattr(config, name) for name in ("mask_token_id", "target_layer_ids", *heads)}
-    sinks = {"attention_sink_bias": True} if config.attention_sinks else {}
-    return {"projector_type": "dspark"} | values | sinks
-
-
-def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
-    parameters = dict(config.rope_parameters)
-    del parameters["rope_theta"]
-    return parameters if parameters.get("rope_type", "default") != "default" else None
-
-
-SGLANG = Format(
-    name="sglang",
-    recognise=lambda c: (
-        bool({"DSparkDraftModel", "DFlashDraftModel"} & set(architectures(c)))
-        and "speculators_model_type" not in c
-        and (c.get("model_type") != "dspark" or "dflash_config" in c or "dspark_config" in c)
-    ),
-    fields=(
-        *geometry(),
-        _TARGET_DEPTH,
-        Field("markov_rank", default=0, also=_nested("markov_rank")),
-        _flat_head("markov_head_type", "vanilla", without="vanilla"),
-        _flat_head("enable_confidence_head", False, without=False),
-        _flat_head("confidence_head_with_markov", True, without=False),
-        Field("target_layer_ids", also=_nested("target_layer_ids")),
-        Field("mask_token_id", also=_nested("mask_token_id")),
-        Field("layer_types", default=None),
-        Field(
-            "sliding_window",
-            read=lambda c: c.get("sliding_window") if slides_there(c) else None,
-            write=_window,
-        ),
-        # Sliding layers are causal unless it says otherwise.
-        Field("causal_sliding", read=lambda c: slides_there(c) and bool(_flat(c, "is_causal", True)), write=OMIT),
-        Field("attention_sinks", read=lambda c: _flat(c, "attention_sink_bias", False), write=OMIT),
-        Field("rope_parameters", read=rope),
-        Field("sample_from_anchor", read=lambda c: not _is_dflash(c)),
-        Field("block_size", read=lambda c: integer(c, "block_size", *_nested("block_size")) - _is_dflash(c)),
-        Field("target_model_type", also=("model_type",)),
-    ),
-    writes={
-        "dflash_config": _dflash_config,
-        "use_sliding_window": lambda c, facts: slides(c),
-        # Where versions before transformers 5 look for it.
-        "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
-        "rope_scaling": _old_rope_scaling,
-    },
-    constants={name: value for name, value in QWEN3_LAYERS.items() if name != "attention_sinks"}
-    | {"draft_vocab_size": None},
-    base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
-    accepts={"dflash_config.projector_type": (None, "dflash", "dspark")},
-    unreadable={
-        "sample_from_anchor contradicts the layout of flat checkpoints: DSpark's blocks predict from the anchor's "
-        "slot, DFlash's do not": lambda c: _flat(c, "sample_from_anchor") is _is_dflash(c),
-        "is_causal is set for full-attention layers, whose slots see the whole block here": lambda c: (
-            _flat(c, "is_causal") is True and set(c.get("layer_types") or ["full_attention"]) != {"sliding_attention"}
-        ),
-    },
-    refusals={
-        **ONLY_QWEN3_LAYERS,
-        **NO_FILL_IN,
-        **NO_WINDOW_FROM_ANCHOR,
-        "its sliding layers are causal inside the block, this draft's are not": lambda c: (
-            slides(c) and not c.causal_sliding
-        ),
-    },
-    engines=("sglang",),
 )
 
 
@@ -432,7 +389,7 @@ TRANSFORMERS = Format(
             read=lambda c: integer(c, "sliding_window") + 1 if slides_there(c) else None,
             write=lambda c, facts: c.sliding_window - 1 if slides(c) else 2048,
         ),
-        Field("rope_parameters", read=rope),
+        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
     ),
     constants=QWEN3_LAYERS
     | {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False, "draft_vocab_size": None}

@@ -1,11 +1,13 @@
 """Configurations on their way between other projects' formats and ours, as dictionaries, by the table of formats."""
 
+import re
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from .checkpoint import Checkpoint
-from .fields import OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
+from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
+from .keys import unfolded, unknown_keys
 from .tables import DEEPSPEC_GEMMA4, ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
 
 _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
@@ -40,8 +42,37 @@ def read_draft_config(
     entry = recognise(checkpoint.config)
     if entry is None:
         return dict(checkpoint.config)
-    ours = config_from_format(checkpoint.config, entry, facts, sample_from_anchor)
+    told = _told_by_tensors(checkpoint, entry)
+    ours = config_from_format(checkpoint.config | told, entry, facts, sample_from_anchor)
     return ours if checkpoint.temperatures is None else ours | {"sts_temperatures": checkpoint.temperatures}
+
+
+def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return our names of a checkpoint's tensors, and those that they have in its files."""
+    entry = recognise(checkpoint.config)
+    renames = () if entry is None else entry.renames
+    ours = {} if entry is None else {theirs: ours for ours, theirs in entry.renamed.items()}
+    found = {}
+    for theirs in sorted(checkpoint.tensors):
+        name = ours.get(theirs, theirs)
+        for pattern, replacement in renames:
+            name = re.sub(f"^{pattern}", replacement, name)
+        found.setdefault(name if name not in checkpoint.tensors else theirs, theirs)
+    return found
+
+
+def _told_by_tensors(checkpoint: Checkpoint, entry: Format) -> dict[str, Any]:
+    """Return the fields that a configuration leaves out and its tensors tell."""
+    try:
+        config = unfolded(checkpoint.config, entry)
+        places = {field.name: field.places for field in entry.fields}
+        missing = {name: tell for name, tell in entry.evidence.items() if look_up(config, *places[name]) is None}
+        if not missing:
+            return {}
+        shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in stored_names(checkpoint).items()}
+    except (ValueError, OSError):  # of a configuration alone, or of files that loading finds fault with
+        return {}
+    return {name: tell(shapes) for name, tell in missing.items()}
 
 
 def config_from_format(
@@ -51,22 +82,17 @@ def config_from_format(
 
     `sample_from_anchor` is the layout of the blocks, if the file does not say it.
     """
-    config = dict(source)
-    if sample_from_anchor is not None:
-        config.setdefault("sample_from_anchor", sample_from_anchor)
+    config = unfolded(source, entry)
+    unknown = list(unknown_keys(config, entry))
+    config[ASKED] = sample_from_anchor
     reasons = [
         f"config.json: {place} is {value!r}, not one of {known}"
         for place, known in entry.accepts.items()
         if (value := look_up(config, place)) not in known
     ]
-    if reasons := reasons + _reasons(entry.unreadable, config):
+    if reasons := reasons + _reasons(entry.unreadable, config) + unknown:
         raise ValueError(f"this {entry.name} draft cannot be read: {'; '.join(reasons)}")
     text = None if facts is None else facts.text
-    if text is not None and facts.embedding_scale != 1.0 and entry.constants.get("embedding_scale") == 1.0:
-        raise ValueError(
-            f"a draft in the format {entry.name!r} reads embedding rows unscaled, but those of a {text.model_type!r} "
-            f"target are scaled by {facts.embedding_scale:g}: it is another target's"
-        )
     ours = entry.constants | {field.name: field.read_from(config) for field in entry.fields}
     if ours.get("markov_rank") == 0:  # without a Markov head, what is said of it means nothing
         ours |= {"markov_head_type": "vanilla", "confidence_head_with_markov": False}
@@ -107,7 +133,7 @@ def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts
             values[field.place] = field.write(config, facts) if field.write else getattr(config, field.name)
     values |= {place: write(config, facts) for place, write in entry.writes.items()}
     written: dict[str, Any] = {}
-    for path, value in values.items():
+    for path, value in ((path, value) for path, value in values.items() if value is not OMIT):
         *parents, name = path.split(".")
         place = written
         for parent in parents:

@@ -28,7 +28,6 @@ from ..formats.translate import (
     engines_of,
     find_format,
     read_draft_config,
-    recognise,
 )
 from ..models.auto import DRAFTS, is_draft
 from ..models.configuration_draft import DraftConfig, embedding_scale
@@ -128,7 +127,7 @@ def read_checkpoint(
     those of [`convert_checkpoint`].
     """
     checkpoint = Checkpoint(source, **hub_kwargs)
-    entry, kind = recognise(checkpoint.config), draft_model_type(checkpoint.config)
+    kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
         raise ValueError(
             f"{checkpoint.name}/{CONFIG_FILE} (model_type {kind!r}, architectures "
@@ -138,7 +137,7 @@ def read_checkpoint(
     ours = read_draft_config(checkpoint, facts, sample_from_anchor)
     ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
     config = DRAFTS[kind].config_class.from_dict(ours)
-    return config, DRAFTS[kind].read_tensors(config, checkpoint, {} if entry is None else entry.renamed)
+    return config, DRAFTS[kind].read_tensors(config, checkpoint)
 
 
 def target_facts(target: Target) -> TargetFacts:

@@ -64,6 +64,8 @@ class DraftConfig(PreTrainedConfig):
         hidden_act (`str`), initializer_range, rms_norm_eps (`float`): As in transformers.
         max_position_embeddings (`int`): Longest context, in tokens.
         rope_parameters (`dict`): Rotary parameters as in transformers, one set for all layers.
+        rope_interleaved (`bool`): Each entry of a head turns with its neighbour (GPT-J, LFM2.5's drafts) instead of
+            the one half a head away.
         attention_bias, attention_output_bias, mlp_bias (`bool`): Biases of q/k/v, o and MLP projections.
         attention_dropout (`float`): Dropout of attention weights in training.
         embedding_scale, logit_scale (`float`): Factors on the embedding rows and on the LM head's output.
@@ -111,6 +113,7 @@ class DraftConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     rope_parameters: dict | None = None
+    rope_interleaved: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
@@ -228,7 +231,8 @@ class DraftConfig(PreTrainedConfig):
     def from_target(cls, target_config: "PreTrainedConfig | PreTrainedModel", **overrides: Any) -> "DraftConfig":
         """Return the configuration of an untrained draft for a target.
 
-        It taps five evenly spaced layers, and takes over geometry, rotary parameters and scales.
+        It taps five evenly spaced layers, and takes over geometry, rotary parameters and scales. Its layers turn whole
+        heads, as those of all formats do, whatever part of a head the target's turn.
 
         Args:
             target_config (`PreTrainedConfig`): The target's configuration, or the target; the text part is used.

@@ -56,16 +56,21 @@ class DSparkRotaryEmbedding:
             self._frequencies[device] = self._make(device)
         frequencies, scaling = self._frequencies[device]
         angles = position_ids[:, None, :, None].float() * frequencies
-        angles = torch.cat([angles, angles], dim=-1)
+        paired = self._config.rope_interleaved
+        angles = angles.repeat_interleave(2, dim=-1) if paired else torch.cat([angles, angles], dim=-1)
         return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Apply rotary embedding to the leading `rotary_dim` entries of `[B, heads, rows, head_dim]`."""
     size = cos.shape[-1]
     turning, passing = states[..., :size], states[..., size:]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat([-second, first], dim=-1) * sin
+    if interleaved:
+        crossed = torch.stack([-turning[..., 1::2], turning[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+        crossed = torch.cat([-second, first], dim=-1)
+    turned = turning * cos + crossed * sin
     return torch.cat([turned, passing], dim=-1) if passing.shape[-1] else turned
 
 
@@ -103,10 +108,11 @@ class DraftAttention(nn.Module):
         *earlier: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what rows `[B, Q, *]` read, `[B, Q, d]`, and keys and values of all rows `[B, T, *]`."""
-        query = rotate(self.q_norm(self._heads(self.q_proj(queries))), *query_rotary)
+        paired = self.config.rope_interleaved
+        query = rotate(self.q_norm(self._heads(self.q_proj(queries))), *query_rotary, paired)
         raw_key = self._heads(self.k_proj(keys))
         raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(keys))
-        key, value = rotate(self.k_norm(raw_key), *key_rotary), self.v_norm(raw_value)
+        key, value = rotate(self.k_norm(raw_key), *key_rotary, paired), self.v_norm(raw_value)
         return self.o_proj(attending.attend(self, query, key, value, *earlier).flatten(2)), key, value
 
     def _heads(self, states: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,9 @@ What [`DraftModel.bind`] borrows stands outside the module tree: neither saved, 
 import copy
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint, kept_tokens_mask
+from ..formats.translate import stored_names
 from ..sampling.drafts import Drafts, Sampler
 from ..scheduling.options import DecodingOptions
 from . import publisher
@@ -121,14 +121,10 @@ class DraftModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def read_tensors(
-        cls, config: PreTrainedConfig, checkpoint: Checkpoint, renamed: Mapping[str, str] = MappingProxyType({})
-    ) -> dict[str, torch.Tensor]:
-        """Read a checkpoint's tensors once names, shapes and types are those of its config, or raise a `ValueError`.
-
-        `renamed` maps our names to those in the files, where they differ.
-        """
-        layers = {match[1] for match in map(_LAYER.match, checkpoint.tensors) if match}
+    def read_tensors(cls, config: PreTrainedConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        """Read a checkpoint's tensors if names, shapes and types are those of its config; else raise `ValueError`."""
+        renamed = stored_names(checkpoint)
+        layers = {match[1] for match in map(_LAYER.match, renamed) if match}
         if len(layers) < config.num_hidden_layers:  # before so many are built
             found = f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}"
             raise checkpoint.misfit(found)
@@ -201,11 +197,12 @@ class DraftModel(PreTrainedModel):
         """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
         embedding = self._require_target().embedding
         token_ids = token_ids.to(input_device(embedding))
-        with_norm = self.config.embedding_norm or not hasattr(embedding, "embed_norm")
-        rows = embedding(token_ids) if with_norm else F.embedding(token_ids, embedding.weight)
-        # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it.
-        if self.config.embedding_scale != 1.0 and not hasattr(embedding, "embed_scale"):
-            rows = rows * self.config.embedding_scale
+        # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it; some drafts read bare rows.
+        scale, inside = self.config.embedding_scale, hasattr(embedding, "embed_scale")
+        is_bare = (inside and scale == 1.0) or (hasattr(embedding, "embed_norm") and not self.config.embedding_norm)
+        rows = F.embedding(token_ids, embedding.weight) if is_bare else embedding(token_ids)
+        if scale != 1.0 and not inside:
+            rows = rows * scale
         return rows.detach().to(device=self.device, dtype=self.dtype)  # the target is not trained
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:

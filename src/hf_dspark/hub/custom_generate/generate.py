@@ -48,6 +48,7 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
     # Of drafts that were saved before there was a choice.
     draft_vocab_size, embedding_norm, sliding_from_anchor, causal_sliding = None, True, False, False
+    rope_interleaved = False
 
 
 # ---- Backbone: one parallel pass over the block. DSpark Section 3.1, Eq. 2-3
@@ -61,15 +62,19 @@ def rotary_angles(config: DSparkConfig, positions: Tensor) -> tuple[Tensor, Tens
         frequencies = parameters["rope_theta"] ** -(torch.arange(0, size, 2, device=positions.device) / size)
     else:
         frequencies, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, positions.device)
-    angles = positions[:, None].float() * frequencies.float().repeat(2)
+    frequencies = frequencies.float()
+    angles = positions[:, None].float() * (
+        frequencies.repeat_interleave(2) if config.rope_interleaved else frequencies.repeat(2)
+    )
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the leading `rotary_dim` entries of `[1, heads, positions, head_dim]` by their positions."""
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the leading `rotary_dim` entries of `[1, heads, positions, head_dim]`, in pairs, by their positions."""
     turning, passing = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat([-second, first], dim=-1) * sin
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    crossed = torch.stack([-second, first], dim=-1).flatten(-2) if interleaved else torch.cat([-second, first], dim=-1)
+    turned = turning * cos + crossed * sin
     return torch.cat([turned, passing], dim=-1).to(states.dtype)
 
 
@@ -105,8 +110,9 @@ class Attention(nn.Module):
         rows, slots = torch.cat([context, block], dim=1), block.shape[1]
         query, raw_key = self._heads(self.q_proj(block)), self._heads(self.k_proj(rows))
         value = raw_key if self.v_proj is None else self._heads(self.v_proj(rows))
-        query = rotate(self.q_norm(query), cos[-slots:], sin[-slots:])
-        key, value = cache.update(rotate(self.k_norm(raw_key), cos, sin), self.v_norm(value), self.index)
+        paired = self.config.rope_interleaved
+        query, key = rotate(self.q_norm(query), cos[-slots:], sin[-slots:], paired), self.k_norm(raw_key)
+        key, value = cache.update(rotate(key, cos, sin, paired), self.v_norm(value), self.index)
         mask = visible if self.config.layer_types[self.index] == "sliding_attention" else None
         scale = self.config.attention_scaling
         attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
@@ -203,9 +209,11 @@ class DSparkDraftModel(PreTrainedModel):
         slots = config.block_size + (not config.sample_from_anchor)
         block_ids = F.pad(anchor, (0, slots - 1), value=config.mask_token_id)
         embedding = target.get_input_embeddings()
-        hidden = embedding(block_ids[None].to(target.device))
-        if not hasattr(embedding, "embed_scale"):  # Gemma 3 scales inside the module
-            hidden = hidden * config.embedding_scale
+        block_ids, inside = block_ids[None].to(target.device), hasattr(embedding, "embed_scale")
+        if inside and config.embedding_scale == 1.0:  # Gemma 3 scales inside the module; some drafts read bare rows
+            hidden = F.embedding(block_ids, embedding.weight)
+        else:
+            hidden = embedding(block_ids) * (1.0 if inside else config.embedding_scale)
         hidden = hidden.to(self.device, self.dtype)
         context = self.hidden_norm(self.fc(features.to(self.device, self.dtype)))  # Eq. 2
         positions = torch.arange(seen, seen + features.shape[1] + slots, device=self.device)

@@ -1,0 +1,227 @@
+"""Flat checkpoints: those of SpecForge and SGLang, and of who writes as they do (Model-Optimizer, Liquid AI, NVIDIA's
+drafts of Nemotron). DFlash is the case without a Markov head. See `tables.py`.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .fields import (
+    NO_FILL_IN,
+    NO_WINDOW_FROM_ANCHOR,
+    OMIT,
+    ONLY_QWEN3_LAYERS,
+    QWEN3_BASE,
+    QWEN3_LAYERS,
+    ROPE_PLACES,
+    TARGET_DEPTH,
+    TARGET_TYPE,
+    WINDOW_PLACES,
+    Field,
+    Format,
+    Source,
+    TargetFacts,
+    architectures,
+    geometry,
+    integer,
+    is_anchored,
+    layer_types_there,
+    look_up,
+    num_draft_tokens,
+    rope,
+    slides,
+    slides_there,
+    window_if_sliding,
+)
+
+_ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel", "Lfm2DSparkDraftModel", "DFlashDraftModel")
+
+
+def _is_dflash(config: Source) -> bool:
+    """Whether a flat checkpoint is the original DFlash: no Markov head, and an anchor that predicts nothing."""
+    return not config.get("markov_rank") and config.get("projector_type") in (None, "dflash")
+
+
+def _is_flat_anchored(config: Source) -> bool:
+    return is_anchored(config, otherwise=not _is_dflash(config))
+
+
+def _has_confidence(config: Source) -> bool:
+    said = look_up(config, "enable_confidence_head", "use_confidence_head")
+    return bool(look_up(config, "confidence_head_alpha")) if said is None else said
+
+
+def _all_slide(config: Source) -> bool:
+    """Whether all layers slide, whatever their types say."""
+    return config.get("use_swa") is True and not slides_there(config)
+
+
+def _flat_layer_types(config: Source) -> Any:
+    if _all_slide(config):
+        return ["sliding_attention"] * integer(config, "num_hidden_layers")
+    return layer_types_there(config)
+
+
+def _flat_slides(config: Source) -> bool:
+    return _all_slide(config) or slides_there(config)
+
+
+_CAUSAL = ("is_causal", "causal", "dflash_query_causal")
+
+
+def _flat_causal(config: Source) -> bool:
+    # Layers that slide by their type are causal unless it says otherwise.
+    return _flat_slides(config) and bool(look_up(config, *_CAUSAL, default=slides_there(config)))
+
+
+def _flat_taps(config: Source) -> Any:
+    """Return the tapped layers, which SpecForge and SGLang spread over the target where the file names none."""
+    if (taps := config.get("target_layer_ids")) is not None:
+        return taps
+    count, last = integer(config, "num_hidden_layers"), integer(config, "num_target_layers") - 3
+    if count == 1:
+        return [integer(config, "num_target_layers") // 2]
+    return [round(1 + index * (last - 1) / (count - 1)) for index in range(count)]
+
+
+def _flat_section(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any]:
+    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    values = {name: getattr(config, name) for name in ("mask_token_id", "target_layer_ids", *heads)}
+    sinks = {"attention_sink_bias": True} if config.attention_sinks else {}
+    return {"projector_type": "dspark"} | values | sinks
+
+
+def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> dict[str, Any] | None:
+    parameters = dict(config.rope_parameters)
+    del parameters["rope_theta"]
+    return parameters if parameters.get("rope_type", "default") != "default" else None
+
+
+def _head_field(name: str, *reads: str, read: Any, without: Any) -> Field:
+    return Field(name, read=lambda c: without if _is_dflash(c) else read(c), reads=reads or (name,))
+
+
+SGLANG = Format(
+    name="sglang",
+    recognise=lambda c: (
+        any(name.endswith(("DSparkDraftModel", "DFlashDraftModel", "DSparkModel")) for name in architectures(c))
+        and "speculators_model_type" not in c
+        and (c.get("model_type") != "dspark" or "dflash_config" in c or "dspark_config" in c)
+    ),
+    sections=("dspark_config", "dflash_config"),
+    fields=(
+        *geometry(),
+        TARGET_DEPTH,
+        Field("markov_rank", default=0),
+        _head_field("markov_head_type", read=lambda c: c.get("markov_head_type") or "vanilla", without="vanilla"),
+        _head_field(
+            "enable_confidence_head",
+            "enable_confidence_head",
+            "use_confidence_head",
+            "confidence_head_alpha",
+            read=_has_confidence,
+            without=False,
+        ),
+        _head_field(
+            "confidence_head_with_markov",
+            read=lambda c: look_up(c, "confidence_head_with_markov", default=True),
+            without=False,
+        ),
+        Field("target_layer_ids", read=_flat_taps),
+        Field("mask_token_id"),
+        Field("layer_types", read=_flat_layer_types, reads=(*WINDOW_PLACES, "use_swa")),
+        Field(
+            "sliding_window",
+            read=lambda c: look_up(c, "sliding_window", "swa_window_size") if _flat_slides(c) else None,
+            reads=("sliding_window", "swa_window_size"),
+            write=window_if_sliding,
+        ),
+        Field(
+            "causal_sliding",
+            "is_causal",
+            read=_flat_causal,
+            reads=_CAUSAL,
+            write=lambda c, facts: False if slides(c) and not c.causal_sliding else OMIT,
+        ),
+        Field(
+            "attention_sinks",
+            "attention_sink_bias",
+            default=False,
+            also=("add_swa_attention_sink_bias",),
+            write=OMIT,
+        ),
+        Field(
+            "rope_interleaved",
+            "rope_is_neox_style",
+            read=lambda c: not look_up(c, "rope_is_neox_style", "is_neox_style", default=True),
+            reads=("rope_is_neox_style", "is_neox_style"),
+            write=lambda c, facts: False if c.rope_interleaved else OMIT,
+        ),
+        Field("rope_parameters", read=rope, reads=ROPE_PLACES),
+        Field("sample_from_anchor", read=_is_flat_anchored, reads=("sample_from_anchor", "shift_label")),
+        Field("block_size", read=lambda c: num_draft_tokens(c, _is_flat_anchored(c))),
+        TARGET_TYPE,
+    ),
+    writes={
+        "dflash_config": _flat_section,
+        "is_neox_style": lambda c, facts: False if c.rope_interleaved else OMIT,  # as vLLM calls it
+        "use_sliding_window": lambda c, facts: slides(c),
+        # Where versions before transformers 5 look for it.
+        "rope_theta": lambda c, facts: c.rope_parameters["rope_theta"],
+        "rope_scaling": _old_rope_scaling,
+    },
+    constants={
+        name: value for name, value in QWEN3_LAYERS.items() if name not in ("attention_sinks", "rope_interleaved")
+    }
+    | {"draft_vocab_size": None},
+    base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
+    accepts={"projector_type": (None, "dflash", "dspark")},
+    unreadable={
+        f"its layers are of an architecture that is not known here: architectures in config.json must name one of "
+        f"{', '.join(_ARCHITECTURES)}": lambda c: not set(_ARCHITECTURES) & set(architectures(c)),
+        "blocks are causal (is_causal, causal or dflash_query_causal), but have full-attention layers, whose slots "
+        "see the whole block here": lambda c: (
+            look_up(c, *_CAUSAL) is True and "full_attention" in (_flat_layer_types(c) or ["full_attention"])
+        ),
+        "use_swa is false, but its layer_types slide": lambda c: c.get("use_swa") is False and slides_there(c),
+        "swa_window_size has no use without use_swa or layer_types that slide: it does not say which do": lambda c: (
+            c.get("swa_window_size") is not None and c.get("use_swa") is None and not slides_there(c)
+        ),
+        "draft_vocab_size differs from vocab_size: this format has no pruned vocabularies": lambda c: (
+            c.get("draft_vocab_size") not in (None, c.get("vocab_size"))
+        ),
+        "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
+            c.get("target_hidden_size") not in (None, c.get("hidden_size"))
+        ),
+        "dspark_markov_rank differs from markov_rank": lambda c: (
+            c.get("dspark_markov_rank") not in (None, c.get("markov_rank"))
+        ),
+        "shift_label or dspark_bonus_anchor contradicts the layout, in which the anchor's slot predicts a token with "
+        "DSpark, and none with DFlash, unless sample_from_anchor says otherwise": lambda c: (
+            c.get("shift_label") not in (None, _is_flat_anchored(c))
+            or c.get("dspark_bonus_anchor") is _is_flat_anchored(c)
+        ),
+    },
+    refusals={
+        **ONLY_QWEN3_LAYERS,
+        **NO_FILL_IN,
+        **NO_WINDOW_FROM_ANCHOR,
+    },
+    renames=(
+        (r"logit_head\.", ""),  # SpecForge's first drafts
+        (r"(markov_w[12]|gate_proj|joint_proj)\.", r"markov_head.\1."),  # Model-Optimizer
+        (r"confidence_proj\.", "confidence_head.proj."),
+    ),
+    evidence={
+        "enable_confidence_head": lambda shapes: any(name.startswith("confidence_head.") for name in shapes),
+        "confidence_head_with_markov": lambda shapes: (
+            shapes.get("confidence_head.proj.weight", (1, 0))[-1] != shapes.get("hidden_norm.weight", (0,))[0]
+        ),
+    },
+    harmless=(
+        "attention_mode", "draft_vocab_size", "dspark_bonus_anchor", "dspark_fixup_head_type", "dspark_markov_rank",
+        "eagle_aux_hidden_state_layer_ids", "has_embed_tokens", "has_lm_head", "loss_decay_gamma", "num_anchors",
+        "num_aux_layers", "pard_token", "target_hidden_size", "train_embed_tokens",
+    ),
+    engines=("sglang",),
+)  # fmt: skip

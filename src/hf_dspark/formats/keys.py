@@ -1,0 +1,78 @@
+"""Keys of a foreign `config.json` that no field reads: which may be passed over, and which may not.
+
+In an object of the draft's own, every key must be known. Elsewhere, in what describes its layers, a key is refused if
+its name says that it changes what layers compute, and its value that it does.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..files import shortened
+from .fields import Format, Source, look_up
+
+# Names by what they are about, and the values that leave layers as they are without the key.
+_COMPUTING = tuple(
+    (re.compile(pattern), neutral)
+    for pattern, neutral in (
+        (r"quanti[sz]ation|quant_(method|algo)|compression_config", ()),
+        (r"neox|qk_(layer)?norm", (True,)),
+        (r"multiplier|scal(e|ar|ing)(_|$)|^mup_|dim_model_base|rotary_p(er)?ct|rotary_percent", (1, False)),
+        (
+            r"(?<!m)rope|rotary|interleav|swa|window|chunk|causal|bidirectional|sink|gat(e|ed|ing)(_|$)|softcap|alibi"
+            r"|norm(?!_topk)|shift_|prefix_len|log_snr|conditioning|bias$|position_embedding|pattern|activation|anchor|offset"
+            r"|projector|mask_embedding|embedding_size|target_hidden|draft_vocab|topk_context|tap_",
+            (False, 0),
+        ),
+    )
+)
+_QUANTISED = (
+    "its weights are quantised, which cannot be read: take the checkpoint of the same draft that is not quantised, or "
+    "dequantise it and delete the key"
+)
+
+
+def unfolded(config: Source, entry: Format) -> dict[str, Any]:
+    """Return a configuration with the keys of a format's sections at its top; a `ValueError` names unknown ones."""
+    flat = {key: value for key, value in config.items() if key not in entry.sections}
+    for section in entry.sections:
+        inside = config.get(section) or {}
+        if not isinstance(inside, Mapping):
+            raise ValueError(f"config.json: {section!r} must be an object, got {inside!r}")
+        for key, value in inside.items():
+            if key not in entry.known and not _is_neutral(key, value):
+                raise ValueError(_unknown(f"{section}.{key}", key, value))
+            if value is not None and flat.get(key) not in (None, value):
+                raise ValueError(f"config.json: {key!r} is {flat[key]!r}, but '{section}.{key}' is {value!r}")
+            flat[key] = flat.get(key) if value is None else value
+    return flat
+
+
+def unknown_keys(config: Source, entry: Format) -> Iterator[str]:
+    """Yield why a configuration cannot be read whose sections are unfolded: each key that must not be passed over."""
+    for section in (*entry.own, *entry.layers):
+        inside = look_up(config, section) if section else config
+        for key, value in (inside if isinstance(inside, Mapping) else {}).items():
+            place = f"{section}.{key}" if section else key
+            known = place in entry.known or any(each.startswith(f"{place}.") for each in entry.known)
+            if not known and not _is_neutral(key, value, must_be_known=section in entry.own):
+                yield _unknown(place, key, value)
+
+
+def _is_neutral(key: str, value: Any, must_be_known: bool = True) -> bool:
+    if value is None or value == {}:
+        return True
+    for names, neutral in _COMPUTING:
+        if names.search(key):
+            return any(value is each or (value == each and type(value) in (int, float)) for each in neutral)
+    return not must_be_known
+
+
+def _unknown(place: str, key: str, value: Any) -> str:
+    shown = f"config.json: {place} is {shortened(value)}"
+    if _COMPUTING[0][0].search(key):
+        return f"{shown}: {_QUANTISED}"
+    return (
+        f"{shown}, and nothing here computes what that means. If it is a remnant that the draft's layers do not read, "
+        "as of a copied config, delete the key"
+    )

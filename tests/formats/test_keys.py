@@ -1,0 +1,250 @@
+"""Keys of others' configurations: each that changes what layers compute gives another configuration, or is refused."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_dspark import DSparkConfig
+from hf_dspark.formats.fields import HARMLESS, Format, look_up
+from hf_dspark.formats.keys import _COMPUTING
+from hf_dspark.formats.tables import FORMATS
+from hf_dspark.formats.translate import config_from_format, recognise
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FLAT = {
+    "architectures": ["DSparkDraftModel"], "model_type": "qwen3", "attention_bias": False, "block_size": 5,
+    "head_dim": 12, "hidden_act": "silu", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "num_target_layers": 4, "rms_norm_eps": 1e-6, "vocab_size": 48,
+    "rope_theta": 5000.0, "max_position_embeddings": 512,
+    "dflash_config": {
+        "mask_token_id": 47, "target_layer_ids": [0, 2], "projector_type": "dspark", "markov_rank": 6,
+        "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True,
+    },
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+
+
+def stored(name: str) -> dict:
+    return json.loads((FIXTURES / name / "config.json").read_text())
+
+
+# Sound configurations of each format, in which different keys matter.
+BASES = {
+    "deepspec": stored("deepspec/draft_vanilla"),
+    "deepspec gemma 4": stored("deepspec/gemma4/draft_vanilla"),
+    "speculators": stored("speculators/full_vocab_vanilla"),
+    "speculators, sliding": stored("speculators/swa_causal_vanilla"),
+    "flat": FLAT,
+    "flat, sliding": FLAT | SLIDING,
+    "flat, sliding from a layer on": FLAT
+    | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+    "flat, fill-in": FLAT | {"sample_from_anchor": False},
+    "dflash": FLAT
+    | {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 47, "target_layer_ids": [0, 2]}},
+}
+BOTH = (True, False)  # one of them may be what is meant without the key
+# What a place that a base leaves out is set to.
+VALUES = {
+    "dspark_markov_rank": 7, "sliding_window": 9, "swa_window_size": 9, "use_swa": BOTH,
+    "layer_types": (["full_attention"] * 2, SLIDING["layer_types"]),
+    "is_causal": BOTH, "causal": BOTH, "dflash_query_causal": BOTH, "attention_sink_bias": True,
+    "add_swa_attention_sink_bias": True, "rope_is_neox_style": False, "is_neox_style": False, "shift_label": BOTH,
+    "sample_from_anchor": BOTH, "use_confidence_head": False, "confidence_head_alpha": 1.0, "markov_rank": 7,
+    "rope_parameters": {"rope_theta": 7000.0, "rope_type": "default"}, "final_logit_softcapping": 5.0,
+    "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7000.0, "projector_type": "domino",
+    "target_layer_ids": [0, 1], "sliding_window_non_causal": True, "topk_context": 4, "num_target_layers": 6,
+}  # fmt: skip
+# Overruled by other keys of the base, or read by no layer of the format: whatever they say is the same draft.
+WINDOWS = {"sliding_window", "max_window_layers", "use_sliding_window"}
+HEADS = {"markov_head_type", "enable_confidence_head", "use_confidence_head", "confidence_head_with_markov"}
+OVERRULED = {
+    "deepspec": WINDOWS,
+    "deepspec gemma 4": {"num_key_value_heads", "target_model_type"},
+    "speculators": WINDOWS | {"sliding_window_non_causal", "speculators_config"},
+    "speculators, sliding": WINDOWS - {"sliding_window"} | {"speculators_config"},
+    "flat": WINDOWS,
+    "flat, sliding": WINDOWS - {"sliding_window"},
+    "flat, sliding from a layer on": set(),
+    "flat, fill-in": WINDOWS,
+    "dflash": WINDOWS | HEADS,
+}
+ALWAYS = {"num_hidden_layers", "partial_rotary_factor", "confidence_head_alpha"}  # the second place of such
+
+
+def read(config: dict) -> dict:
+    entry = recognise(config)
+    return DSparkConfig.from_dict(config_from_format(config, entry)).to_dict()
+
+
+def result(config: dict) -> dict | str:
+    try:
+        return read(config)
+    except ValueError as error:
+        return str(error)
+
+
+def with_place(config: dict, place: str, value: object) -> dict:
+    changed = copy.deepcopy(config)
+    *parents, name = place.split(".")
+    inside = changed
+    for parent in parents:
+        inside = inside.setdefault(parent, {})
+    inside[name] = value
+    return changed
+
+
+def other(value: object, name: str) -> object:
+    """Return another value of the same kind, which a sound configuration may hold."""
+    if value is None or isinstance(value, dict):
+        return VALUES.get(name, {"rope_theta": 7000.0, "rope_type": "default"} if isinstance(value, dict) else None)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        swapped = {"full_attention": "sliding_attention", "sliding_attention": "full_attention"}
+        return [swapped[each] for each in value] if value[0] in swapped else value[::-1]
+    if value == 0:
+        return 0.5
+    if isinstance(value, str):
+        return {"silu": "gelu", "vanilla": "gated", "dspark": "domino"}.get(value, "strange")
+    return value * 2
+
+
+def places_of(base: dict, entry: Format) -> list[str]:
+    sections = [section for section in entry.sections if section in base]
+    places = sorted(entry.known - set(HARMLESS) - set(entry.harmless))
+    return places + [f"{section}.{place}" for section in sections for place in places]
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_each_place_that_a_format_reads_matters(name):
+    base = BASES[name]
+    entry, plain = recognise(base), read(base)
+    silent = set()
+    for place in places_of(base, entry):
+        value, key = look_up(base, place), place.split(".")[-1]
+        changed = other(value, key)
+        candidates = changed if isinstance(changed, tuple) else (changed,)
+        if changed is not None and all(result(with_place(base, place, each)) == plain for each in candidates):
+            silent.add(key)
+    assert silent <= OVERRULED[name] | ALWAYS
+
+
+# Keys of layers that no format reads, as they stand in published files, with values that change what layers compute.
+UNREAD = {
+    "rotary_interleaved": True, "rope_interleave": True, "neox_style": False, "rotary_dim": 6,
+    "rope_traditional": True, "rope_local_base_freq": 1e4, "swa_rope_theta": 1e4, "rotary_pct": 0.5,
+    "no_rope_layers": [0, 1], "mask_embedding": True,
+    "sliding_window_size": 8, "sliding_window_pattern": 2, "attention_chunk_size": 8, "hybrid_layer_pattern": [0, 1],
+    "causal_head": True, "use_bidirectional_attention": True, "add_full_attention_sink_bias": True,
+    "attn_output_gate": True, "enable_qwen35_gated_q_proj": True, "gating": "per-head", "output_gate_type": "swish",
+    "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 144,
+    "attention_multiplier": 0.1, "attention_value_scale": 0.7, "embedding_multiplier": 12.0, "scale_emb": 12.0,
+    "input_embedding_scale": 2.0, "output_multiplier": 2.0, "logits_scaling": 8.0, "logit_scale": 0.5,
+    "residual_multiplier": 0.2, "scale_depth": 1.4, "use_qk_norm": False, "qk_norm": False, "qk_layernorm": False,
+    "norm_before_residual": True, "use_post_norm": True, "offset_rms_norm": True, "layernorm_epsilon": 1e-5,
+    "log_snr_conditioning": True, "pure_draft_prefix_len": 1, "mlp_bias": True, "hidden_activation": "gelu",
+    "position_embedding_type": "alibi", "quantization_config": {"quant_method": "fp8"}, "logits_start": 1,
+    "quantization": {"bits": 4}, "conv_kernel_size": 2, "selector_rank": 4, "emb_dim": 16, "tap_shift": 1,
+}  # fmt: skip
+SECTIONS = [("flat", ""), ("flat", "dflash_config."), ("flat", "dspark_config."), ("dflash", "dflash_config.")]
+SECTIONS += [("speculators", ""), ("speculators", "transformer_layer_config.")]
+OF_SECTIONS_ALONE = {"logits_start", "conv_kernel_size", "selector_rank", "emb_dim"}  # no other key's kind
+
+
+@pytest.mark.parametrize(("name", "section"), SECTIONS)
+@pytest.mark.parametrize("key", UNREAD)
+def test_keys_that_change_layers_and_are_not_read_are_refused_by_name(name, section, key):
+    if key in OF_SECTIONS_ALONE and section in (("" if name == "flat" else "-"), "transformer_layer_config."):
+        pytest.skip("a word without meaning there")
+    changed = with_place(BASES[name], section + key, UNREAD[key])
+    with pytest.raises(ValueError, match=f"{section}{key} is .*(delete the key|quantised)"):
+        read(changed)
+    neutral = next((values for names, values in _COMPUTING if names.search(key)), None)
+    for value in (None, *(neutral or ())):
+        assert read(with_place(BASES[name], section + key, value)) == read(BASES[name])
+
+
+@pytest.mark.parametrize("section", ["dflash_config", "dspark_config"])
+def test_unknown_keys_of_a_drafts_own_section_are_refused_by_name(section):
+    with pytest.raises(ValueError, match=f"{section}.new_feature is 3"):
+        read(with_place(FLAT, f"{section}.new_feature", 3))
+    assert read(FLAT | {"new_feature": 3}) == read(FLAT)  # the top is shared with the configuration of a Qwen3 model
+    with pytest.raises(ValueError, match="config.json: new_feature is 3"):
+        read(BASES["speculators"] | {"new_feature": 3})
+
+
+@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "markov_rank", "rope_theta", "num_target_layers"])
+def test_places_that_disagree_are_named(key):
+    nested = with_place(FLAT, f"dflash_config.{key}", 6)
+    assert read(with_place(nested, key, 6) | {"num_target_layers": 6})
+    with pytest.raises(ValueError, match=f"'{key}' is 7, but 'dflash_config.{key}' is 6"):
+        read(with_place(nested, key, 7))
+
+
+COPIED = {
+    "partial_rotary_factor": 0.25, "attn_output_gate": True, "full_attention_interval": 4, "linear_num_key_heads": 16,
+    "final_logit_softcapping": 30.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.2, "mlp_bias": True,
+    "query_pre_attn_scalar": 144, "rope_local_base_freq": 1e4, "model_type": "qwen3_5_text", "use_qk_norm": False,
+    "quantization_config": {"quant_method": "fp8"}, "rope_interleave": True, "sliding_window": 4096,
+    "add_swa_attention_sink_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", COPIED)
+def test_what_deepspec_copies_of_a_target_says_nothing_about_its_layers(key):
+    base = BASES["deepspec"]
+    changed, plain = read(base | {key: COPIED[key]}), read(base)
+    assert {name for name in plain if changed[name] != plain[name]} <= {"target_model_type"}
+
+
+@pytest.mark.parametrize("name", ["deepspec", "flat", "speculators"])
+def test_whole_heads_turn_whatever_part_of_the_targets_do(name):
+    base = BASES[name]
+    place = "transformer_layer_config." if name == "speculators" else ""
+    set_here = {"rope_theta": 7000.0, "rope_type": "default"}
+    of_target = set_here | {"partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    plain = with_place(with_place(base, f"{place}rope_parameters", set_here), f"{place}rope_theta", None)
+    copied = with_place(plain, f"{place}rope_parameters", of_target)
+    assert read(copied) == read(plain) and read(plain)["rope_parameters"] == set_here
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen35DSparkModel", "DeepseekV4DSparkModel", "KimiK3DSparkModel", "Glm5_2DSparkModel", "MiniMaxM3DSparkModel"],
+)
+def test_layers_of_other_architectures_are_refused_by_name(architecture):
+    for base in (BASES["deepspec"], FLAT):
+        with pytest.raises(ValueError, match="its layers are .*architecture"):
+            read(base | {"architectures": [architecture]})
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ({"rope_is_neox_style": False}, {"rope_interleaved": True}),
+        ({"is_neox_style": False}, {"rope_interleaved": True}),
+        ({"architectures": ["Lfm2DSparkDraftModel"]}, {"block_size": 5, "sample_from_anchor": True}),
+        ({"use_swa": True, "swa_window_size": 64, "causal": False}, {"sliding_window": 64, "causal_sliding": False}),
+        ({"use_swa": True, "sliding_window": 64}, {"layer_types": ["sliding_attention"] * 2, "causal_sliding": False}),
+        ({"use_swa": True, "swa_window_size": 64, "causal": True}, {"causal_sliding": True}),
+        (SLIDING | {"causal": False}, {"causal_sliding": False}),
+        (SLIDING | {"dflash_query_causal": True}, {"causal_sliding": True}),
+        ({"add_swa_attention_sink_bias": True}, {"attention_sinks": True}),
+        ({"use_confidence_head": False, "enable_confidence_head": None}, {"enable_confidence_head": False}),
+        ({"confidence_head_alpha": 0.5, "enable_confidence_head": None}, {"enable_confidence_head": True}),
+        ({"target_layer_ids": None, "num_target_layers": 12}, {"target_layer_ids": [1, 9]}),
+    ],
+)
+def test_flat_keys_are_read_at_the_top_and_in_sections(key, expected):
+    nested = FLAT | {"dflash_config": FLAT["dflash_config"] | key}
+    nested["num_target_layers"] = key.get("num_target_layers", 4)
+    top = FLAT | {"dflash_config": {name: v for name, v in FLAT["dflash_config"].items() if name not in key}} | key
+    for config in (top, nested) if "architectures" not in key else (top,):
+        found = read(config)
+        assert {name: found[name] for name in expected} == expected
+
+
+def test_every_format_has_a_base():
+    assert {recognise(base).name for base in BASES.values()} == {entry.name for entry in FORMATS} - {"transformers"}
