@@ -120,12 +120,7 @@ def config_from_format(
 
 def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts | None = None) -> dict[str, Any]:
     """Translate our configuration to a foreign `config.json`; a `ValueError` gives all reasons why it cannot be."""
-    reasons = [
-        REASONS.get((name, value), f"it has no field for {name}, which is {value!r} there")
-        for name, value in entry.constants.items()
-        if getattr(config, name, value) != value
-    ]
-    if reasons := reasons + _reasons(entry.refusals, config):
+    if reasons := _not_held(config, entry):
         raise ValueError(f"the format {entry.name!r} cannot hold this draft: {'; '.join(reasons)}")
     values = entry.base(facts)
     for field in entry.fields:
@@ -140,6 +135,36 @@ def config_to_format(config: PreTrainedConfig, entry: Format, facts: TargetFacts
             place = place.setdefault(parent, {})
         place[name] = dict(value) if isinstance(value, dict) else value
     return written
+
+
+def exports_of(config: PreTrainedConfig) -> dict[str, tuple[tuple[str, ...], str]]:
+    """Return for each foreign format of a kind of drafts the engines that can run one from it, or why it is none."""
+    found: dict[str, tuple[tuple[str, ...], str]] = {}
+    for name in dict.fromkeys(entry.name for entry in FORMATS if entry.model_type == config.model_type):
+        entry = find_format(name, config)
+        reasons = "; ".join(_not_held(config, entry))
+        try:
+            found[name] = ((), reasons) if reasons else (engines_of(config, entry)[0], "")
+        except ValueError as error:
+            found[name] = (), str(error)
+    return found
+
+
+def not_exported(config: PreTrainedConfig) -> str:
+    """Return why foreign formats cannot hold a draft, those of one reason together; an empty text if all can."""
+    by_reason: dict[str, list[str]] = {}
+    for name, (_, reason) in exports_of(config).items():
+        by_reason.setdefault(reason, []).append(name)
+    return ". ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items() if reason)
+
+
+def _not_held(config: PreTrainedConfig, entry: Format) -> list[str]:
+    reasons = [
+        REASONS.get((name, value), f"it has no field for {name}, which is {value!r} there")
+        for name, value in entry.constants.items()
+        if getattr(config, name, value) != value
+    ]
+    return reasons + _reasons(entry.refusals, config)
 
 
 def engines_of(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+COLUMNS = ("input_ids", "loss_mask", "position_ids", "attention_mask")  # of a batch
+
 
 def collate(rows: list[dict[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Make a batch of rows of `input_ids` and `loss_mask`, padded on the right; padding is never supervised.

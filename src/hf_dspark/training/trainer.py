@@ -11,12 +11,20 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, rotate_checkpoints
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalLoopOutput,
+    HubStrategy,
+    PredictionOutput,
+    rotate_checkpoints,
+)
 from transformers.utils import PushInProgress
 
 from ..data.examples import prepare_examples
+from ..files import shortened
+from ..formats.translate import exports_of, not_exported
 from ..models import publisher
 from ..models.auto import load_draft, require_draft
 from ..models.configuration_draft import CALIBRATED
@@ -26,10 +34,24 @@ from .arguments import DSparkTrainingArguments
 from .blocks import cut_blocks, label_hidden, sample_anchors
 from .metrics import BlockMetrics
 from .resume import RUN_FACTS_FILE, last_checkpoint, require_continuable, write_run_facts
-from .rows import PackedRows, PackedStream, collate
+from .rows import COLUMNS, PackedRows, PackedStream, collate
 from .target_states import TargetSource
 
 FEW_STEPS = 50  # fewer train little
+# Arguments of `Trainer` that would do nothing here, or something else, and what does what is wanted.
+_OWN_LOSS = "the losses of a draft are its own: set cross_entropy_weight, l1_weight, ... in DSparkTrainingArguments"
+_OWN_METRICS = (
+    "no logits of whole rows are kept, from which it could be computed: evaluate() and predict() report loss, tau and "
+    "acceptance_k, a callback's on_evaluate gets them, and hf_dspark.evaluate() measures whole answers"
+)
+REFUSED = {
+    "compute_metrics": _OWN_METRICS,
+    "preprocess_logits_for_metrics": _OWN_METRICS,
+    "compute_loss_func": _OWN_LOSS,
+    "label_smoothing_factor": _OWN_LOSS,
+    "neftune_noise_alpha": "a draft has no embedding of its own that noise could be added to",
+    "model_init": "a draft is made before its trainer: pass it as model, one trainer for each trial",
+}
 
 
 class DSparkTrainer(Trainer):
@@ -44,10 +66,11 @@ class DSparkTrainer(Trainer):
             `input_ids` and `loss_mask`; see [`~examples.prepare_examples`]. `eval_dataset` may be a dictionary.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; that of the target's
             repository unless given.
-        kwargs: As for `Trainer`.
+        kwargs: As for `Trainer`, without those of its loss and of its metrics.
 
     Raises:
-        ValueError: If draft, target, cached states and data do not fit, before anything is trained.
+        ValueError: If draft, target, cached states and data do not fit, or an argument of `Trainer` would do nothing
+            here, before anything is trained.
 
     Example:
 
@@ -77,6 +100,13 @@ class DSparkTrainer(Trainer):
         args = args or DSparkTrainingArguments()
         if not isinstance(args, DSparkTrainingArguments):
             raise TypeError(f"args must be DSparkTrainingArguments, got {type(args).__name__}")
+        given = kwargs | {
+            name: getattr(args, name, None) for name in ("label_smoothing_factor", "neftune_noise_alpha")
+        }
+        for name in (name for name in REFUSED if given.get(name)):
+            raise ValueError(
+                f"DSparkTrainer cannot use {name}={shortened(given[name])}. Leave it out: {REFUSED[name]}"
+            )
         if args.n_gpu > 1:  # DataParallel cannot split blocks, nor place a borrowed head
             warnings.warn("training on one GPU of several: start it with `accelerate launch` to use all", stacklevel=2)
             args._n_gpu = 1
@@ -87,7 +117,6 @@ class DSparkTrainer(Trainer):
         self.source = TargetSource(draft, self.target, args)
         self.loss_weights = LossWeights(*(getattr(args, part.name) for part in fields(LossWeights)))
         self._metrics = {split: BlockMetrics(draft.config.block_size) for split in ("train", "eval")}
-        self._metrics_prefix = "eval_"
         self._eval_batches = 0
         train_dataset, eval_dataset = self._prepared(train_dataset, eval_dataset, draft)
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
@@ -153,6 +182,8 @@ class DSparkTrainer(Trainer):
         return batches, self.accelerator.reduce(weight_sum, "sum")
 
     def _sample_blocks(self, batch: dict[str, torch.Tensor], key: tuple[int, ...]) -> AnchoredBlocks:
+        if missing := [name for name in COLUMNS if name not in batch]:
+            raise ValueError(f"the data_collator returns batches without {', '.join(missing)}: leave it out")
         # Keyed, not drawn from the global state: a resumed run has the same anchors without replaying any.
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=7).digest()
@@ -221,24 +252,53 @@ class DSparkTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as `Trainer` does, with the same anchors each time, leaving the training's random state alone."""
-        own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
-        is_new = not isinstance(eval_dataset, (str, dict, type(None)))
-        if is_new and not any(eval_dataset is part for part in own):
-            rows = self._tokenised("eval_dataset", eval_dataset, self.draft)
-            self.source.fill([rows])
-            eval_dataset = self._packed(rows)
+        if not isinstance(eval_dataset, (str, dict, type(None))):
+            eval_dataset = self._evaluable("eval_dataset", eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Evaluate other rows, of any form that `evaluate` takes. There are metrics as there, and no predictions."""
+        if test_dataset is None:
+            raise ValueError("predict() needs rows, got None; evaluate() takes the eval_dataset of the trainer")
+        if isinstance(test_dataset, dict):
+            parts = test_dataset.items()
+            found = [self.predict(part, ignore_keys, f"{metric_key_prefix}_{name}").metrics for name, part in parts]
+            return PredictionOutput(None, None, {name: value for metrics in found for name, value in metrics.items()})
+        test_dataset = self.eval_dataset[test_dataset] if isinstance(test_dataset, str) else test_dataset
+        return super().predict(self._evaluable("test_dataset", test_dataset), ignore_keys, metric_key_prefix)
+
+    def _evaluable(self, name: str, rows: Any) -> Any:
+        """Return rows as batches are made of them; those of the trainer itself are so already."""
+        held = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else (self.eval_dataset,)
+        if any(rows is part for part in (*held, self.train_dataset)):
+            return rows
+        rows = self._tokenised(name, rows, self.draft)
+        self.source.fill([rows])
+        return self._packed(rows)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As `Trainer`'s, which `evaluate` and `predict` share, with the metrics of blocks besides the loss."""
         self._eval_batches = 0
         self._metrics["eval"].reset()
-        self._metrics_prefix = f"{metric_key_prefix}_"
         with torch.random.fork_rng(devices=[]):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            loop = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
+        loop.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in values.items()})
+        return loop
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # In place: evaluate() returns this dictionary, and the best model is chosen from it.
-        if f"{self._metrics_prefix}loss" in logs:
-            values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
-            logs.update({f"{self._metrics_prefix}{name}": value for name, value in values.items()})
-        elif "loss" in logs:
+        if "loss" in logs:
             logs.update(self._metrics["train"].reduced(self.accelerator, self.loss_weights) | {"loss": logs["loss"]})
         super().log(logs, start_time)
 
@@ -369,6 +429,11 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
         raise ValueError(
             "a draft with a pruned vocabulary gives some tokens no probability, so its cross-entropy to the target's "
             f"distribution is infinite: set soft_cross_entropy_weight=0, got {args.soft_cross_entropy_weight}"
+        )
+    if not any(engines for engines, _ in exports_of(draft.config).values()):
+        warnings.warn(
+            f"only hf_dspark will run this draft: it can be converted to no other format. {not_exported(draft.config)}",
+            stacklevel=3,
         )
     return draft
 
