@@ -167,7 +167,7 @@ def test_private_attributes_of_transformers_are_there():
 
 
 def test_the_wraps_name_private_generation_api():
-    wrapped = WRAPPED_PARAMETERS.keys() - {"generate"}
+    wrapped = WRAPPED_PARAMETERS.keys() - {"generate", "generate_batch"}
     assert wrapped <= PRIVATE_GENERATION_NAMES, f"transformers {transformers.__version__} renamed them"
     assert wrapped <= names_in(MODULES["decoding.install"])
 

@@ -1,12 +1,13 @@
 """DSpark speculative decoding for transformers: `target.generate(..., assistant_model=draft)`, with the same tokens.
 
-Importing it lets `AutoModel` load drafts and `generate()` decode with them. All else is imported when it is used.
+Importing it lets `AutoModel` and `AutoModelForCausalLM` load drafts, and `generate()` decode with them. All else is
+imported when it is used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .decoding.install import install
 from .models import publisher
@@ -80,17 +81,22 @@ def __dir__() -> list[str]:
     return sorted(globals().keys() | _MODULES.keys())
 
 
+_LOADERS = (AutoModel, AutoModelForCausalLM)  # the second loads the assistants in transformers' manual
+
+
 class _Late(type):
-    """Stands for the class of a draft where `AutoModel` looks for it, until that class is used."""
+    """Stands for the class of a draft where Auto-classes look for it, until that class is used."""
 
     def __getattr__(cls, name: str) -> Any:
         model = __getattr__(cls.__name__)
-        AutoModel.register(cls.config_class, model, exist_ok=True)
+        for loader in _LOADERS:
+            loader.register(cls.config_class, model, exist_ok=True)
         return getattr(model, name)
 
 
 for _model, _config in (("DSparkDraftModel", DSparkConfig), ("Eagle3DraftModel", Eagle3Config)):
     AutoConfig.register(_config.model_type, _config)
-    AutoModel.register(_config, _Late(_model, (), {"config_class": _config}))
+    for _loader in _LOADERS:
+        _loader.register(_config, _Late(_model, (), {"config_class": _config}))
 publisher.load = lambda: import_module(".hub.repository", __name__)
 install()

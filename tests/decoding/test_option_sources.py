@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, SynthIDTextWatermarkingConfig
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, generate_many
+from hf_dspark import DSparkConfig, DSparkDraftModel, decode_with, generate_many
 
 BATCH = {
     "input_ids": torch.tensor([[0, 0, 0, 9, 8], [3, 4, 5, 3, 4], [0, 7, 7, 30, 7]]),
@@ -90,8 +90,68 @@ def test_an_option_does_the_same_from_everywhere(pair, name):
 def test_an_option_is_refused_from_everywhere(pair, name):
     target, draft = pair
     for source, arguments in ways(target, **{name: REFUSED[name]}):
-        with pytest.raises(ValueError, match="beam|use_cache|dynamic cache|Guidance|schedule|other drafts|Watermark"):
+        if not arguments and name in ("cache_implementation", "num_assistant_tokens_schedule"):
+            continue  # left out, see below
+        words = "beam|use_cache|dynamic cache|Guidance|schedule|other drafts|Watermark"
+        with pytest.raises(ValueError, match=words) as refusal:
             decoded(source, BATCH, arguments, assistant_model=draft)
+        blamed = not arguments and name not in ("guidance_scale", "watermarking_config")
+        assert (f"set target.generation_config.{name} = None" in str(refusal.value)) == blamed
+
+
+# What files of targets hold that was written for other assistants and other caches, and whether that is told.
+DEAD = [
+    ({"num_assistant_tokens_schedule": "heuristic"}, True),
+    ({"num_assistant_tokens": 5, "assistant_confidence_threshold": 0.4}, True),
+    ({"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant"}, False),
+    ({"assistant_lookbehind": 10, "target_lookbehind": 10, "max_matching_ngram_size": 2}, False),
+    ({"top_k": 50, "temperature": 0.6}, False),
+    *(
+        ({"cache_implementation": name}, True)
+        for name in ("static", "offloaded", "offloaded_static", "hybrid_chunked")
+    ),
+    *(({"cache_implementation": name}, False) for name in ("hybrid", "dynamic")),
+]
+
+
+@pytest.mark.parametrize("door", ["assistant_model", "custom_generate", "generate_many"])
+@pytest.mark.parametrize(("facts", "is_told"), DEAD, ids=[str(facts) for facts, _ in DEAD])
+def test_dead_values_of_a_targets_files_neither_stop_nor_slow_a_call(pair, facts, is_told, door, recwarn):
+    target, draft = copy.deepcopy(pair[0]), pair[1]
+    draft.config.block_size, usual = 6, draft.config.block_size
+    try:
+        ids = BATCH["input_ids"][1:2]
+        plain = target.generate(ids, **DEFAULT)[0, 5:].tolist()
+        target.generation_config.update(**facts)
+        if door == "generate_many":
+            found = next(iter(generate_many(target, draft, ids.tolist(), progress=False, **DEFAULT))).token_ids
+        else:
+            given = {door: draft if door == "assistant_model" else decode_with(draft)}
+            found = target.generate(ids, **DEFAULT, **given)[0, 5:]
+        assert found.tolist() == plain and max(draft.last_stats.proposed) == 6
+        told = [str(each.message) for each in recwarn if "generation_config.json" in str(each.message)]
+        silent = door == "custom_generate" and "cache_implementation" not in facts  # there it may be transformers' own
+        assert bool(told) == (is_told and not silent) and all(str(each) in told[0] for each in facts if told)
+    finally:
+        draft.config.block_size = usual
+
+
+@pytest.mark.parametrize("door", ["custom_generate", "generate_many"])
+def test_every_door_drafts_as_much_as_a_call_says(pair, door):
+    target, draft = pair
+    ids, said = BATCH["input_ids"][1:2], {"num_assistant_tokens": 2}
+    if door == "generate_many":
+        next(iter(generate_many(target, draft, ids.tolist(), progress=False, **DEFAULT, **said)))
+    else:
+        target.generate(ids, **DEFAULT, **said, custom_generate=decode_with(draft))
+    assert max(draft.last_stats.proposed) == 2
+
+
+def test_batches_of_transformers_say_that_they_leave_the_draft_out(pair, monkeypatch):
+    target, draft = pair
+    monkeypatch.setattr(type(target), "continuous_batching_context_manager", lambda *_, **__: 1 / 0)
+    with pytest.warns(UserWarning, match="without its assistant_model.*generate_many"), pytest.raises(ArithmeticError):
+        target.generate_batch([[1, 2]], assistant_model=draft)
 
 
 @pytest.mark.parametrize("name", sorted(COUNTING))

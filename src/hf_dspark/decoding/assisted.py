@@ -3,6 +3,7 @@
 `generate()` uses it for what our loop does not decode: images, ALiBi, attentions. One sequence at a time.
 """
 
+import copy
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from ..targets.feature_capture import FeatureCapture, remove_hook
 from ..targets.int8_outliers import outliers_of_each
 from .checks import processor_obstacles, refuse
 from .drafter import Drafter, Proposal
-from .hook import plan_call
+from .hook import drop_cache_of_files, plan_call
 from .request import Call, Request, StopRule
 
 
@@ -77,7 +78,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         options: DecodingOptions | None = None,
     ) -> None:
-        config = generation_config or target.generation_config
+        config = copy.copy(generation_config or target.generation_config)
+        drop_cache_of_files(target, config)
         plan, reasons = plan_call(target, draft, options or draft.decoding, config, {})
         processors = logits_processor or LogitsProcessorList()
         some_ids = torch.zeros(1, 1, dtype=torch.long, device="cpu")

@@ -28,7 +28,9 @@ WITHOUT_WEIGHTS = {"sdpa"}  # plain decoding returns empty tuples of attentions
 DECODED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 # Of caches whose keys and values are as they are; the last one is of layers that read those of others.
 PLAIN_LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
+DYNAMIC_CACHES = ("dynamic", "dynamic_full")
 OTHER_DRAFTERS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "speculation_type")
+UNASKED = (("num_beams", 1), *((name, False) for name in OTHER_DRAFTERS))  # values that ask for nothing
 # Built-in processors that keep state between calls: drafting would advance it.
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 # The first version whose assisted loop was found right for prompts given as embeddings; 5.17.0 was found wrong.
@@ -51,19 +53,34 @@ def _present(reasons: Mapping[str, Any]) -> list[str]:
 # ---- options
 
 
-def option_obstacles(config: GenerationConfig, schedule: str | None, max_drafts: int | None) -> list[str]:
+def option_obstacles(
+    config: GenerationConfig, own: GenerationConfig, schedule: str | None, max_drafts: int | None
+) -> list[str]:
+    """Return why options cannot be decoded with a draft, and which of them the target's own configuration has set."""
+
+    def stated(*names: str) -> str:
+        values = {name: getattr(own, name, None) for name in names}
+        alike = [name for name, each in values.items() if each is not None and each == getattr(config, name)]
+        alike = [name for name in alike if (name, values[name]) not in UNASKED]
+        cures = [f"target.generation_config.{name} = None" for name in alike]
+        where = ". The target's generation_config says so, and its generation_config.json may: set "
+        return where + " and ".join(cures) if cures else ""
+
     mode, cache = config.get_generation_mode(), config.cache_implementation
-    others = " and ".join(name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False))
+    others = [name for name in OTHER_DRAFTERS if getattr(config, name, None) not in (None, False)]
     ensemble = getattr(config, "assistant_ensemble_weight", None) is not None
-    is_static = cache not in (None, "dynamic", "dynamic_full")
+    modes = stated("num_beams", "penalty_alpha", "dola_layers")
     return _present(
         {
             f"the draft cannot assist {mode.value!r}, it keeps one hypothesis: use num_beams=1 and neither "
-            "penalty_alpha nor dola_layers, or drop assistant_model": mode not in DECODED,
-            "the draft needs use_cache=True, got use_cache=False: drop it": not config.use_cache,
-            f"rejected tokens need a dynamic cache, got cache_implementation={cache!r}: drop it": is_static,
-            "assistant_ensemble_weight changes the output distribution, a draft must not: drop it": ensemble,
-            f"{others} asks for other drafts than those of assistant_model: drop one of them": others,
+            f"penalty_alpha nor dola_layers, or drop assistant_model{modes}": mode not in DECODED,
+            f"the draft needs use_cache=True, got use_cache=False: drop it{stated('use_cache')}": not config.use_cache,
+            f"rejected tokens need a dynamic cache, got cache_implementation={cache!r}: drop it"
+            f"{stated('cache_implementation')}": cache not in (None, *DYNAMIC_CACHES),
+            "assistant_ensemble_weight changes the output distribution, a draft must not: drop it"
+            f"{stated('assistant_ensemble_weight')}": ensemble,
+            f"{' and '.join(others)} asks for other drafts than those of assistant_model: drop one of them"
+            f"{stated(*others)}": others,
             f"num_assistant_tokens_schedule={schedule!r} is not known to this draft: drop it. A policy adapts the "
             "number of tokens: draft.decoding = DecodingOptions(policy=...)": schedule not in (None, "constant"),
             f"num_assistant_tokens must be at least 1, got {max_drafts}": max_drafts is not None and max_drafts < 1,

@@ -19,6 +19,7 @@ from ..targets.support import TargetSupport
 from ..targets.transformers_api import generation_obstacles, warn_if_untested
 from .call import decode_call
 from .checks import (
+    DYNAMIC_CACHES,
     loop_obstacle,
     mask_obstacles,
     option_obstacles,
@@ -29,8 +30,13 @@ from .checks import (
 )
 from .request import Call
 
-# transformers fills these with defaults that are meant for other assistants.
-CUTOFF_ARGUMENTS = ("assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule")
+# What ends a block early, and the defaults that transformers, and files of its versions, have for other assistants.
+CUTOFF_ARGUMENTS = {
+    "assistant_confidence_threshold": (0.4,),
+    "num_assistant_tokens": (20, 5),
+    "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
+}
+WITHOUT_EFFECT = (20, "constant")
 
 USUAL_NODES = 15  # of trees that are asked for where no cost is known
 # Of machines that were not measured: passes of few tokens cost little more than of one.
@@ -42,7 +48,8 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
 
     The same as `assistant_model=draft` through transformers' public door, with none of the wraps needed.
     transformers keeps streamers and tokenizers from custom methods: instead of `stop_strings`, pass
-    `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`.
+    `stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]`. An `assistant_confidence_threshold` of 0.4 is
+    transformers' default there and means nothing: pass `options`.
 
     Args:
         draft ([`DraftModel`]): The target's draft.
@@ -63,13 +70,23 @@ def decode_with(draft: DraftModel, options: DecodingOptions | None = None) -> Ca
     return decode
 
 
-def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | None) -> Callable[..., Call]:
-    """Return a `custom_generate` that decodes nothing, and returns the [`Call`], checked for so many sequences."""
+def prepare_with(
+    draft: DraftModel, batch_size: int, options: DecodingOptions | None, cutoff: dict[str, Any] | None = None
+) -> Callable[..., Call]:
+    """Return a `custom_generate` that decodes nothing, and returns the [`Call`], checked for so many sequences.
+
+    What a call says of `CUTOFF_ARGUMENTS` is read from its prepared configuration, unless `cutoff` says it.
+    """
     require_draft(draft)
 
     def prepare(target: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> Call:
         decoding, num_rows = options or draft.decoding, max(len(input_ids), batch_size)
-        plan, reasons = plan_call(target, draft, decoding, prepared["generation_config"], {})
+        config = prepared["generation_config"]
+        if (said := cutoff) is None:
+            said = {name: value for name in CUTOFF_ARGUMENTS
+                    if (value := getattr(config, name)) not in CUTOFF_ARGUMENTS[name]}  # fmt: skip
+        drop_cache_of_files(target, config)
+        plan, reasons = plan_call(target, draft, decoding, config, said)
         call = Call.of(input_ids, prepared, **plan)
         obstacle = loop_obstacle(call, num_rows)
         if obstacle is not None:
@@ -78,6 +95,44 @@ def prepare_with(draft: DraftModel, batch_size: int, options: DecodingOptions | 
         return call
 
     return prepare
+
+
+def cutoff_of(target: PreTrainedModel, arguments: dict[str, Any], config: GenerationConfig | None) -> dict[str, Any]:
+    """Return what a call says of `CUTOFF_ARGUMENTS`: in its arguments, in its configuration, or in the target's own,
+    of which defaults for other assistants are named and left out."""
+    found, left_out = {}, []
+    for name, defaults in CUTOFF_ARGUMENTS.items():
+        own, value = getattr(target.generation_config, name, None), arguments.get(name)
+        if value is None:
+            value = getattr(config, name, None)
+            value = own if value is None else value
+            if value == own and value in defaults:
+                left_out += [] if value in WITHOUT_EFFECT else [f"{name}={value!r}"]
+                value = None
+        found[name] = value
+    if left_out:
+        warnings.warn(
+            f"{' and '.join(left_out)} of the target's generation_config, which its generation_config.json may hold: "
+            "such defaults are for other assistants, and left out. Pass them to generate() to mean this draft",
+            stacklevel=2,
+        )
+    return found
+
+
+def drop_cache_of_files(target: PreTrainedModel, config: GenerationConfig) -> None:
+    """Let a prepared configuration have a dynamic cache where another kind that gives the same tokens is asked for by
+    the target's own configuration alone."""
+    kind = config.cache_implementation
+    if kind in (None, "quantized", *DYNAMIC_CACHES) or kind != getattr(
+        target.generation_config, "cache_implementation", None
+    ):
+        return
+    warnings.warn(
+        f"cache_implementation={kind!r} of the target's generation_config, which its generation_config.json may hold, "
+        "is left out: with a draft the cache is a dynamic one",
+        stacklevel=2,
+    )
+    config.cache_implementation = None
 
 
 def call_obstacles(call: Call, draft: DraftModel, obstacle: str | None) -> list[str]:
@@ -115,7 +170,7 @@ def plan_call(
     support = TargetSupport.of(target)
     threshold, max_drafts, schedule = map(cutoff.get, CUTOFF_ARGUMENTS)
     reasons = generation_obstacles(target) + support.draft_obstacles(draft.config, draft.drafts_blocks)
-    reasons += option_obstacles(config, schedule, max_drafts)
+    reasons += option_obstacles(config, target.generation_config, schedule, max_drafts)
     draft.config.check_values("draft_top_k")
     device = support.input_device
     if draft.drafts_blocks and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):

@@ -1,4 +1,4 @@
-"""Three methods of `GenerationMixin` are wrapped when the package is imported, so that `generate()` knows of drafts.
+"""Four methods of `GenerationMixin` are wrapped when the package is imported, so that `generate()` knows of drafts.
 What the wraps do is in `wraps`, which the first call of `generate()` imports: importing the package stays quick."""
 
 import functools
@@ -13,6 +13,7 @@ PREPARED = ("logits_processor", "stopping_criteria", "generation_config")
 # What each wrapped method must accept; a test checks it on every supported version.
 WRAPPED_PARAMETERS = {
     "generate": ("generation_config", "assistant_model", "custom_generate"),
+    "generate_batch": ("inputs",),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
     "_assisted_decoding": ("input_ids", *PREPARED, "assistant_model"),
 }

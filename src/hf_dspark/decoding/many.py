@@ -23,7 +23,7 @@ from ..targets.transformers_api import CACHE_ARGUMENTS
 from .call import effective_config, make_request
 from .conversation import read_prompt
 from .drafter import Drafter
-from .hook import prepare_with
+from .hook import cutoff_of, prepare_with
 from .logits_processing import NoTokenError
 from .loop import DecodingLoop
 from .request import Call, Request, copies_of
@@ -93,7 +93,8 @@ def generate_many(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     several(prompts)
     refuse_made_here("generate_many", target, generate_kwargs)
-    options = generate_kwargs | {"custom_generate": prepare_with(draft, batch_size, decoding)}
+    cutoff = cutoff_of(target, generate_kwargs, generate_kwargs.get("generation_config"))
+    options = generate_kwargs | {"custom_generate": prepare_with(draft, batch_size, decoding, cutoff)}
     queue = _Queue(target, draft, prompts, processing_class, batch_size, options)
     return queue.run(progress)
 

@@ -17,14 +17,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from ..models.auto import is_draft, require_draft
+from ..models.auto import is_draft, refuse_misread, require_draft
 from ..models.modeling_draft import DraftModel
 from ..targets.support import restore
 from ..targets.transformers_api import generation_obstacles
 from .assisted import DSparkCandidateGenerator, decode_assisted
 from .call import decode_call
 from .checks import INPUT_ARGUMENTS, loop_obstacle, refuse
-from .hook import CUTOFF_ARGUMENTS, call_obstacles, plan_call, refuse_call
+from .hook import call_obstacles, cutoff_of, drop_cache_of_files, plan_call, refuse_call
 from .request import TYPE_ARGUMENTS, Call
 
 
@@ -51,16 +51,12 @@ def generate(original: Callable, target: PreTrainedModel, /, *args: Any, **kwarg
     if any(map(is_draft, held)):
         raise TypeError(f"assistant_model is a {type(draft).__name__} that holds a draft: pass the draft itself")
     if not is_draft(draft):
+        refuse_misread(draft)
         return original(target, *args, **kwargs)
     refuse(generation_obstacles(target))  # before its own code says less
     if kwargs.get("assistant_tokenizer") is not None:
         raise ValueError("the draft shares the target's vocabulary: drop assistant_tokenizer")
-    configs = [given.arguments.get("generation_config"), target.generation_config]
-    sources = [kwargs, *(vars(config) for config in configs if config is not None)]  # the call's come first
-    cutoff = {
-        name: next((source[name] for source in sources if source.get(name) is not None), None)
-        for name in CUTOFF_ARGUMENTS
-    }
+    cutoff = cutoff_of(target, kwargs, given.arguments.get("generation_config"))
     arguments = {name: each for name, each in given.arguments.items() if name != "kwargs"} | kwargs
     given.arguments["assistant_model"] = _Drafted(draft, cutoff, arguments)
     return original(*given.args, **given.kwargs)
@@ -71,6 +67,17 @@ def _signature(function: Callable) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def generate_batch(original: Callable, target: PreTrainedModel, /, *args: Any, **kwargs: Any):
+    """Say that transformers' continuous batching decodes without the draft, which it takes and does not look at."""
+    if kwargs.get("assistant_model") is not None:
+        warnings.warn(
+            "generate_batch() of transformers decodes without its assistant_model. With a draft: "
+            "hf_dspark.generate_many(target, draft, prompts)",
+            stacklevel=3,
+        )
+    return original(target, *args, **kwargs)
+
+
 def validate_generation_mode(
     original: Callable, target: PreTrainedModel, /, generation_mode, generation_config, generation_mode_kwargs
 ):
@@ -78,6 +85,7 @@ def validate_generation_mode(
     drafted = generation_mode_kwargs.get("assistant_model")
     if isinstance(drafted, _Drafted):
         draft = drafted.draft
+        drop_cache_of_files(target, generation_config)
         drafted.plan, reasons = plan_call(target, draft, draft.decoding, generation_config, drafted.cutoff)
         if reasons:
             refuse_call(*_unprepared(drafted, generation_config, reasons))

@@ -3,8 +3,10 @@
 import os
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
-from ..formats.translate import draft_model_type
+from ..formats.translate import draft_model_type, recognise
 from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkDraftModel
 from .modeling_eagle3 import Eagle3DraftModel
@@ -35,6 +37,18 @@ def names_a_draft(name_or_path: str | os.PathLike, **hub_kwargs: Any) -> bool:
 
 def is_draft(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) in DRAFTS
+
+
+def refuse_misread(assistant: Any) -> None:
+    """Raise a `TypeError` if a model was built from the files of a draft that transformers takes for another one."""
+    config = getattr(assistant, "config", None)
+    entry = recognise(config.to_dict()) if isinstance(config, PreTrainedConfig) else None
+    if entry is not None and type(assistant).__name__ not in (config.architectures or ()):
+        raise TypeError(
+            f"assistant_model is a {type(assistant).__name__}, made of the files of a draft in the format "
+            f"{entry.name!r} ({', '.join(config.architectures)}), of which it left out the most:\nload it by "
+            f"draft = hf_dspark.{DRAFTS[entry.model_type].__name__}.from_pretrained({config.name_or_path!r})"
+        )
 
 
 def require_pair(target: Any, draft: Any) -> None:

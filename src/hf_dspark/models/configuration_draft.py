@@ -285,6 +285,8 @@ class DraftConfig(PreTrainedConfig):
         """Build a configuration from a `config.json`; refuses keys that are no facts of a draft by a `ValueError`."""
         known = {key: value for key, value in config_dict.items() if key not in IGNORED_KEYS and key[:1] != "_"}
         fields = {field.name for field in dataclasses.fields(cls)}
+        # As if the file said so; set afterwards, as transformers does, nothing would be checked.
+        known |= {name: kwargs.pop(name) for name in (fields - {"dtype"}) & kwargs.keys()}
         for key, value in known.items():
             if key in REFUSED_KEYS or (key not in fields and key not in _OTHER_KEYS and hasattr(cls, key)):
                 raise ValueError(

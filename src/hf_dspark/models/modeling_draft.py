@@ -27,6 +27,10 @@ from .configuration_draft import text_config
 from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from .slot_cache import SlotCache
 
+NO_GENERATION_CONFIG = (
+    "a draft has no generation_config. Say in the call how much is drafted:\n"
+    "target.generate(..., assistant_model=draft, num_assistant_tokens=4, assistant_confidence_threshold=0.4)"
+)
 OPTIONS = {field.name for field in fields(DecodingOptions)}  # not set on a draft itself, where nothing reads them
 
 
@@ -85,7 +89,14 @@ class DraftModel(PreTrainedModel):
             raise TypeError(f"draft.decoding must be DecodingOptions(policy=..., ...), got {shortened(value)}")
         if name in OPTIONS:
             raise AttributeError(f"a draft has no {name}: set draft.decoding = DecodingOptions({name}=...)")
+        if name == "generation_config":
+            raise AttributeError(NO_GENERATION_CONFIG)
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "generation_config":  # where transformers' manual sets how much its assistants draft
+            raise AttributeError(NO_GENERATION_CONFIG)
+        return super().__getattr__(name)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
@@ -96,7 +107,7 @@ class DraftModel(PreTrainedModel):
 
         Args:
             pretrained_model_name_or_path (`str` or `PathLike`): A folder, or a repository on the Hub.
-            args, kwargs: As in transformers, without those that choose other files.
+            args, kwargs: As in transformers, without those that choose other files; fields of the configuration, too.
 
         Raises:
             ValueError: If tensors are missing, unexpected, of another shape or type than the config says, or not
@@ -109,7 +120,9 @@ class DraftModel(PreTrainedModel):
         checkpoint = Checkpoint.open(pretrained_model_name_or_path, **hub)
         config = kwargs.pop("config", None) or checkpoint
         if not isinstance(config, PreTrainedConfig):
-            config = cls.config_class.from_pretrained(config, **hub)
+            names = {field.name for field in fields(cls.config_class)} - {"dtype"}
+            facts = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+            config = cls.config_class.from_pretrained(config, **hub, **facts)
         tensors = cls.read_tensors(config, checkpoint)
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)

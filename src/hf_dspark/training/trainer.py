@@ -432,7 +432,7 @@ def _draft_to_train(model: DraftModel | str, args: DSparkTrainingArguments) -> D
         )
     if not any(engines for engines, _ in exports_of(draft.config).values()):
         warnings.warn(
-            f"only hf_dspark will run this draft: it can be converted to no other format. {not_exported(draft.config)}",
+            f"only hf_dspark will run this draft, as no other format can hold it. {not_exported(draft.config)}",
             stacklevel=3,
         )
     return draft
