@@ -146,6 +146,38 @@ def test_blobs_that_several_repositories_share_are_read(folder, tmp_path):
     assert_complete(opened(snapshot))
 
 
+def move_and_link(path: Path, elsewhere: Path) -> None:
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda hub, repo, disk: move_and_link(repo / "blobs", disk),
+        lambda hub, repo, disk: move_and_link(repo, disk),
+        lambda hub, repo, disk: move_and_link(hub, disk),
+        lambda hub, repo, disk: [disk.mkdir(), *(move_and_link(f, disk / f.name) for f in (repo / "blobs").iterdir())],
+    ],
+    ids=["blobs", "repository", "cache", "each blob"],
+)
+def test_a_cache_of_which_parts_lie_on_another_disk_is_read(folder, tmp_path, moved):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    moved(tmp_path / "hub", snapshot.parent.parent, tmp_path / "disk")
+    assert_complete(opened(snapshot))
+    assert_complete(opened("someone/draft", cache_dir=tmp_path / "hub", local_files_only=True))
+    (tmp_path / "shortcut").symlink_to(snapshot)
+    assert_complete(opened(tmp_path / "shortcut"))
+
+
+def test_a_link_to_a_disk_that_is_away_is_named(folder, tmp_path):
+    snapshot = hub_cache(tmp_path / "hub", folder)
+    move_and_link(snapshot.parent.parent / "blobs", tmp_path / "disk")
+    (tmp_path / "disk").rename(tmp_path / "away")
+    with pytest.raises(ValueError, match=r"config.json is a link to .*disk.*, which is not there: mount its disk"):
+        opened(snapshot)
+
+
 def test_links_to_the_folder_and_within_it_are_followed(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "weights-of-today")
     (folder / "model.safetensors").symlink_to("weights-of-today")

@@ -31,6 +31,29 @@ NOT_OURS = {"embed_tokens.weight", "lm_head.weight", "t2d"}
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _FLOATING = ("F64", "F32", "F16", "BF16")
+_QUANTISED = re.compile(
+    r" (U8|I8|I32|F8_\w+|F4)$|_packed|packed_|qweight|qzeros|weight_scale|input_scale|_amax|absmax|quant_state"
+)
+# Which fields of a configuration decide about tensors, by patterns of their names; the first one that is found.
+_FIELDS = {
+    re.compile(pattern): fields
+    for pattern, fields in {
+        "markov": ("markov_rank", "markov_head_type"),
+        "confidence": ("enable_confidence_head", "confidence_head_with_markov"),
+        r"\.bias": ("attention_bias", "attention_output_bias", "mlp_bias"),
+        r"[qk]_norm": ("qk_norm", "head_dim"),
+        r"[qkvo]_proj": ("num_attention_heads", "num_key_value_heads", "head_dim", "attention_k_eq_v"),
+        "(up|gate|down)_proj": ("intermediate_size",),
+        "feedforward_layernorm": ("sandwich_norms",),
+        "layer_scalar": ("layer_scalar",),
+        "sink": ("attention_sinks",),
+        "lm_head|d2t": ("draft_vocab_size", "vocab_size"),
+        "embed": ("vocab_size", "hidden_size"),
+        r"(^|\.)fc\.": ("target_layer_ids", "hidden_size"),
+        "": ("hidden_size",),
+    }.items()
+}
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _STORED_AS = {torch.int64: ("I64",), torch.bool: ("BOOL",)}
 
 
@@ -127,10 +150,11 @@ class Checkpoint(os.PathLike):
                 )
         return loaded
 
-    def compare(self, expected: Mapping[str, torch.Tensor]) -> None:
+    def compare(self, expected: Mapping[str, torch.Tensor], places: Mapping[str, str] | None = None) -> None:
         """Raise a `ValueError` that lists every tensor that is missing, unexpected, of another shape or type.
 
-        `expected` may be on the meta device; floating-point types stand for each other.
+        `expected` may be on the meta device; floating-point types stand for each other. `places` maps our fields to
+        where they stand in `config.json`, if not under their own names.
         """
         both = {name: (self.tensors[name], tensor) for name, tensor in expected.items() if name in self.tensors}
         faults = {
@@ -148,14 +172,23 @@ class Checkpoint(os.PathLike):
             ],
         }
         if any(faults.values()):
-            raise self.misfit("; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names))
+            found = "; ".join(f"{fault}: {listed(names)}" for fault, names in faults.items() if names)
+            ours, theirs = ({match[1] for name in names if (match := _LAYER.search(name))}
+                            for names in (expected, self.tensors))  # fmt: skip
+            names = [name for names in faults.values() for name in names]
+            whole = [name for name in names if (match := _LAYER.search(name)) and match[1] in ours ^ theirs]
+            fields = ["num_hidden_layers"] * bool(whole)
+            for name in (name for name in names if name not in whole):
+                fields += next(fields for pattern, fields in _FIELDS.items() if pattern.search(name))
+            raise self.misfit(found, [(places or {}).get(field, field) for field in fields])
 
-    def misfit(self, found: str) -> ValueError:
-        """Return the error about tensors that are not those of the configuration."""
-        return ValueError(
-            f"the checkpoint {self.name} does not match its config. Tensors {found}. Check markov_rank, "
-            "markov_head_type, enable_confidence_head, num_hidden_layers and the norms in config.json."
-        )
+    def misfit(self, found: str, keys: Collection[str]) -> ValueError:
+        """Return the error about tensors that are not those of the config, with the keys that decide about them."""
+        stored = (f"{name} {info.dtype}" for name, info in self.tensors.items())
+        cure = f"Check {', '.join(dict.fromkeys(keys))} in its {CONFIG_FILE}"
+        if any(map(_QUANTISED.search, stored)):
+            cure = "Its weights are quantised in a way that is not read: take the draft of full precision"
+        return ValueError(f"the checkpoint {self.name} does not match its config. Tensors {found}. {cure}")
 
     @property
     def _where(self) -> str:
@@ -234,15 +267,22 @@ def _ask_hub(endpoint: str) -> None:
 
 
 def _check_inside(path: Path, folder: Path) -> None:
-    """Raise a `ValueError` if a link leads out of the folder; those of the Hub's cache to its own blobs are fine."""
-    allowed = [folder.resolve()]
-    for snapshots in (parent for parent in allowed[0].parents if parent.name == "snapshots"):
-        allowed += [snapshots.parent / "blobs", snapshots.parent.parent / "blobs"]
-    if not any(path.resolve().is_relative_to(root) for root in allowed):
+    """Raise a `ValueError` if a link leads out of the folder. Those of the Hub's cache to its blobs are fine, wherever
+    the folder of blobs, or a blob, has been moved."""
+    home, place = folder.resolve(), path.resolve()
+    named = Path(home, os.readlink(path)).parent.resolve() if path.is_symlink() else home
+    stores = [
+        (parent / "blobs").resolve()
+        for snapshots in home.parents if snapshots.name == "snapshots"
+        for parent in (snapshots.parent, snapshots.parent.parent)
+    ]  # fmt: skip
+    if not place.is_relative_to(home) and not any(where.is_relative_to(s) for s in stores for where in (place, named)):
         raise ValueError(
             f"{path} is a link that leads out of the checkpoint's folder: put the file itself there, or pass the "
-            "folder that holds it"
+            f"folder that holds it. It leads to {place}"
         )
+    if not place.exists():
+        raise ValueError(f"{path} is a link to {place}, which is not there: mount its disk, or download it again")
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -169,6 +169,9 @@ class DraftConfig(PreTrainedConfig):
         yield heads % self.num_key_value_heads == 0, "num_key_value_heads", f"divide {heads} attention heads"
         yield len(set(ids)) == len(ids), "target_layer_ids", "be distinct"
         yield 1 <= len(ids) <= MAX_TARGET_LAYER_IDS, "target_layer_ids", f"be 1 to {MAX_TARGET_LAYER_IDS} layers"
+        counts_taps = len(ids) == self.num_target_layers and max(ids, default=0) > last
+        whole = f"count all layers of the target, not the {len(ids)} that are tapped (target_layer_ids {ids})"
+        yield not counts_taps, "num_target_layers", whole
         yield all(-1 <= layer < last for layer in ids), "target_layer_ids", the_last
         top_k = self.draft_top_k
         yield top_k is None or 1 <= top_k <= tokens, "draft_top_k", f"lie in [1, {tokens}], or be None"

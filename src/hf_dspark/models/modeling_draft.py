@@ -140,7 +140,7 @@ class DraftModel(PreTrainedModel):
         layers = {match[1] for match in map(_LAYER.match, renamed) if match}
         if len(layers) < config.num_hidden_layers:  # before so many are built
             found = f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}"
-            raise checkpoint.misfit(found)
+            raise checkpoint.misfit(found, ["num_hidden_layers"])
         with torch.device("meta"):
             expected = cls(copy.deepcopy(config)).state_dict()
         checkpoint.compare({renamed.get(key, key): tensor for key, tensor in expected.items()})
