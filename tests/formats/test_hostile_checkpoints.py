@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.utils import logging
 
 import hf_dspark
@@ -159,15 +159,17 @@ def test_arguments_that_choose_other_weights_are_refused(folder, argument):
 # ---- no code
 
 
-@pytest.mark.parametrize("config_or_model", [DSparkConfig, AutoConfig, DSparkDraftModel, AutoModel])
+@pytest.mark.parametrize(
+    "config_or_model", [DSparkConfig, AutoConfig, DSparkDraftModel, AutoModel, AutoModelForCausalLM]
+)
 def test_code_in_a_checkpoint_does_not_run_without_the_flag(folder, tmp_path, config_or_model):
     trace = tmp_path / "exploded"
     (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(trace)!r}).touch()\n")
-    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoTokenizer")
     change_config(folder, auto_map=dict.fromkeys(names, "evil.Evil"))
     config_or_model.from_pretrained(folder)
     with pytest.raises(ValueError, match="custom code"):
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False)
     assert not trace.exists()
 
 
