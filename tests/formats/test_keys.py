@@ -216,7 +216,7 @@ def test_whole_heads_turn_whatever_part_of_the_targets_do(name):
 )
 def test_layers_of_other_architectures_are_refused_by_name(architecture):
     for base in (BASES["deepspec"], FLAT):
-        with pytest.raises(ValueError, match="its layers are .*architecture"):
+        with pytest.raises(ValueError, match=f"architectures is .*{architecture}"):
             read(base | {"architectures": [architecture]})
 
 

@@ -175,10 +175,11 @@ SGLANG = Format(
     }
     | {"draft_vocab_size": None},
     base=lambda facts: QWEN3_BASE | {"architectures": ["DSparkDraftModel"]},
-    accepts={"projector_type": (None, "dflash", "dspark")},
+    accepts={
+        "architectures": tuple([name] for name in _ARCHITECTURES),
+        "projector_type": (None, "dflash", "dspark"),
+    },
     unreadable={
-        f"its layers are of an architecture that is not known here: architectures in config.json must name one of "
-        f"{', '.join(_ARCHITECTURES)}": lambda c: not set(_ARCHITECTURES) & set(architectures(c)),
         "blocks are causal (is_causal, causal or dflash_query_causal), but have full-attention layers, whose slots "
         "see the whole block here": lambda c: (
             look_up(c, *_CAUSAL) is True and "full_attention" in (_flat_layer_types(c) or ["full_attention"])

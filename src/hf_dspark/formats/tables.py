@@ -88,13 +88,6 @@ def _is_deepspec(config: Source, gemma4: bool) -> bool:
     return of_gemma4 == gemma4 and named and all(config.get(key) is None for key in _NEVER_DEEPSPEC)
 
 
-def _other_architecture(known: str) -> Rules:
-    return {
-        f"its layers are known by the architecture {known} alone, this one has layers of its own: load a draft whose "
-        "architectures in config.json are that": lambda c: architectures(c) != [known]
-    }
-
-
 def _deepspec_window(config: Source) -> int | None:
     used = config.get("use_sliding_window", True) and slides_there(config)
     return config.get("sliding_window") if used else None
@@ -128,7 +121,7 @@ DEEPSPEC_QWEN3 = Format(
     constants=QWEN3_LAYERS | {"draft_vocab_size": None},
     # DeepSpec's loader asks for num_anchors; only training uses it.
     base=lambda facts: _DEEPSPEC_BASE | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512},
-    unreadable=_other_architecture("Qwen3DSparkModel"),
+    accepts={"architectures": (["Qwen3DSparkModel"],)},  # those of other targets have layers of their own
     refusals={
         **ONLY_QWEN3_LAYERS,
         **NO_FILL_IN,
@@ -190,8 +183,8 @@ DEEPSPEC_GEMMA4 = Format(
     | dict.fromkeys(("qk_norm", "value_norm", "sandwich_norms", "layer_scalar"), True)
     | {"attention_scaling": 1.0, "draft_vocab_size": None, "attention_sinks": False, "rope_interleaved": False},
     base=_gemma4_base,
-    unreadable=_other_architecture("Gemma4DSparkModel")
-    | {"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
+    accepts={"architectures": (["Gemma4DSparkModel"],)},
+    unreadable={"Gemma 4 drafts with sliding layers have two head sizes in one model": slides_there},
     refusals={
         **NO_FILL_IN,
         "its embedding rows are scaled by the root of their size, this draft's by another factor": lambda c: (

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from ..files import shortened
 from .checkpoint import Checkpoint
 from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
 from .keys import unfolded, unknown_keys
@@ -86,7 +87,7 @@ def config_from_format(
     unknown = list(unknown_keys(config, entry))
     config[ASKED] = sample_from_anchor
     reasons = [
-        f"config.json: {place} is {value!r}, not one of {known}"
+        f"config.json: {place} is {shortened(value)}, not one of {known}"
         for place, known in entry.accepts.items()
         if (value := look_up(config, place)) not in known
     ]
