@@ -30,7 +30,7 @@ HF_DSPARK_DEBUG=1 shows where an error came from."""
 POLICIES = "default, full, scheduled, threshold=T with T in [0, 1], tree=N with N nodes"
 COMPARED = "also decode without the draft"
 GOES_ON = "the same command goes on from there"
-PROMPTS = "JSON Lines: strings, or objects with 'prompt', 'question', 'messages' or 'turns'; - is stdin"
+PROMPTS = "JSON Lines (or a JSON array, CSV, Parquet) of strings, or objects with 'prompt' or 'messages'; - is stdin"
 TRAINING = """arguments of the training: all of transformers' Trainer, which --help_all shows, such as
 --num_train_epochs, --learning_rate, --per_device_train_batch_size, --bf16 and --seed; and --max_length, at which
 examples are cut (2048), --packing, which joins short documents, --num_anchors, blocks per document (64),
@@ -166,7 +166,13 @@ def train(parser: ArgumentParser) -> None:
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, help="also show all arguments of the training")
     add = parser.add_argument_group("data and draft").add_argument
     held_out = "examples to hold out of the file, and with each all answers to its prompt (%(default)s)"
-    add("--train_file", type=file, required=True, metavar="FILE", help="examples, as JSON Lines or Parquet")
+    add(
+        "--train_file",
+        type=file,
+        required=True,
+        metavar="FILE",
+        help="examples, as JSON Lines, a JSON array, CSV or Parquet",
+    )
     add("--eval_rows", type=within(int, 0), default=0, metavar="N", help=held_out)
     add("--output_dir", type=writable, required=True, metavar="FOLDER", help="of draft, card, checkpoints and results")
     add("--draft", type=model, metavar="MODEL", help="a draft to fine-tune; a new one is made unless given")

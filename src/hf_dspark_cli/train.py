@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, PreTrainedModel
 
-from hf_dspark.data.prompts import read_json_lines
+from hf_dspark.data.row_files import open_table, read_rows
 from hf_dspark.hub.repository import RESULTS_FOLDER
 from hf_dspark.measuring.results import read_results
 from hf_dspark.measuring.tables import markdown_table, number
@@ -133,15 +133,12 @@ def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
     All answers to a prompt stand on one side. Parquet, for data larger than memory, stays a table on disk.
     """
     path, number, faults = options.train_file, options.eval_rows, []
-    if path.endswith(".parquet") and Path(path).is_file():
-        from datasets import Dataset
-
-        rows = Dataset.from_parquet(path)
-    else:
-        numbered, malformed = read_json_lines(path)
-        rows = [row for _, row in numbered if isinstance(row, dict)]
-        faults += [str(fault) for fault in malformed]
-        faults += [f"{path} line {number} is no JSON object" for number, row in numbered if not isinstance(row, dict)]
+    rows = open_table(path)
+    if rows is None:
+        file = read_rows(path)
+        rows = [row for _, row in file.rows if isinstance(row, dict)]
+        faults += map(str, file.faults)
+        faults += [f"{path} {file.unit} {at} is no JSON object" for at, row in file.rows if not isinstance(row, dict)]
     if len(rows) == 0:
         raise ValueError(f"{path} holds no example{f' ({faults[0]})' if faults else ''}")
     if number == 0:
@@ -164,7 +161,11 @@ def _read_rows(options: Namespace, seed: int) -> tuple[Any, Any, list[str]]:
 
 def _prompt_of(row: dict[str, Any]) -> int:
     """Return a hash of a row's prompt, or of the row where it names none; a hash, as data may be large."""
-    known = (row[name] for name in ("prompt_ids", "index", "prompt") if row.get(name) not in (None, ""))
+    known = (
+        row[name]
+        for name in ("prompt_ids", "index", "prompt", "question", "instruction")
+        if row.get(name) not in (None, "")
+    )
     return hash(repr(next(known, row)))
 
 

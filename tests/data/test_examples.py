@@ -348,8 +348,8 @@ def test_things_that_are_no_dataset_are_refused():
     for wrong, words in (
         ({"train": CHATS}, "several splits"), ([], "empty"), (["text"], "example 0 must be a dict"),
         ("text", "must hold examples"), (5, "must hold examples"),
-        (datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]}),
-         r"columns \['answer', 'question'\] are not understood"),
+        (datasets.Dataset.from_dict({"premise": ["a"], "hypothesis": ["b"]}),
+         r"columns \['hypothesis', 'premise'\] are not understood"),
         (foreign, "example 2: token id 64.*vocab_size 64.*own tokenizer"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):

@@ -51,7 +51,7 @@ def test_prompts_come_in_many_forms(row, prompt):
         (5, "must be a string, token ids, messages, or an object with"),
         (None, "must be a string"),
         ([], "the prompt is empty"),
-        ([1.5], "message 0 must be a dict"),
+        ([1.5], "token ids must be a list of whole numbers"),
         ({}, "got an object with nothing"),
         ({"text": "up"}, r"got an object with \['text'\]"),
         ("", "the prompt is empty"),

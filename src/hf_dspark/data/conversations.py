@@ -1,40 +1,23 @@
-"""Conversations: messages as chat templates take them, and which of their tokens the target wrote."""
+"""Conversations through a chat template: to tokens, and to which of them the target wrote."""
 
 import contextlib
+import functools
 import itertools
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
+from .spellings import Messages, is_supervised, respelt, unseen, without_nones, without_wishes
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+Spans = list[tuple[int, int]]  # first and after the last
 
-Messages = list[dict[str, Any]]
-Spans = list[tuple[int, int]]  # of tokens, first and after the last
-
-
-def read_messages(messages: Any) -> Messages:
-    """Return messages as chat templates take them, from those or ShareGPT's `from` and `value`."""
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-        raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
-    read = []
-    for place, message in enumerate(messages):
-        if isinstance(message, Mapping):
-            message = _without_nones(message)  # tables add nulls, to the arguments of tool calls, too
-            if "role" not in message and {"from", "value"} <= message.keys():
-                role = SHAREGPT_ROLES.get(message["from"], message["from"])
-                message = {"role": role, "content": message["value"]}
-            says = message.keys() & {"content", "tool_calls", "reasoning_content", "thinking"}
-            if says and isinstance(message.get("role"), str):
-                read.append(message)
-                continue
-        raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {shortened(message)}")
-    return read
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_BEGIN, _END, _OTHERS, _CONTEXT = (f"\ue000{word}\ue000" for word in ("begin", "end", "others", "context"))
 
 
 class Chat:
@@ -42,27 +25,59 @@ class Chat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Any, kwargs: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
-        self._tools = _without_nones(json.loads(tools) if isinstance(tools, str) else tools) or None
-        self._kwargs = _without_nones(kwargs)
+        self._tools = without_nones(tools) or None
+        self._kwargs = without_nones(kwargs)
         self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> Any:
-        """Call the chat template; text, unless `kwargs` ask for tokens."""
-        if not self.tokenizer.chat_template:
+    @property
+    def template(self) -> str | None:
+        return self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        """Call the chat template; with a conversation respelt if it refuses the usual spelling, or drops a part."""
+        template = self.template
+        if not template:
             raise ValueError(
                 f"tokenizer {self._name} has no chat template, so it cannot read messages: set "
                 "tokenizer.chat_template to the one its model was trained with, or pass examples of 'prompt' and "
                 "'completion' texts"
             )
         options = {"tokenize": False, "tools": self._tools} | self._kwargs | kwargs
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), **options)
-        except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template of {self._name} refuses this conversation: {error}") from error
+        for name in ("tools", "documents"):
+            if options.get(name) and name not in template:
+                raise ValueError(f"the chat template of {self._name} does not read {name}: leave them out")
+        plain, failure, found = [without_wishes(message) for message in messages], None, None
+        for spelling in itertools.chain([plain], respelt(plain)):
+            try:
+                text = self.tokenizer.apply_chat_template(spelling, **options)
+            except Exception as error:  # templates raise what they like
+                failure = failure or error
+                continue
+            missing = unseen(spelling, text)
+            if not missing:
+                return text
+            found = found or (text, missing)
+        if found is None:
+            raise ValueError(f"the chat template of {self._name} refuses this conversation: {failure}") from failure
+        text, missing = found
+        if lost := [what for is_needed, what in missing if is_needed]:
+            raise ValueError(
+                f"the chat template of {self._name} leaves out {lost[0]}: leave this conversation out, or set "
+                "tokenizer.chat_template to one that reads all of it"
+            )
+        return text
 
     def rendered_ids(self, text: str) -> list[int]:
         """Tokenise what was rendered; the template wrote the special tokens itself."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def text_ids(self, text: str) -> list[int]:
+        """Tokenise a text as the tokenizer would, with its special tokens, if it does not begin with them."""
+        begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by a template
+        try:
+            return self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+        except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
+            raise ValueError(f"the tokenizer refuses {shortened(text)}: {error}") from error
 
     def prompt_ids(self, content: "str | Messages | list[int]") -> list[int]:
         """Return the tokens of a text, which is continued as it is, of messages up to the answer, or of tokens."""
@@ -70,61 +85,85 @@ class Chat:
             if content and not isinstance(content[0], Mapping):
                 return list(map(int, content))
             return self.rendered_ids(self.render(content, add_generation_prompt=True))
-        try:
-            begun = bool(self.tokenizer.bos_token) and content.startswith(self.tokenizer.bos_token)  # by a template
-            return self.tokenizer(content, add_special_tokens=not begun)["input_ids"]
-        except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
-            raise ValueError(f"the tokenizer refuses {shortened(content)}: {error}") from error
+        ids, end = self.text_ids(content), self.tokenizer.eos_token
+        is_ended = bool(end) and ids[-1:] == [self.tokenizer.eos_token_id] and not content.rstrip().endswith(end)
+        return ids[:-1] if is_ended and len(ids) > 1 else ids  # some tokenizers end every text
 
     def mark_answers(self, messages: Messages, first: int = 0, finished: bool = True) -> tuple[list[int], list[int]]:
         """Return ids and mask of a conversation; answers before message `first` are context."""
-        answers = [place for place in range(max(first, 1), len(messages)) if messages[place]["role"] == "assistant"]
+        wanted = [place for place, message in enumerate(messages) if is_supervised(place, message)]
+        answers = [place for place in wanted if place >= max(first, 1)]
         if not answers:
             return [], []
         messages = messages[: answers[-1] + 1]
-        marked = self._marked_by_template(messages, answers, first)
-        token_ids, spans = self._marked_by_prefixes(messages, answers) if marked is None else marked
+        whole = self.render(messages)
+        token_ids = self.rendered_ids(whole)
+        spans = self._marked_by_template(messages, answers, whole, token_ids)
+        if spans is None:
+            spans = self._marked_by_prefixes(messages, answers, whole, token_ids)
         mask = [0] * len(token_ids)
         for start, end in spans:
             end = self._end_of_turn(token_ids, start, end)
             mask[start:end] = [1] * (end - start)
         if not finished and 1 in mask:
             last = len(mask) - 1 - mask[::-1].index(1)
-            mask[last] = int(not self._is_special(token_ids[last]))
+            mask[last] = int(not self.is_special(token_ids[last]))
         return token_ids, mask
 
     def _marked_by_template(
-        self, messages: Messages, answers: list[int], first: int
-    ) -> tuple[list[int], Spans] | None:
-        """Return ids and spans by the marks `{% generation %}`; `None` if there are none."""
-        template = self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
-        if not self.tokenizer.is_fast or not re.search(r"\{%-?\s*generation\s*-?%\}", template or ""):
+        self, messages: Messages, answers: list[int], whole: str, token_ids: list[int]
+    ) -> Spans | None:
+        """Return spans by the marks `{% generation %}`; `None` if there are none that can be relied on.
+
+        transformers' own mask runs on to the end where a mark ends in white space, or in token 0.
+        """
+        template, count = _GENERATION.subn(_written_mark, self.template or "")
+        if not count:
             return None
-        output = self.render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        token_ids, mask = output["input_ids"], output["assistant_masks"]
-        if first:
-            begin = self._shared(messages[:first], token_ids, add_generation_prompt=True)
-            mask = [0] * begin + mask[begin:]
-        for place in answers:  # marks may hold what the prompt gives: the header of the turn, an empty thought
+        watched = [self._watched(message, place in answers) for place, message in enumerate(messages)]
+        try:
+            marked, seen = (_marks_in(self.render(each, chat_template=template)) for each in (messages, watched))
+        except ValueError:
+            return None
+        if marked[0] != whole or len(marked[1]) != len(seen[1]) or not marked[1]:
+            return None
+        parts = [seen[0][start:end] for start, end in seen[1]]
+        if any(_OTHERS in part for part in parts):
+            warnings.warn(
+                f"the {{% generation %}} marks in the chat template of {self._name} hold what the user says: they are "
+                "not used, and answers are found by rendering the conversation up to each",
+                stacklevel=2,
+            )
+            return None
+        given = []  # what the prompt gives may be marked, too: the header of the turn, an empty thought
+        for place in answers:
             with contextlib.suppress(ValueError):  # not every template renders a part
-                begin = self._shared(messages[:place], token_ids)
-                end = self._shared(messages[:place], token_ids, add_generation_prompt=True)
-                mask = mask[:begin] + [0] * (end - begin) + mask[max(begin, end) :]
-        spans, place = [], 0
-        for value, run in itertools.groupby(mask):
-            start, place = place, place + len(list(run))
-            if value:
-                spans.append((start, place))
-        return (token_ids, spans) if spans else None
+                begin = 0 if place == answers[0] else self._shared(messages[:place], token_ids)
+                given.append((begin, self._shared(messages[:place], token_ids, add_generation_prompt=True)))
+        spans = []
+        for (begin, end), part in zip(marked[1], parts, strict=True):
+            start, end = self._seam(whole[:begin], token_ids, after=True), self._seam(whole[:end], token_ids)
+            start = max([start, *(after for before, after in given if before <= start < after)])
+            if _CONTEXT not in part and start < end:
+                spans.append((start, end))
+        return spans or None
+
+    def _watched(self, message: dict[str, Any], is_answer: bool) -> dict[str, Any]:
+        """Put a word into what is not to be supervised, that shows where a template renders it."""
+        content = message.get("content", "")
+        if is_answer or not isinstance(content, str):
+            return message
+        if message["role"] == "assistant":
+            return message | {"content": f"{content}{_CONTEXT}"}  # the end stays, where thoughts are dropped
+        middle = len(content) // 2
+        return message | {"content": f"{content[:middle]}{_OTHERS}{content[middle:]}"}
 
     def _shared(self, messages: Messages, token_ids: list[int], **kwargs: Any) -> int:
         """Return how many tokens a part of a conversation shares with the whole."""
         return _common_prefix(self.rendered_ids(self.render(messages, **kwargs)), token_ids)
 
-    def _marked_by_prefixes(self, messages: Messages, answers: list[int]) -> tuple[list[int], Spans]:
-        """Return ids and spans of the answers that stand in the whole as they were written."""
-        whole = self.render(messages)
-        token_ids = self.rendered_ids(whole)
+    def _marked_by_prefixes(self, messages: Messages, answers: list[int], whole: str, token_ids: list[int]) -> Spans:
+        """Return spans of the answers that stand in the whole as they were written."""
         spans = []
         for place in answers:
             is_last = place == answers[-1]
@@ -145,13 +184,43 @@ class Chat:
                     f"{prompt[near]!r} reads {whole[near]!r} once it is answered. Mark the answers in the template "
                     "with {% generation %} ... {% endgeneration %}, or pass 'prompt' and 'completion' as texts"
                 )
-        return token_ids, spans
+        return spans
+
+    def answers_within(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Find the answers in a conversation that went through the template already.
+
+        Returns 1 for each token of an answer, 0 for those of others, 2 for what the template gives and for the rest
+        of a turn that began before; `None` where no turn of this template begins.
+        """
+        turn = self.tokenizer.chat_template and _turn(self.tokenizer, str(self.tokenizer.chat_template))
+        starts = turn and [
+            place for place in range(len(token_ids)) if tuple(token_ids[place : place + len(turn[0])]) == turn[0]
+        ]
+        if not starts:
+            return None
+        header, ends = turn
+        found = [0] * len(token_ids)
+        for place in range(len(token_ids)):
+            if self.is_special(token_ids[place]) and token_ids[place] != self.tokenizer.bos_token_id:
+                break
+            found[place] = 2
+        for start in starts:
+            place = start + len(header)
+            while place < len(token_ids) and not self.tokenizer.decode([token_ids[place]]).strip():
+                place += 1
+            found[start:place] = [2] * (place - start)
+            while place < len(token_ids) and (token_ids[place] != header[0] or not self.is_special(header[0])):
+                found[place] = 1
+                if token_ids[place] in ends:
+                    break
+                place += 1
+        return found
 
     def _seam(self, text: str, token_ids: list[int], after: bool = False) -> int:
         """Return how many tokens belong to a text that the whole begins with; one across the seam to neither side."""
         own = self.rendered_ids(text)
         same = _common_prefix(own, token_ids)
-        return min(same + (after and same < len(own)), len(token_ids))
+        return min(len(own) if after else same, len(token_ids))
 
     def _end_of_turn(self, token_ids: list[int], start: int, end: int) -> int:
         """Return where an answer ends: after its end-of-turn token, before the template's white space."""
@@ -160,20 +229,51 @@ class Chat:
         cut = end
         while cut > start and not self.tokenizer.decode([token_ids[cut - 1]]).strip():
             cut -= 1
-        return cut if cut > start and self._is_special(token_ids[cut - 1]) else end
+        return cut if cut > start and self.is_special(token_ids[cut - 1]) else end
 
-    def _is_special(self, token_id: int) -> bool:
+    def is_special(self, token_id: int) -> bool:
         if token_id == self.tokenizer.eos_token_id:
             return True
         text = self.tokenizer.decode([token_id])
         return bool(text.strip()) and not self.tokenizer.decode([token_id], skip_special_tokens=True)
 
 
-def _without_nones(value: Any) -> Any:
-    """Drop the `None`s that tables put into dicts with different keys."""
-    if isinstance(value, Mapping):
-        return {name: _without_nones(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nones(inner) for inner in value] if isinstance(value, list | tuple) else value
+def _written_mark(tag: re.Match[str]) -> str:
+    """Return a block that writes a mark, and treats white space around it as the tag does."""
+    return f"{{%{tag[1]} if true %}}{_END if tag[2] else _BEGIN}{{% endif {tag[3]}%}}"
+
+
+def _marks_in(marked: str) -> tuple[str, Spans]:
+    """Return a text without the marks, and the places between each two."""
+    text, spans, begin = "", [], None
+    for piece in re.split(f"({_BEGIN}|{_END})", marked):
+        if piece == _BEGIN:
+            begin = len(text)
+        elif piece == _END:
+            spans += [] if begin is None else [(begin, len(text))]
+            begin = None
+        else:
+            text += piece
+    return text, spans
+
+
+@functools.lru_cache(maxsize=8)
+def _turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[tuple[int, ...], set[int]] | None:
+    """Return the tokens that a template begins an answer with, and those that end it; `None` if they are no tokens."""
+    del template  # a tokenizer's may be changed
+    chat, talk = Chat(tokenizer, None, {}), [("user", "asks"), ("assistant", "answers"), ("user", "adds")]
+    messages: Messages = [{"role": role, "content": f"\ue000{said}\ue000"} for role, said in talk]
+    try:
+        asked, prompt = (chat.render(messages[:1], add_generation_prompt=given) for given in (False, True))
+        _, between, after, _ = re.split("\ue000(?:asks|answers|adds)\ue000", chat.render(messages))
+    except ValueError:  # refused, or not all of it rendered
+        return None
+    begun = between.removeprefix(asked.partition("asks\ue000")[2])
+    header = os.path.commonprefix([prompt.removeprefix(asked), begun]).strip() or between.strip()
+    header_ids, ends = chat.rendered_ids(header), chat.rendered_ids(after.strip())[:1]
+    if not any(map(chat.is_special, header_ids)) or not any(map(chat.is_special, ends)):
+        return None
+    return tuple(header_ids), {*ends, tokenizer.eos_token_id}
 
 
 def _common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:

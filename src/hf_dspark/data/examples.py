@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
-from .conversations import Chat, read_messages
+from .conversations import Chat
+from .spellings import canonical, conversation, integers, is_row_wanted, read_messages, template_arguments
 
 IGNORED_LABEL = -100
 STREAM_CHECK = 1000
@@ -27,37 +28,43 @@ def tokenize_example(
 ) -> dict[str, list[int]]:
     """Tokenise one example of a data set; only what the target writes is supervised.
 
-    The form of an example is the first of these whose columns it has:
+    The form of an example is the first of these whose columns it has; the manual lists their other names:
 
-    - `input_ids` with `loss_mask`, `assistant_masks`, `completion_mask` or `labels` (-100 where there is no loss):
-      taken as they are, without what an `attention_mask` leaves out.
+    - `input_ids` with [`MASKS`] (1 where there is a loss) or `labels` (-100 where there is none): taken as they are,
+      without what an `attention_mask` leaves out.
     - `prompt_ids` or `prompt` with `completion_ids` (the lines of [`regenerate`]): the completion is supervised.
-    - `messages` (or ShareGPT's `conversations`): the assistant's answers are.
+    - `messages`: the assistant's answers are.
     - `prompt` with `completion`: two texts, joined as they are with an end-of-sequence token, or two lists of
       messages, of which the answers in the completion are supervised.
-    - `text`, or `input_ids` alone: everything is.
+    - `question` or `prompt` with `answer`: what the user says, and what the assistant does.
+    - `text`, or `input_ids` alone: everything is; of a conversation that went through the template, the answers.
 
-    An example with `finished` false was cut by its length: no end-of-turn token is taught there. Answers are found by
-    the template's `{% generation %}` marks, or by rendering the conversation up to each answer. What the template
-    gives at the beginning of an answer is not one of its tokens. An unmarked answer that the template renders
-    differently later on (Qwen3's drops earlier thinking) is context only: the target never wrote those tokens.
+    A mask that would train on what others than the target say is refused. An example with `finished` false was cut by
+    its length: no end-of-turn token is taught there. Answers are found by the template's `{% generation %}` marks, or
+    by rendering the conversation up to each answer. What the template gives at the beginning of an answer is not one
+    of its tokens. An unmarked answer that the template renders differently later on (Qwen3's drops earlier thinking)
+    is context only: the target never wrote those tokens.
 
     Returns:
         `dict`: `input_ids` and `loss_mask`, of equal length, cut to `max_length`.
     """
-    given = {name: value for name, value in example.items() if value is not None}
-    kwargs = dict(chat_template_kwargs or {}) | dict(given.get("chat_template_kwargs") or {})
-    token_ids, mask = _reader_of(given.keys())(given, Chat(tokenizer, given.get("tools"), kwargs))
+    given = canonical(example)
+    tools, kwargs = template_arguments(given)
+    chat = Chat(tokenizer, tools, dict(chat_template_kwargs or {}) | kwargs)
+    token_ids, mask = _reader_of(given.keys())(given, chat)
+    mask = mask if is_row_wanted(given) else [0] * len(mask)
     return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
 
 
 def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    token_ids = list(map(int, given["input_ids"]))
+    token_ids = integers("input_ids", given["input_ids"])
     names = ("loss_mask",) if "loss_mask" in given else (*MASKS, "labels")
-    columns = {name: list(map(int, given[name])) for name in (*names, "attention_mask") if name in given}
+    columns = {name: integers(name, given[name]) for name in (*names, "attention_mask") if name in given}
     for name, column in columns.items():
         if len(column) != len(token_ids):
             raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(column)}) differ in length")
+        if name != "labels" and not {*column} <= {0, 1}:
+            raise ValueError(f"{name} must be zeros and ones, got {shortened(given[name])}")
     for place, label in enumerate(columns.get("labels", ())):
         if label not in (token_ids[place], IGNORED_LABEL):
             raise ValueError(
@@ -66,69 +73,106 @@ def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
             )
         columns["labels"][place] = label != IGNORED_LABEL
     kept = columns.pop("attention_mask", [1] * len(token_ids))
+    _refuse_packed(given, kept)
     mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
-    return list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
+    token_ids, mask = list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
+    return token_ids, _within_answers(token_ids, mask, chat, " and ".join(columns))
+
+
+def _within_answers(token_ids: list[int], mask: list[int], chat: Chat, names: str) -> list[int]:
+    """Return a mask without what the template gives; columns that claim what others say are refused."""
+    answers = None if chat.tokenizer is None else chat.answers_within(token_ids)
+    if answers is None:
+        return mask
+    claimed = [token for token, flag, answer in zip(token_ids, mask, answers, strict=True) if flag and not answer]
+    if names and (words := chat.tokenizer.decode(claimed, skip_special_tokens=True).strip()):
+        raise ValueError(
+            f"{names} would train on {shortened(words)}, outside of what the assistant says by the tokenizer's chat "
+            "template: drop it, or pass 'messages'"
+        )
+    return [int(flag and answer == 1) for flag, answer in zip(mask, answers, strict=True)]
+
+
+def _refuse_packed(given: Mapping[str, Any], kept: list[int]) -> None:
+    positions = list(itertools.compress(integers("position_ids", given.get("position_ids", ())), kept))
+    lengths = given.get("seq_lengths", given.get("seq_lens", ()))
+    if len(lengths) > 1 or any(after <= before for before, after in itertools.pairwise(positions)):
+        raise ValueError("a row holds several documents: pass each as a row of its own, and packing=True joins them")
 
 
 def _prompt_and_ids(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    prompt_ids = given.get("prompt_ids")
+    prompt_ids, completion_ids = given.get("prompt_ids"), integers("completion_ids", given["completion_ids"])
     if prompt_ids is None:
-        prompt = given["prompt"]
-        prompt_ids = chat.prompt_ids(prompt if isinstance(prompt, str) else read_messages(prompt))
-    return _joined(prompt_ids, given["completion_ids"])
+        prompt_ids = chat.prompt_ids(
+            given["prompt"] if isinstance(given["prompt"], str) else conversation(given, "prompt")
+        )
+    prompt_ids, mask = integers("prompt_ids", prompt_ids), [1] * len(completion_ids)
+    for name in {*MASKS} & given.keys():  # what tools wrote in the completion
+        own = integers(name, given[name])
+        if len(own) not in (len(mask), len(prompt_ids) + len(mask)) or not {*own} <= {0, 1}:
+            raise ValueError(f"{name} must be zeros and ones for the {len(mask)} completion_ids, got {len(own)}")
+        mask = list(map(min, mask, own[-len(mask) :]))
+    return prompt_ids + completion_ids, [0] * len(prompt_ids) + mask
 
 
 def _messages(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    messages = read_messages(given.get("messages", given.get("conversations")))
-    return chat.mark_answers(messages, finished=given.get("finished", True))
+    return chat.mark_answers(conversation(given, "messages"), finished=given.get("finished", True))
 
 
 def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    prompt, completion, finished = given["prompt"], given["completion"], given.get("finished", True)
+    asked, said = ("prompt", "completion") if {"prompt", "completion"} <= given.keys() else ("question", "answer")
+    asked = asked if asked in given else "prompt"
+    prompt, completion, finished = given[asked], given[said], given.get("finished", True)
+    if said == "answer" and chat.tokenizer.chat_template:
+        prompt = conversation(given, asked)
+        completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     if isinstance(prompt, str) != isinstance(completion, str):
         raise ValueError(
-            "prompt and completion must be two strings or two lists of messages, got "
+            f"{asked} and {said} must be two strings or two lists of messages, got "
             f"{type(prompt).__name__} and {type(completion).__name__}"
         )
     if not isinstance(prompt, str):
-        prompt = read_messages(prompt)
+        prompt = conversation(given, asked)
         return chat.mark_answers(prompt + read_messages(completion), len(prompt), finished)
-    completion_ids, end = chat.rendered_ids(completion), chat.tokenizer.eos_token_id
+    if name := next((name for name in ("system", "history") if given.get(name)), None):
+        raise ValueError(f"{name!r} stands beside a prompt that is a text: pass 'messages', or a 'question'")
+    prompt_ids, end = chat.prompt_ids(prompt), chat.tokenizer.eos_token_id
+    completion_ids = chat.rendered_ids(completion)
     if end is not None:
         completion_ids = completion_ids[: len(completion_ids) - (completion_ids[-1:] == [end])]
         completion_ids += [end] if finished else []
-    return _joined(chat.prompt_ids(prompt), completion_ids)
+    return prompt_ids + completion_ids, [0] * len(prompt_ids) + [1] * len(completion_ids)
 
 
 def _text(given: Mapping[str, Any], chat: Chat) -> Tokens:
-    return _joined([], chat.prompt_ids(given["text"]))
-
-
-def _joined(prompt_ids: Iterable[Any], completion_ids: Iterable[Any]) -> Tokens:
-    context, supervised = list(map(int, prompt_ids)), list(map(int, completion_ids))
-    return context + supervised, [0] * len(context) + [1] * len(supervised)
+    token_ids = chat.text_ids(given["text"])
+    return token_ids, _within_answers(token_ids, [1] * len(token_ids), chat, "")
 
 
 Reader = Callable[[Mapping[str, Any], Chat], Tokens]
-MASKS = ("loss_mask", "assistant_masks", "completion_mask")
-# Of an example, the first form counts whose columns it has: all of the first, and any of the second ones.
-FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...], Reader], ...] = (
-    (("input_ids",), (*MASKS, "labels"), _tokenised),
-    (("completion_ids",), ("prompt_ids", "prompt"), _prompt_and_ids),
-    ((), ("messages", "conversations"), _messages),
-    (("prompt", "completion"), (), _prompt_and_completion),
-    (("text",), (), _text),
-    (("input_ids",), (), _tokenised),
-    (("error",), (), lambda given, chat: ([], [])),  # a prompt whose regeneration failed
+MASKS = (
+    "loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "response_mask", "train_mask", "label_mask",
+    "tool_mask",
+)  # fmt: skip
+# Of an example, the first form counts of which it has a column of each group.
+FORMS: tuple[tuple[tuple[tuple[str, ...], ...], Reader], ...] = (
+    ((("input_ids",), (*MASKS, "labels")), _tokenised),
+    ((("completion_ids",), ("prompt_ids", "prompt")), _prompt_and_ids),
+    ((("messages",),), _messages),
+    ((("prompt",), ("completion",)), _prompt_and_completion),
+    ((("question", "prompt"), ("answer",)), _prompt_and_completion),
+    ((("text",),), _text),
+    ((("input_ids",),), _tokenised),
+    ((("error",),), lambda given, chat: ([], [])),  # a prompt whose regeneration failed
 )
 
 
 def _reader_of(columns: Set[str]) -> Reader:
-    for needed, choice, reader in FORMS:
-        if columns >= set(needed) and (not choice or not columns.isdisjoint(choice)):
+    for groups, reader in FORMS:
+        if not any(columns.isdisjoint(group) for group in groups):
             return reader
-    forms = [" with ".join(filter(None, ("+".join(needed), " or ".join(choice)))) for needed, choice, _ in FORMS[:-1]]
-    raise ValueError(f"columns {sorted(columns)} are not understood; needed are {'; '.join(forms)}")
+    forms = "; ".join(" with ".join(" or ".join(group) for group in groups) for groups, _ in FORMS[:-1])
+    raise ValueError(f"columns {sorted(columns)} are not understood; needed are {forms}")
 
 
 # ---- whole data sets
@@ -156,7 +200,9 @@ def prepare_examples(
     reader = _ExampleReader(tokenizer, vocab_size, max_length, chat_template_kwargs)
     datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
     if datasets is not None and isinstance(dataset, datasets.Dataset):
-        _reader_of({*dataset.column_names})  # refuses unknown ones before any example is read
+        _reader_of(
+            canonical(dict.fromkeys(dataset.column_names, "")).keys()
+        )  # refuses unknown ones before any example is read
         int8, int32 = datasets.Value("int8"), datasets.Value("int32")
         types = datasets.Features({"input_ids": [int32], "loss_mask": [int8], "longest_run": int32})
         options = {"remove_columns": dataset.column_names, "features": types, "num_proc": num_proc}

@@ -1,7 +1,6 @@
-"""Prompts: one reader for every form, in Python or in JSON Lines files; and prompts to tokens, turn by turn."""
+"""Prompts: one reader for every form, in Python or in files; and prompts to tokens, turn by turn."""
 
-import json
-import sys
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
-from .conversations import Chat, read_messages
+from .conversations import Chat
+from .row_files import Fault, RowFile, read_rows
+from .spellings import canonical, conversation, integers, read_messages, template_arguments
 
-FORMS = (
-    "a string, token ids, messages, or an object with 'prompt', 'question', 'messages', 'conversations', 'turns' or "
-    "'input_ids'"
-)
-COLUMNS = ("turns", "messages", "conversations", "prompt", "question", "input_ids")
-STDIN = "-"
+COLUMNS = ("turns", "messages", "prompt", "question", "input_ids")
+FORMS = f"a string, token ids, messages, or an object with {', '.join(map(repr, COLUMNS[:-1]))} or 'input_ids'"
 SUITES = {
     # DSpark Table 1, with the names of DeepSpec's files: mathematics, code, chat.
     "paper": ("gsm8k", "math500", "aime25", "mbpp", "humaneval", "mt-bench", "arena-hard-v2"),
@@ -47,18 +44,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """What is wrong with one line of a file, as the rest of a sentence about the line."""
-
-    file: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file} line {self.line} {self.reason}"
-
-
-@dataclass(frozen=True)
 class PromptFile:
     """The prompts of a file's sound lines, in their order, and the faults of the others."""
 
@@ -72,19 +57,25 @@ def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
         return row
     if not isinstance(row, Mapping):
         return Prompt(_content(row))
-    given = {name: value for name, value in row.items() if value is not None}
+    given = canonical(row)
     name = next((name for name in COLUMNS if name in given), None)
     if name is None:
         raise FormError(f"a prompt must be {FORMS}, got an object with {sorted(given) or 'nothing'}")
     value, later = given[name], ()
+    if name in ("messages", "question") or (name == "prompt" and given.keys() & {"system", "history"}):
+        value = conversation(given, name)
     if name == "turns":
         if not isinstance(value, list) or not value or not all(isinstance(turn, str) and turn for turn in value):
             raise ValueError(f"'turns' must be a list of strings, the user's, got {shortened(value)}")
         value, *later = value
         if later and not several_turns:
             raise ValueError("has several turns, which evaluate and calibrate answer: give 'messages' here")
-    prompt = Prompt(_content(value), tuple(later), given.get("tools"), given.get("chat_template_kwargs"))
-    return as_messages(prompt) if name in ("question", "turns") else prompt
+    if name == "input_ids":
+        kept = integers("attention_mask", given.get("attention_mask", [1] * len(value)))
+        value = list(itertools.compress(integers(name, value), kept)) if len(value) == len(kept) else value
+    tools, kwargs = template_arguments(given)
+    prompt = Prompt(_content(value), tuple(later), tools, kwargs or None)
+    return as_messages(prompt) if name == "turns" else prompt
 
 
 def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Prompt]:
@@ -103,6 +94,8 @@ def several(prompts: Iterable[Any]) -> Iterable[Any]:
     """Return prompts, unless they are a single one: a string would be read letter by letter, an object key by key."""
     if isinstance(prompts, str | bytes | Mapping | Prompt) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be several, got {type(prompts).__name__}: pass [prompt] for a single one")
+    if hasattr(prompts, "iterrows"):  # its iterator gives the names of the columns
+        raise TypeError("prompts must be a list, got a DataFrame: pass frame.to_dict('records')")
     return prompts
 
 
@@ -119,40 +112,23 @@ def suite_files(suite: str, folder: str | Path) -> dict[str, str]:
 def read_prompt_file(
     path: str, limit: int | None = None, several_turns: bool = True, prompts: Iterable[Any] | None = None
 ) -> PromptFile:
-    """Read at most `limit` prompts of a JSON Lines file, `-` for stdin; malformed lines are left out and listed.
+    """Read at most `limit` prompts of a file, `-` for stdin; malformed lines are left out and listed.
 
     `prompts` are read as if they were the lines of a file of this name.
     """
-    rows, faults = read_json_lines(path) if prompts is None else (enumerate(prompts, start=1), [])
-    sound: list[Prompt] = []
-    for number, row in rows:
+    file = read_rows(path) if prompts is None else RowFile(enumerate(prompts, start=1), [])
+    sound, faults = [], [*file.faults]
+    for number, row in file.rows:
         if len(sound) == limit:
             break
         try:
             sound.append(replace(read_prompt(row, several_turns), line=number))
         except ValueError as error:
-            faults.append(Fault(path, number, f"is no prompt: {error}"))
+            faults.append(Fault(path, number, f"is no prompt: {error}", file.unit))
     if not sound:
         first = f" ({faults[0]})" if faults else ""
         raise ValueError(f"{path} holds no prompt: each must be {FORMS}{first}")
     return PromptFile(sound, faults)
-
-
-def read_json_lines(path: str) -> tuple[list[tuple[int, Any]], list[Fault]]:
-    """Return the numbered values of a file, and what is wrong with the lines that are no JSON."""
-    if path != STDIN and not Path(path).is_file():
-        raise ValueError(f"{path}: there is no such file. Name a JSON Lines file, or pass a list of prompts")
-    rows, faults = [], []
-    # Bytes: a JSON string may hold other marks that Unicode takes for the end of a line.
-    content = sys.stdin.buffer.read() if path == STDIN else Path(path).read_bytes()
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append((number, json.loads(line)))
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too; brackets without end
-            faults.append(Fault(path, number, f"is not JSON: {error}"))
-    return rows, faults
 
 
 def as_messages(prompt: Prompt) -> Prompt:
@@ -226,8 +202,8 @@ def _content(value: Any) -> str | list[dict[str, Any]] | list[int]:
         return value
     if len(value) == 1 and isinstance(value[0], list):  # a batch of one
         (value,) = value
-    if value and all(isinstance(token, int) for token in value):
-        return list(value)
+    if value and all(isinstance(token, int | float) for token in value):
+        return integers("token ids", value)
     messages = read_messages(value)
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

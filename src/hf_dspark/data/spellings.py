@@ -1,0 +1,264 @@
+"""The spellings that rows and messages have in this field, and what they ask of whoever trains on them."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ..files import shortened
+
+Messages = list[dict[str, Any]]
+
+COLUMNS = {
+    "messages": ("conversations", "conversation"),
+    "question": ("instruction", "query", "problem", "input"),
+    "answer": ("response", "output", "solution"),
+    "completion": ("chosen",),
+    "system": ("system_prompt",),
+}
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
+TEMPLATE_ARGUMENTS = ("documents", "enable_thinking", "thinking", "reasoning_effort")
+_CALLS = ("tool_call", "function_call")
+_ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
+    **{role: role for role in ("user", "assistant", "system", "developer", "tool", *_CALLS)},
+}
+# How a message, or a row, says that it is trained on, and the value that means so.
+_WISHES = dict.fromkeys(
+    ("weight", "loss_weight", "loss_scale", "loss_mask", "train", "training", "trainable", "loss"), 1
+)
+_WISHES["masked"] = 0
+_ROW_WISHES = dict.fromkeys(("weight", "loss_weight", "loss_scale", "sample_weight"), 1)
+# Wishes that cannot be honoured, and the one value that asks for nothing.
+_REFUSED = dict.fromkeys(("mask", "train_detail", "train_on_turn"))
+_ROW_REFUSED = {
+    **dict.fromkeys(("train_on_input", "train_on_inputs", "train_on_prompt", "mask_history"), 0),
+    **dict.fromkeys(("train_on_last_turn", "train_only_last_turn", "train_on_last_turn_only"), 0),
+    "mask_prompt": 1,
+}
+
+
+def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a row holds by the first of the names of each of its [`COLUMNS`]; only text is read."""
+    given = {name: value for name, value in row.items() if value is not None}
+    for name in MEDIA:
+        if name in given and (not hasattr(given[name], "__len__") or len(given[name])):
+            raise ValueError(f"{name!r} is given, and only text is read: leave out rows with images, videos or sound")
+    for name, others in COLUMNS.items():
+        if found := [given[each] for each in (name, *others) if each in given]:
+            given[name] = found[0]
+    if given.get("input") and given["question"] is not given["input"]:  # Alpaca's: the instruction's text
+        given["question"] = f"{given['question']}\n\n{given['input']}"
+    if "chosen" in given and not isinstance(given["chosen"], str) and "messages" not in given:
+        if not (messages := read_messages(given["chosen"])) or messages[0]["role"] != "assistant":
+            given["messages"] = messages  # with the prompt
+    return given
+
+
+def conversation(given: Mapping[str, Any], name: str) -> Messages:
+    """Return messages, or a user's, behind the `system` prompt and the `history` that a row gives apart."""
+    messages = [{"role": "user", "content": given[name]}] if isinstance(given[name], str) else given[name]
+    messages = read_messages(given[name] if name == "messages" else messages)
+    history = list(given.get("history") or ())
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
+        raise ValueError(f"history must be a list of [question, answer], got {shortened(history)}")
+    for asked, said in reversed(history):
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}, *messages]
+    if given.get("system") and (not messages or messages[0]["role"] not in ("system", "developer")):
+        messages = [{"role": "system", "content": given["system"]}, *messages]
+    return messages
+
+
+def read_messages(messages: Any) -> Messages:
+    """Return messages as chat templates take them, from OpenAI's spelling, ShareGPT's, and their relatives."""
+    messages = parsed(messages, "messages")
+    if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+        raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
+    read: Messages = []
+    for place, given in enumerate(messages):
+        message = _read_message(place, given)
+        if message["role"] in _CALLS:  # part of the turn that it ends
+            calls = _read_calls(place, message.pop("content"))
+            message |= {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+            if read and read[-1]["role"] == "assistant":
+                before = read.pop()
+                message = message | before | {"tool_calls": before.get("tool_calls", []) + message["tool_calls"]}
+        read.append(message)
+    return read
+
+
+def _read_message(place: int, given: Any) -> dict[str, Any]:
+    message = without_nones(given) if isinstance(given, Mapping) else {}  # tables add nulls, to tool calls, too
+    speaker = message.pop("from", None)
+    role = message.pop("role", speaker)
+    name = next((name for name in ("content", "value", "text", "parts") if name in message), None)
+    if "function_call" in message:  # before there were several
+        message["tool_calls"] = [{"type": "function", "function": message.pop("function_call")}]
+    says = message.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}
+    if not isinstance(role, str) or (name is None and not says):
+        raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {shortened(given)}")
+    message = {"role": _ROLES.get(role.lower(), role)} | message
+    if name is not None:
+        content = message.pop(name)
+        message["content"] = content if message["role"] in _CALLS else _read_content(place, message["role"], content)
+    if "tool_calls" in message:
+        message["tool_calls"] = _read_calls(place, message["tool_calls"])
+    if "reasoning" in message:
+        message.setdefault("reasoning_content", message.pop("reasoning"))
+    return message
+
+
+def _read_content(place: int, role: str, content: Any) -> Any:
+    """Return the text of a content or of its parts; what a tool returns, and thoughts, as they are."""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind in ("text", "input_text", "output_text") and isinstance(text, str):
+            texts.append(text)
+        elif kind in ("thinking", "reasoning") or (role == "tool" and not kind.startswith(MEDIA)):
+            return content
+        else:
+            raise ValueError(
+                f"message {place} has {shortened(part, size=60)} for its content or a part of it, and only text is "
+                "read: leave out conversations with images, sound or files"
+            )
+    return "".join(texts)
+
+
+def _read_calls(place: int, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls with arguments as objects, as templates and servers take them; OpenAI writes them as JSON."""
+    calls, read = parsed(calls, f"the tool calls of message {place}"), []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"message {place} must call tools by 'name' and 'arguments', got {shortened(call)}")
+        with contextlib.suppress(ValueError):
+            function = {**function, "arguments": parsed(function.get("arguments", {}), "arguments")}
+        read.append({**call, "function": function} if "function" in call else function)
+    return read
+
+
+# ---- for the template
+
+
+def respelt(messages: Messages) -> Iterator[Messages]:
+    """Yield what a template may need instead: arguments as JSON, `system` for `developer`; contents as parts."""
+    other = [message | ({"role": "system"} if message["role"] == "developer" else {}) for message in messages]
+    for message in other:
+        if "tool_calls" in message:
+            message["tool_calls"] = list(map(_with_json, message["tool_calls"]))
+    if other != messages:
+        yield other
+    texts = [isinstance(message.get("content"), str) for message in messages]
+    yield [
+        message | ({"content": [{"type": "text", "text": message["content"]}]} if is_text else {})
+        for message, is_text in zip(messages, texts, strict=True)
+    ]
+
+
+def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return call | {"function": _with_json(call["function"])}
+    return call | {"arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+def unseen(messages: Messages, text: str) -> list[tuple[bool, str]]:
+    """Return what of a conversation its rendering lacks, and whether that must not be.
+
+    Templates may change what is said by known roles, but not leave out tool calls, or roles that they do not know.
+    """
+    missing = []
+    for place, message in enumerate(messages):
+        role, content = message["role"], message.get("content", "")
+        if any(call.get("function", call)["name"] not in text for call in message.get("tool_calls", ())):
+            missing.append((True, f"the tool calls of message {place}"))
+        if role not in ("assistant", "tool"):
+            said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            is_dumped = not isinstance(content, str) and any(f"{mark}text{mark}: " in text for mark in "'\"")
+            if said.strip() not in text or is_dumped:
+                missing.append((role not in ("user", "system"), f"message {place}, of role {role!r}"))
+    return missing
+
+
+def without_wishes(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in _WISHES and name not in _REFUSED}
+
+
+def template_arguments(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the tools and the other arguments for the chat template that a row brings."""
+    functions = [{"type": "function", "function": function} for function in given.get("functions") or ()]
+    tools = parsed(given.get("tools") or functions or None, "tools")
+    if not isinstance(tools, list | tuple | None):
+        raise ValueError(f"tools must be a list of tool descriptions, or that as JSON, got {shortened(tools)}")
+    kwargs = parsed(given.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"chat_template_kwargs must be an object, got {shortened(kwargs)}")
+    own = {name: given[name] for name in TEMPLATE_ARGUMENTS if name in given}
+    if not isinstance(own.get("thinking", True), bool):
+        del own["thinking"]  # a text
+    return tools, own | without_nones(kwargs)
+
+
+# ---- for the trainer
+
+
+def is_row_wanted(given: Mapping[str, Any]) -> bool:
+    """Return whether a row is to be trained on; a `label` tells liked answers from others."""
+    return given.get("label") is not False and all(_wishes(given, _ROW_WISHES, _ROW_REFUSED, ""))
+
+
+def is_supervised(place: int, message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer to train on, by its role and by what it says itself."""
+    wishes, is_answer = _wishes(message, _WISHES, _REFUSED, f"message {place}: "), message["role"] == "assistant"
+    if not is_answer and any(wishes):
+        raise ValueError(
+            f"message {place}, of role {message['role']!r}, asks to be trained on, but a draft learns only what the "
+            "target writes: drop the wish, or weigh the message 0"
+        )
+    return is_answer and all(wishes)
+
+
+def _wishes(given: Mapping[str, Any], names: Mapping[str, int], refused: Mapping[str, Any], where: str) -> list[bool]:
+    wishes = []
+    for name in given.keys() & {*names, *refused}:
+        value = given[name]
+        if isinstance(value, list | dict) or value not in ((refused[name],) if name in refused else (0, 1)):
+            raise ValueError(
+                f"{where}{name}: {shortened(value)} cannot be honoured: what the target writes is supervised, each "
+                "answer whole or not at all; say 'weight': 0 of messages and rows that are context only"
+            )
+        wishes += [value == names[name]] if name in names else []
+    return wishes
+
+
+# ---- values
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """Return whole numbers from a list, an array or a tensor, or a batch of one of them."""
+    given = parsed(values.tolist() if hasattr(values, "tolist") else values, name)
+    given = list(given) if isinstance(given, Iterable) else [given]
+    given = given[0] if len(given) == 1 and isinstance(given[0], list) else given
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if given == (whole := [int(value) for value in given]):
+            return whole
+    raise ValueError(f"{name} must be a list of whole numbers, got {shortened(values)}")
+
+
+def parsed(value: Any, what: str) -> Any:
+    """Read a value that a table holds as JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} must not be a text, unless it is JSON, got {shortened(value)}") from error
+
+
+def without_nones(value: Any) -> Any:
+    """Drop the `None`s that tables put into dicts with different keys."""
+    if isinstance(value, Mapping):
+        return {name: without_nones(inner) for name, inner in value.items() if inner is not None}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [without_nones(inner) for inner in value] if isinstance(value, list | tuple) else value

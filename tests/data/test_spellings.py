@@ -1,0 +1,299 @@
+"""Conversations, questions and wishes in the spellings of this field: read alike by every door, or refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hf_dspark.data.conversations import Chat
+from hf_dspark.data.examples import prepare_examples, tokenize_example
+from hf_dspark.data.prompts import Prompt, as_chat, read_prompt, read_prompts, token_ids
+from hf_dspark.data.spellings import COLUMNS
+from tests.data.test_examples import CHATML, ENDED, TWO_TURNS, make_tokenizer, message, supervised
+
+ASKED, SAID = TWO_TURNS[:2]
+CALLS = "{% for c in m.tool_calls %}<call>{{ c.function | tojson }}{% endfor %}"
+WITH_TOOLS = "{{ tools | tojson if tools }}" + CHATML.replace("{{ m.content }}", "{{ m.content }}" + CALLS)
+LOOK = {"name": "look", "arguments": {"at": "sky"}}
+LOOKING = {"role": "assistant", "tool_calls": [{"type": "function", "function": LOOK}]}
+CALLING = [ASKED, LOOKING, message("tool", "grey"), SAID]
+SPEAKERS = (
+    ("human", "gpt"), ("user", "assistant"), ("Human", "chatgpt"), ("prompter", "bing"), ("user", "bard"),
+    ("User", "Assistant"), ("human", "model"), ("user", "bot"), ("user", "chatbot"), ("user", "ai"),
+)  # fmt: skip
+
+
+def said_by(user: str, assistant: str) -> list[dict[str, str]]:
+    return [{"from": user, "value": ASKED["content"]}, {"from": assistant, "value": SAID["content"]}]
+
+
+def parts(text: str, kind: str = "text") -> list[dict[str, str | None]]:
+    return [{"type": kind, "text": text[:2], "image_url": None}, {"type": kind, "text": text[2:]}]
+
+
+ONE_TURN = {
+    **{f"column {name}": {name: [ASKED, SAID]} for name in ("messages", *COLUMNS["messages"])},
+    **{f"from {user} and {gpt}": {"conversations": said_by(user, gpt)} for user, gpt in SPEAKERS},
+    "other keys beside": {"messages": [ASKED | {"id": 1, "name": None}, SAID | {"tool_calls": None, "weight": None}]},
+    "roles of ShareGPT in messages": {"messages": [ASKED | {"role": "human"}, SAID | {"role": "gpt"}]},
+    "parts": {"messages": [message("user", parts(ASKED["content"])), message("assistant", parts(SAID["content"]))]},
+    "parts of the Responses API": {
+        "messages": [message("user", parts(ASKED["content"], "input_text")),
+                     message("assistant", parts(SAID["content"], "output_text"))]
+    },
+    "parts of Gemini": {
+        "messages": [{"role": "user", "parts": [{"text": ASKED["content"]}]},
+                     {"role": "model", "parts": [{"text": SAID["content"]}]}]
+    },
+    "texts of OpenAssistant": {"messages": [{"role": "prompter", "text": ASKED["content"]},
+                                            {"role": "assistant", "text": SAID["content"]}]},
+    "JSON in a table": {"messages": json.dumps([ASKED, SAID])},
+    "an array": {"messages": np.array([ASKED, SAID], dtype=object)},
+    "prompt and completion": {"prompt": [ASKED], "completion": [SAID]},
+    "prompt and chosen": {"prompt": [ASKED], "chosen": [SAID], "rejected": [message("assistant", "no")]},
+    "a whole conversation is chosen": {"prompt": "what", "chosen": [ASKED, SAID], "rejected": [ASKED]},
+    "chosen alone": {"chosen": [ASKED, SAID], "rejected": [ASKED]},
+    **{f"{asked} and {said}": {asked: ASKED["content"], said: SAID["content"]}
+       for asked in ("question", *COLUMNS["question"], "prompt") for said in ("answer", *COLUMNS["answer"])},
+    "prompt of messages and response": {"prompt": [ASKED], "response": SAID["content"]},
+    "instruction without input": {"instruction": ASKED["content"], "input": "", "output": SAID["content"]},
+    "nulls of other rows": {"messages": None, "prompt": None, "input_ids": None, "question": ASKED["content"],
+                            "answer": SAID["content"], "images": None, "tools": None, "weight": None},
+    "wishes that change nothing": {"messages": [ASKED | {"weight": 0}, SAID | {"weight": 1.0, "train": True}],
+                                   "train_on_inputs": False, "weight": 1, "mask_prompt": True, "images": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", ONE_TURN)
+def test_one_turn_is_read_alike_in_every_spelling(spelling):
+    tokenizer = make_tokenizer()
+    expected = tokenize_example({"messages": [ASKED, SAID]}, tokenizer)
+    assert supervised(expected, tokenizer) == ENDED[:1]
+    assert tokenize_example(ONE_TURN[spelling], tokenizer) == expected
+
+
+@pytest.mark.parametrize("spelling", [name for name in ONE_TURN if "chosen" not in name and name != "prompt of"])
+def test_prompts_are_read_from_the_same_rows(spelling):
+    tokenizer = make_tokenizer()
+    prompt = as_chat(read_prompt(ONE_TURN[spelling]), tokenizer)
+    assert token_ids(prompt, tokenizer) == token_ids(Prompt([ASKED]), tokenizer)
+
+
+SYSTEM = message("system", "be brief")
+IN_CONTEXT = {
+    "system": {"system": "be brief", "messages": TWO_TURNS},
+    "system_prompt": {"system_prompt": "be brief", "conversations": TWO_TURNS},
+    "one of its own": {"system": "not this", "messages": [SYSTEM, *TWO_TURNS]},
+    "history": {"system": "be brief", "history": [["what is up", "not much"]], "query": "is it?",
+                "response": "think so"},
+    "prompt of messages": {"system": "be brief", "prompt": TWO_TURNS[:3], "response": "think so"},
+    "instruction and input": {"messages": None, "system": "be brief", "history": [["what is up", "not much"]],
+                              "instruction": "is", "input": "it?", "output": "think so"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", IN_CONTEXT)
+def test_system_prompts_and_histories_stand_before_the_conversation(kind):
+    tokenizer, talk = make_tokenizer(), [SYSTEM, *TWO_TURNS]
+    if kind == "instruction and input":
+        talk[3] = message("user", "is\n\nit?")
+    row = tokenize_example(IN_CONTEXT[kind], tokenizer)
+    assert row["input_ids"] == tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
+    prompt = as_chat(read_prompt(IN_CONTEXT[kind]), tokenizer)
+    assert token_ids(prompt, tokenizer) == token_ids(Prompt(talk[:4]), tokenizer)
+    with pytest.raises(ValueError, match="'system' stands beside a prompt that is a text"):
+        tokenize_example({"system": "be brief", "prompt": "a", "completion": "b"}, tokenizer)
+
+
+OF_TOOLS = {
+    "objects": CALLING,
+    "arguments in JSON, content null": [
+        ASKED, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {
+            "name": "look", "arguments": '{"at": "sky"}'}}]}, *CALLING[2:]],
+    "calls in JSON": [ASKED, {"role": "assistant", "tool_calls": json.dumps(CALLING[1]["tool_calls"])}, *CALLING[2:]],
+    "one call, as there was once": [ASKED, {"role": "assistant", "function_call": LOOK}, *CALLING[2:]],
+    "LLaMA-Factory's": [
+        {"from": "human", "value": ASKED["content"]}, {"from": "function_call", "value": json.dumps(LOOK)},
+        {"from": "observation", "value": "grey"}, {"from": "gpt", "value": SAID["content"]}],
+    "ms-swift's": [ASKED, message("tool_call", json.dumps(LOOK)), message("tool_response", "grey"), SAID],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spelling", OF_TOOLS)
+def test_calls_of_tools_are_read_alike_in_every_spelling(spelling):
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    tools = {"tools": [{"name": "look"}]}
+    row = tokenize_example({"messages": OF_TOOLS[spelling]} | tools, tokenizer)
+    assert row == tokenize_example({"messages": CALLING} | tools, tokenizer)
+    assert supervised(row, tokenizer) == ['<call>{"name": "look", "arguments": {"at": "sky"}}<|im_end|>', ENDED[0]]
+
+
+def test_several_calls_in_succession_are_one_turn():
+    talk = [
+        ASKED,
+        message("assistant", "well"),
+        *[message("tool_call", json.dumps(LOOK))] * 2,
+        message("tool", "a"),
+        SAID,
+    ]
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    first, _ = supervised(tokenize_example({"messages": talk}, tokenizer), tokenizer)
+    assert first.startswith("well<call>") and first.count("<call>") == 2
+
+
+TOOLS = {
+    "a list": {"tools": [{"type": "function", "function": {"name": "look"}}]},
+    "JSON": {"tools": '[{"type": "function", "function": {"name": "look", "default": null}}]'},
+    "functions": {"functions": [{"name": "look"}]},
+}
+
+
+@pytest.mark.parametrize("spelling", TOOLS)
+def test_tools_and_template_arguments_of_a_row_reach_the_template(spelling):
+    template = "{{ documents | length if documents }}{{ reasoning_effort }}{{ thinking }}" + WITH_TOOLS
+    tokenizer = make_tokenizer(template)
+    talk = [ASKED, message("assistant", "<think></think>so")]
+    row = TOOLS[spelling] | {"documents": [{"text": "a"}], "enable_thinking": False, "reasoning_effort": "low",
+                             "messages": talk, "thinking": "a text, no argument"}  # fmt: skip
+    read = tokenizer.decode(tokenize_example(row, tokenizer)["input_ids"])
+    assert read.startswith("1low") and "look" in read and "text" not in read
+    asked = tokenizer.decode(token_ids(read_prompt(row), tokenizer))
+    assert asked.startswith("1low") and "look" in asked and asked.endswith("<think></think>")
+    kwargs = {"chat_template_kwargs": '{"enable_thinking": false, "reasoning_effort": null}', "messages": TWO_TURNS}
+    assert tokenizer.decode(token_ids(read_prompt(kwargs), tokenizer)).endswith("<think></think>")
+
+
+NEGATIVE = {"weight": 0, "loss_weight": 0.0, "loss_scale": 0, "loss_mask": 0, "train": False, "training": False,
+            "trainable": False, "loss": False, "masked": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_messages_say_whether_they_are_trained_on(name):
+    tokenizer = make_tokenizer(
+        CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m | length if m.role == 'user' }}")
+    )
+    row = {"messages": [TWO_TURNS[0], TWO_TURNS[1] | {name: NEGATIVE[name]}, *TWO_TURNS[2:]]}
+    whole = tokenize_example({"messages": TWO_TURNS}, tokenizer)
+    read = tokenize_example(row, tokenizer)
+    assert read["input_ids"] == whole["input_ids"] and supervised(read, tokenizer) == ENDED[1:]
+    wanted = type(NEGATIVE[name])(not NEGATIVE[name])
+    row = {
+        "messages": [each | {name: wanted if each["role"] == "assistant" else NEGATIVE[name]} for each in TWO_TURNS]
+    }
+    assert tokenize_example(row, tokenizer) == whole
+    for wrong, words in ((0.5, "cannot be honoured"), ([1, 0], "cannot be honoured"), ("yes", "cannot be honoured")):
+        with pytest.raises(ValueError, match=f"message 1: {name}: .*{words}.*'weight': 0"):
+            tokenize_example({"messages": [ASKED, SAID | {name: wrong}]}, tokenizer)
+    with pytest.raises(ValueError, match="message 0, of role 'user', asks to be trained on"):
+        tokenize_example({"messages": [ASKED | {name: wanted}, SAID]}, tokenizer)
+    assert token_ids(read_prompt({"messages": [ASKED | {name: "yes"}]}), tokenizer)  # of no concern to a prompt
+
+
+@pytest.mark.parametrize("name", ["mask", "train_detail", "train_on_turn"])
+def test_wishes_that_may_mean_either_are_refused(name):
+    with pytest.raises(ValueError, match=f"message 1: {name}: True cannot be honoured"):
+        tokenize_example({"messages": [ASKED, SAID | {name: True}]}, make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"weight": 0}, []), ({"weight": 1.0}, ENDED), ({"sample_weight": 0}, []), ({"label": False}, []),
+        ({"label": True}, ENDED), ({"label": 3}, ENDED), ({"train_on_inputs": False}, ENDED),
+        ({"mask_history": True}, "mask_history: True cannot"), ({"train_on_last_turn": 1}, "train_on_last_turn: 1"),
+        ({"mask_history": False}, ENDED), ({"weight": 0.5}, "weight: 0.5 cannot be honoured"),
+        ({"train_on_input": True}, "train_on_input: True can"), ({"mask_prompt": False}, "mask_prompt: False can"),
+        ({"loss_scale": [1, 2]}, r"loss_scale: \[1, 2\] cannot"),
+        ({"images": ["a.png"]}, "'images' is given, and only text"), ({"audio": {"path": "a"}}, "'audio' is given"),
+        ({"tools": 5}, "tools must be a list"), ({"tools": "look"}, "tools must not be a text, unless it is JSON"),
+        ({"tools": [{"name": "x"}]}, "the chat template of .* does not read tools"),
+        ({"documents": [{"text": "x"}]}, "the chat template of .* does not read documents"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
+        ({"history": ["a"]}, "history must be a list of .question, answer."),
+    ],
+)  # fmt: skip
+def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
+    tokenizer, row = make_tokenizer(), {"messages": TWO_TURNS} | columns
+    if isinstance(expected, list):
+        assert supervised(tokenize_example(row, tokenizer), tokenizer) == expected
+        return
+    with pytest.raises(ValueError, match=f"example 0: {expected}"):
+        prepare_examples([row], tokenizer, 2, 200)
+    if columns.keys() & {"images", "audio", "tools", "documents", "chat_template_kwargs", "history"}:
+        with pytest.raises(ValueError, match=expected):
+            token_ids(read_prompts([row])[0], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (message("user", [{"type": "image_url", "image_url": {}}]), "message 0 has {'type': 'image_u.*only text"),
+        (message("user", [{"type": "input_audio", "data": "a"}]), "message 0 has {'type': 'input_a.*only text"),
+        (message("user", [{"type": "text"}]), "message 0 has {'type': 'text'} for its content"),
+        (message("user", 5), "message 0 has 5 for its content"),
+        ({"role": 5, "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
+        ({"human": "a", "assistant": "b"}, "message 0 must be a dict with 'role' and 'content'"),
+        (message("tool_call", "look at the sky"), "the tool calls of message 0 must not be a text, unless it is JSON"),
+        ({"role": "assistant", "tool_calls": [{"function": "look"}]}, "message 0 must call tools by 'name'"),
+        ({"role": "assistant", "tool_calls": 5}, "message 0 must call tools by 'name' and 'arguments', got 5"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_none_are_refused_with_their_place_by_every_door(wrong, words):
+    for read in (lambda row: prepare_examples([row], make_tokenizer(), 2, 200), lambda row: read_prompts([row])):
+        with pytest.raises(ValueError, match=f"(example|prompt) 0: .*{words}"):
+            read({"messages": [wrong, *TWO_TURNS]})
+
+
+# ---- templates
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+NAMED = CHATML.replace(TURN, "{% if m.role in ('user', 'system', 'assistant') %}" + TURN + "{% endif %}")
+PART = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+OF_PARTS = CHATML.replace("{{ m.content }}", PART)
+JOINED = (
+    "{{ m.content }}{% for c in m.tool_calls %}<call>{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+)
+JOINING = CHATML.replace("{{ m.content }}", JOINED)
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "expected"),
+    [
+        (OF_PARTS, [ASKED, SAID], "what is up"),  # a string's letters have no type: nothing would be rendered
+        (OF_PARTS, [message("user", parts("what is up")), SAID], "what is up"),
+        (NAMED, [message("developer", "be brief"), ASKED, SAID], "system\nbe brief"),
+        (CHATML, [message("developer", "be brief"), ASKED, SAID], "developer\nbe brief"),
+        (CHATML, [message("critic", "be brief"), ASKED, SAID], "critic\nbe brief"),
+        (JOINING, CALLING, '<call>look {"at": "sky"}'),
+    ],
+)
+def test_a_conversation_is_spelt_as_the_template_needs_it(template, talk, expected):
+    tokenizer = make_tokenizer(template)
+    row = tokenize_example({"messages": talk}, tokenizer)
+    assert expected in tokenizer.decode(row["input_ids"]) and supervised(row, tokenizer)[-1] == ENDED[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "words"),
+    [
+        (NAMED, [message("critic", "be brief"), ASKED, SAID], "leaves out message 0, of role 'critic'"),
+        (CHATML, CALLING, "leaves out the tool calls of message 1"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named(template, talk, words):
+    tokenizer = make_tokenizer(template)
+    for render in (Chat(tokenizer, None, {}).prompt_ids, lambda talk: tokenize_example({"messages": talk}, tokenizer)):
+        with pytest.raises(ValueError, match=f"the chat template of .* {words}: leave this conversation out"):
+            render(talk)
+
+
+def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer(None)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <|im_end|>", special_tokens=[("<bos>", 1), ("<|im_end|>", 4)]
+    )
+    row = tokenize_example({"prompt": "what", "completion": "so"}, tokenizer)
+    assert tokenizer.decode(row["input_ids"]) == "<bos>whatso<|im_end|>"
+    assert tokenizer.decode(tokenize_example({"text": "what"}, tokenizer)["input_ids"]) == "<bos>what<|im_end|>"
