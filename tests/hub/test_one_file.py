@@ -51,6 +51,7 @@ KINDS = {
     "calibrated": {"sts_temperatures": {"default": [0.5, 1.0, 1.5, 2.0], "greedy": [2.0, 0.5, 1.0, 1.5]}},
     "fits": {"confidence_fits": {"default": [[1.0, 0.0]] * 4, "sampled": [[0.5, -1.0], [2.0, 1.0]] * 2}},
     "pruned": {"draft_vocab_size": 20},
+    "own_ends": {"own_embedding": True, "own_lm_head": True, "embedding_scale": 3.0},
     "gemma": {"sandwich_norms": True, "value_norm": True, "layer_scalar": True, "attention_scaling": 1.0},
     "shared_values": {"attention_k_eq_v": True, "qk_norm": False, "attention_bias": True, "mlp_bias": True},
     "scaled": {"embedding_scale": 3.0, "logit_scale": 0.5, "final_logit_softcapping": 5.0},

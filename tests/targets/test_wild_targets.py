@@ -25,7 +25,7 @@ from hf_dspark import (
     generate_many,
 )
 from hf_dspark.decoding.loop import DecodingLoop
-from hf_dspark.models.modeling_draft import input_device
+from hf_dspark.models.borrowing import input_device
 from hf_dspark.models.slot_cache import SlotCache, SlotLayout
 from hf_dspark.targets.borrowed_weights import BorrowedModules
 from hf_dspark.targets.feature_capture import FeatureCapture

@@ -52,7 +52,7 @@ class Drafter:
         self.draft = draft
         self.support = support = call.support or TargetSupport.of(target)
         self._borrowed = support.embedding, support.lm_head, target.dtype
-        draft.bind_parts(*self._borrowed)
+        draft.bind(support.target)
         self.cache = SlotCache() if cache is None else cache
         self.policy = call.policy.fresh()
         self.statistics = draft.last_stats = Rounds(policy=self.policy.to_dict())

@@ -26,8 +26,7 @@ CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "mod
 STS_FILE = "sts.json"  # as SGLang reads it, and with the temperatures of all domains
 # Far above what real checkpoints have; parsing takes some thirty times the bytes in memory.
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**25
-# DeepSpec stores copies of the target's tensors, speculators what d2t says already; neither is the draft's own.
-NOT_OURS = {"embed_tokens.weight", "lm_head.weight", "t2d"}
+NOT_OURS = {"t2d"}  # speculators stores with it what d2t says already
 
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 _FLOATING = ("F64", "F32", "F16", "BF16")

@@ -83,7 +83,8 @@ class Format:
     renames: tuple[tuple[str, str], ...] = ()  # patterns of names that others have given them, and ours
     # What the tensors say of fields that the configuration leaves out, by their names and shapes.
     evidence: Mapping[str, Callable[[Mapping[str, tuple[int, ...]]], Any]] = field(default_factory=dict)
-    copies: tuple[str, ...] = ()  # the target's tensors that it holds copies of
+    copies: tuple[str, ...] = ()  # what it has of an embedding and an LM head: the draft's own, or the target's
+    holds_own_weights: bool = False  # whether it can hold the draft's own embedding and LM head, and no copies
     names_target: bool = False  # so exporting needs the target
     sections: tuple[str, ...] = ()  # objects of the draft's own, whose keys count as if they stood at the top
     own: tuple[str, ...] = ()  # other objects of the draft's own ("" is the top), all keys of which must be known

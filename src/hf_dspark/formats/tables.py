@@ -60,6 +60,9 @@ ENGINE_REFUSALS: dict[str, Rules] = {
     "sglang": _NEEDS_MARKOV_HEAD
     | {
         "it needs the full vocabulary and ignores d2t": lambda c: c.draft_vocab_size is not None,
+        "it drafts with the target's embedding and LM head, and this draft has its own": lambda c: (
+            c.own_embedding or c.own_lm_head
+        ),
         "its DFlash layers have the activation silu only": lambda c: c.hidden_act != "silu",
         "it taps layers from 0 on, in ascending order": lambda c: (
             [0, *c.target_layer_ids] != sorted([0, *c.target_layer_ids])
@@ -362,6 +365,7 @@ SPECULATORS = Format(
     own=("",),
     layers=("transformer_layer_config",),
     harmless=("speculators_version", "target_hidden_size", "has_no_defaults_at_init"),
+    holds_own_weights=True,
     engines=("speculators", "vllm", "sglang"),
 )
 

@@ -30,7 +30,8 @@ from ..formats.translate import (
     read_draft_config,
 )
 from ..models.auto import DRAFTS, is_draft
-from ..models.configuration_draft import DraftConfig, embedding_scale
+from ..models.borrowing import Borrowed, is_same_matrix, lm_head_of
+from ..models.configuration_draft import SHAREABLE, DraftConfig, embedding_scale
 from ..models.modeling_draft import DraftModel, check_fits
 from ..targets.borrowed_weights import BorrowedModules
 
@@ -66,9 +67,10 @@ def convert_checkpoint(
             one in any of [`FORMAT_NAMES`].
         output (`str` or `PathLike`): A folder that does not exist or is empty; not the working folder.
         format (`str`): One of [`FORMAT_NAMES`].
-        target (`str`, `PathLike`, `PreTrainedConfig` or `PreTrainedModel`, *optional*): The draft's target. DeepSpec's
-            format holds copies of its embedding and LM head. speculators' names it, and does not say how deep it is.
-            transformers' says neither that nor its vocabulary.
+        target (`str`, `PathLike`, `PreTrainedConfig` or `PreTrainedModel`, *optional*): The draft's target. The
+            embedding and the LM head that a draft brings are compared with its own: copies are left out, others are
+            kept, or refused by formats without a place for them. DeepSpec's format holds both. speculators' names the
+            target, and does not say how deep it is. transformers' says neither that nor its vocabulary.
         engine (`str`, *optional*): An engine that must be able to run the result, such as `vllm`.
         sample_from_anchor (`bool`, *optional*): The layout of the blocks, if the files of the draft do not say it.
         hub_kwargs: `revision`, `token`, `subfolder`, ... of a draft that is read.
@@ -93,14 +95,16 @@ def convert_checkpoint(
     if output.resolve() == Path.cwd():  # a new folder takes the place of an empty one
         raise ValueError(f"{output} is the working folder, which cannot be replaced: name another folder")
     if not is_draft(draft):
-        config, tensors = read_checkpoint(draft, target, sample_from_anchor, **hub_kwargs)
+        config, tensors = _read_all(draft, target, sample_from_anchor, **hub_kwargs)
     elif hub_kwargs or sample_from_anchor is not None:
         raise ValueError("the draft is loaded already: leave out the arguments that say how to read one")
     else:
-        config, tensors = draft.config, draft.state_dict()
+        own = draft.brought if target is None else draft.own_weights()
+        config, tensors = copy.deepcopy(draft.config), draft.state_dict() | own
         if away := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise ValueError(f"the draft's weights are offloaded ({listed(away, 3)}): load it on one device first")
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    copies = _take_copies(config, tensors, target)
     output.parent.mkdir(parents=True, exist_ok=True)
     with naming(output):
         partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
@@ -108,7 +112,7 @@ def convert_checkpoint(
         if format == OURS:
             engines, notes = _write_ours(config, tensors, partial, engine)
         else:
-            engines, notes = _write_foreign(config, tensors, partial, format, target, engine)
+            engines, notes = _write_foreign(config, tensors, copies, partial, format, target, engine)
         files = tuple(sorted(path.name for path in partial.iterdir()))
         partial.chmod(0o755)  # mkdtemp's are closed to others
         os.replace(partial, output)
@@ -123,9 +127,17 @@ def read_checkpoint(
 ) -> tuple[DraftConfig, Tensors]:
     """Read the configuration and the tensors, by our names, of a draft of any format.
 
-    It is read from safetensors alone, and checked against its own configuration before it is loaded. The arguments are
-    those of [`convert_checkpoint`].
+    It is read from safetensors alone, and checked against its own configuration before it is loaded. Copies of a given
+    target's weights are left out. The arguments are those of [`convert_checkpoint`].
     """
+    config, tensors = _read_all(source, target, sample_from_anchor, **hub_kwargs)
+    _take_copies(config, tensors, target)
+    return config, tensors
+
+
+def _read_all(
+    source: str | os.PathLike, target: Target | None, sample_from_anchor: bool | None, **hub_kwargs: Any
+) -> tuple[DraftConfig, Tensors]:
     checkpoint = Checkpoint(source, **hub_kwargs)
     kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
@@ -150,6 +162,21 @@ def target_facts(target: Target) -> TargetFacts:
     return TargetFacts(config, name, embedding_scale(config.get_text_config(decoder=True)))
 
 
+def _take_copies(config: DraftConfig, tensors: Tensors, target: Target | None) -> Tensors:
+    """Take copies of a target's weights out of a draft's tensors, and let its configuration say what is left."""
+    copies, brought = [], [name for name in config.shareable if name in tensors]
+    if isinstance(target, PreTrainedModel):
+        lent = Borrowed(target.get_input_embeddings(), lm_head_of(target), target.dtype)
+        copies = [name for name in brought if lent.equals(name, tensors[name])]
+    elif brought and isinstance(target, (str, os.PathLike)):
+        theirs, has_bias = _target_weights(target)
+        copies = [name for name in brought if is_same_matrix(tensors[name], theirs[name])]
+        copies = [name for name in copies if not (has_bias and "head" in name)]  # which is a part of that head
+    for name, field in config.shareable.items():
+        setattr(config, field, name in brought and name not in copies)
+    return {name: tensors.pop(name) for name in copies}
+
+
 Written = tuple[tuple[str, ...], tuple[str, ...]]  # engines and notes of an ExportReport
 
 
@@ -165,15 +192,41 @@ def _write_ours(config: DraftConfig, tensors: Tensors, folder: Path, engine: str
 
 
 def _write_foreign(
-    config: DraftConfig, tensors: Tensors, folder: Path, format: str, target: Target | None, engine: str | None
+    config: DraftConfig,
+    tensors: Tensors,
+    copies: Tensors,
+    folder: Path,
+    format: str,
+    target: Target | None,
+    engine: str | None,
 ) -> Written:
-    entry = find_format(format, config)
+    entry, has_weights = find_format(format, config), isinstance(target, (str, os.PathLike, PreTrainedModel))
+    held = tensors | {name: each for name, each in copies.items() if entry.renamed.get(name, name) in entry.copies}
+    theirs = {entry.renamed.get(name, name): tensor for name, tensor in held.items()}
+    lacking = {*entry.copies} - theirs.keys()
+    if lacking and not has_weights:
+        raise ValueError(
+            f"the format {entry.name!r} holds copies of the target's embedding and LM head: pass target=..., the "
+            "model or where it is"
+        )
     facts = _required_facts(config, entry, target)
     written = config_to_format(config, entry, facts)
+    own = [name for name in config.shareable if name in tensors]
+    if own and not entry.copies and not entry.holds_own_weights:
+        found = "other than the target's" if has_weights else "perhaps copies of the target's: pass target=... to see"
+        raise ValueError(
+            f"the format {entry.name!r} cannot hold this draft: it has no place for its {' and '.join(own)}, {found}"
+        )
     engines, notes = engines_of(config, entry, engine)
-    theirs = {entry.renamed.get(name, name): tensor for name, tensor in tensors.items()}
-    if entry.copies:
-        theirs |= _target_copies(target, entry)
+    if lacking:
+        weights, has_bias = _target_weights(target)
+        if has_bias:
+            raise ValueError(
+                f"the format {entry.name!r} has no place for the bias of the target's LM head, without which drafts "
+                "would be other ones: choose a format without copies of the target's weights"
+            )
+        names = {entry.renamed.get(name, name): name for name in SHAREABLE}
+        theirs |= {name: weights[names[name]] for name in lacking}
     if "d2t" in tensors:
         theirs["t2d"] = kept_tokens_mask(tensors["d2t"], config.vocab_size)
     written["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
@@ -200,11 +253,6 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -> TargetFacts | None:
-    if entry.copies and (target is None or isinstance(target, PreTrainedConfig)):
-        raise ValueError(
-            f"the format {entry.name!r} holds copies of the target's embedding and LM head: pass target=..., the "
-            "model or where it is"
-        )
     facts = None if target is None else target_facts(target)
     if entry.names_target and (facts is None or not facts.name_or_path):
         raise ValueError(
@@ -216,8 +264,8 @@ def _required_facts(config: DraftConfig, entry: Format, target: Target | None) -
     return facts
 
 
-def _target_copies(target: Target, entry: Format) -> Tensors:
-    """Return the target's tensors that a format holds copies of, in the type that the target has them in."""
+def _target_weights(target: PreTrainedModel | str | os.PathLike) -> tuple[Tensors, bool]:
+    """Return a target's embedding and LM head by our names, in its own type, and whether the head has a bias."""
     if isinstance(target, PreTrainedModel):
         borrowed = BorrowedModules.copy_of(target)
         found, has_bias = [borrowed.embedding.weight, borrowed.lm_head.weight], borrowed.lm_head.bias is not None
@@ -225,7 +273,7 @@ def _target_copies(target: Target, entry: Format) -> Tensors:
         files = Checkpoint(target)
         embeddings, heads, biases = (
             [name for name in files.tensors if f".{name}".endswith(f".{ending}")]
-            for ending in (*entry.copies, "lm_head.bias")
+            for ending in (*SHAREABLE, "lm_head.bias")
         )
         heads = heads or embeddings  # a tied head is not stored
         if len(embeddings) != 1 or len(heads) != 1:
@@ -234,10 +282,5 @@ def _target_copies(target: Target, entry: Format) -> Tensors:
             )
         stored = files.load({*embeddings, *heads})
         found, has_bias = [stored[embeddings[0]], stored[heads[0]]], bool(biases)
-    if has_bias:
-        raise ValueError(
-            f"the format {entry.name!r} has no place for the bias of the target's LM head, without which drafts would "
-            "be other ones: choose a format without copies of the target's weights"
-        )
     # Copies of their own: a target may keep both in one tensor, of which a file would hold one.
-    return {name: tensor.detach().clone() for name, tensor in zip(entry.copies, found, strict=True)}
+    return {name: tensor.detach().clone() for name, tensor in zip(SHAREABLE, found, strict=True)}, has_bias

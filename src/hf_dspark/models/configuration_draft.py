@@ -36,6 +36,8 @@ MAX_SIZES = {
     "num_target_layers": 2**12, "max_position_embeddings": 2**31, "markov_rank": 2**16,
 }  # fmt: skip
 MAX_TARGET_LAYER_IDS = 256
+# The tensors that a draft shares with its target unless it has its own, and the fields that say so.
+SHAREABLE = {"embed_tokens.weight": "own_embedding", "lm_head.weight": "own_lm_head"}
 LARGEST = torch.finfo(torch.float32).max
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Keys of a config.json that say how weights are found, patched or quantised; for a draft, the loader alone decides.
@@ -53,8 +55,8 @@ IGNORED_KEYS = (
 class DraftConfig(PreTrainedConfig):
     """Base of the configurations of all drafts.
 
-    `vocab_size`, `hidden_size`, `embedding_scale`, `logit_scale` and `final_logit_softcapping` describe the target's
-    embedding and LM head, which a draft borrows.
+    `vocab_size`, `hidden_size`, `embedding_scale`, `logit_scale` and `final_logit_softcapping` describe the embedding
+    and the LM head that a draft uses: the target's, or its own.
 
     Args:
         vocab_size, hidden_size (`int`): V and d of the target; the draft's d is the same.
@@ -77,6 +79,8 @@ class DraftConfig(PreTrainedConfig):
         draft_top_k (`int`, *optional*): Draft among k candidates of each slot only, which is as exact, and saves the
             Markov head's products with large vocabularies.
         target_model_type (`str`, *optional*): The `model_type` of the target, for messages and cards.
+        own_embedding, own_lm_head (`bool`): Whether the draft has weights of its own, `embed_tokens.weight` or
+            `lm_head.weight`, that are not copies of the target's. Loading and binding find that out.
 
     Raises:
         ValueError: For each inconsistent value, naming it.
@@ -98,6 +102,7 @@ class DraftConfig(PreTrainedConfig):
     attention_sinks: ClassVar[bool] = False
     sandwich_norms: ClassVar[bool] = False
     layer_scalar: ClassVar[bool] = False
+    draft_vocab_size: ClassVar[int | None] = None
     # Whether a block takes one pass per token; if so, each context slot also reads the committed token after it.
     is_autoregressive: ClassVar[bool] = False
 
@@ -126,6 +131,8 @@ class DraftConfig(PreTrainedConfig):
     target_layer_ids: list[int] | None = None
     draft_top_k: int | None = None
     target_model_type: str | None = None
+    own_embedding: bool = False
+    own_lm_head: bool = False
     tie_word_embeddings: bool = False
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -201,7 +208,12 @@ class DraftConfig(PreTrainedConfig):
 
     @property
     def num_draft_tokens(self) -> int:
-        return self.vocab_size
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def shareable(self) -> dict[str, str]:
+        """Those of [`SHAREABLE`] that have the target's shape: the head of a pruned vocabulary has other rows."""
+        return {name: field for name, field in SHAREABLE.items() if "head" not in name or not self.draft_vocab_size}
 
     @property
     def num_slots(self) -> int:
@@ -263,9 +275,7 @@ class DraftConfig(PreTrainedConfig):
             "initializer_range": getattr(text, "initializer_range", 0.02),
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or 1e-6,
             "rope_parameters": full_attention_rope(getattr(text, "rope_parameters", None)),
-            "embedding_scale": embedding_scale(text),
-            "logit_scale": _logit_scale(text),
-            "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+            **target_scales(text),
             "num_target_layers": text.num_hidden_layers,
             "target_model_type": text.model_type,
         } | {name: getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
@@ -361,8 +371,18 @@ def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int
     return [round(first + i * (last - first) / max(1, count - 1)) for i in range(count)]
 
 
+def target_scales(text: PreTrainedConfig) -> dict[str, float | None]:
+    """Return what a target does to the rows of its embedding and to the output of its LM head, as our fields."""
+    cap = getattr(text, "final_logit_softcapping", None)
+    return {
+        "embedding_scale": embedding_scale(text),
+        "logit_scale": _logit_scale(text),
+        "final_logit_softcapping": cap,
+    }
+
+
 def embedding_scale(text: PreTrainedConfig) -> float:
-    if text.model_type.startswith("gemma"):
+    if text.model_type.startswith("gemma") or getattr(text, "scale_embedding", False):
         return float(text.hidden_size) ** 0.5
     return float(getattr(text, "embedding_multiplier", None) or 1.0)
 

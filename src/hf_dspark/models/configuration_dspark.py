@@ -153,10 +153,6 @@ class DSparkConfig(DraftConfig):
         return usual_acceptance(do_sample, self.block_size) if entry is None else SiblingAcceptance(do_sample, **entry)
 
     @property
-    def num_draft_tokens(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
-
-    @property
     def num_slots(self) -> int:
         return self.block_size + (not self.sample_from_anchor)
 

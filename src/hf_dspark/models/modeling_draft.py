@@ -1,15 +1,20 @@
 """What all drafts have in common: the target's embedding and LM head on loan, loading, and the training pass.
 
 What [`DraftModel.bind`] borrows stands outside the module tree: neither saved, trained, nor moved, nor kept twice.
+
+A checkpoint of any format may hold an embedding or an LM head, `embed_tokens.weight` and `lm_head.weight`. Whether
+they are copies of the target's is seen when the draft is bound: copies are dropped, others become frozen modules of
+the draft, and its config says so by `own_embedding` and `own_lm_head`. A kind of draft makes the modules that its
+config names by calling `add_own_weights`, and reads them through `embed` and `base_logits` alone.
 """
 
 import copy
-import itertools
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +28,8 @@ from ..sampling.drafts import Drafts, Sampler
 from ..scheduling.options import DecodingOptions
 from . import publisher
 from .block_attention import BlockLayout
-from .configuration_draft import text_config
+from .borrowing import Borrowed, input_device, lm_head_of, scale_inside
+from .configuration_draft import SHAREABLE, target_scales, text_config
 from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from .slot_cache import SlotCache
 
@@ -31,6 +37,7 @@ NO_GENERATION_CONFIG = (
     "a draft has no generation_config. Say in the call how much is drafted:\n"
     "target.generate(..., assistant_model=draft, num_assistant_tokens=4, assistant_confidence_threshold=0.4)"
 )
+SAME_SCALE = 0.01  # scales whose ratio is closer to one than this differ by rounding
 OPTIONS = {field.name for field in fields(DecodingOptions)}  # not set on a draft itself, where nothing reads them
 
 
@@ -45,20 +52,6 @@ class AnchoredBlocks:
     @property
     def supervised(self) -> torch.Tensor:
         return self.weights > 0
-
-
-class _Borrowed(NamedTuple):
-    """What belongs to the target: a copy of a draft borrows it, too, and a pickled draft leaves it behind."""
-
-    embedding: nn.Module
-    lm_head: nn.Module
-    dtype: torch.dtype
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Borrowed":
-        return self
-
-    def __reduce__(self) -> tuple[type[None], tuple]:
-        return type(None), ()
 
 
 class DraftModel(PreTrainedModel):
@@ -81,7 +74,9 @@ class DraftModel(PreTrainedModel):
         super().__init__(config)
         self.decoding = DecodingOptions()
         self.last_stats = None
-        self._borrowed: _Borrowed | None = None  # a tuple is not searched for submodules
+        self._borrowed: Borrowed | None = None  # a tuple is not searched for submodules
+        self.brought: dict[str, torch.Tensor] = {}  # of the checkpoint, not compared with a target's yet
+        self.embed_tokens = self.lm_head = None
         self.gradient_checkpointing = False
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -124,23 +119,32 @@ class DraftModel(PreTrainedModel):
             facts = {name: kwargs.pop(name) for name in names & kwargs.keys()}
             config = cls.config_class.from_pretrained(config, **hub, **facts)
         tensors = cls.read_tensors(config, checkpoint)
+        config = copy.deepcopy(config)
+        config.own_embedding = config.own_lm_head = False  # until a target is there to compare them with
+        brought = {name: tensors.pop(name) for name in config.shareable if name in tensors}
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config.name_or_path = checkpoint.name
         model.config._commit_hash = checkpoint.revision
+        model.brought = brought
         if cls._auto_class is None:  # the repository's code is not used, nor saved along
             vars(model.config).pop("auto_map", None)
         return loaded
 
     @classmethod
     def read_tensors(cls, config: PreTrainedConfig, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        """Read a checkpoint's tensors if names, shapes and types are those of its config; else raise `ValueError`."""
+        """Read a checkpoint's tensors if names, shapes and types are those of its config; else raise `ValueError`.
+
+        An embedding and an LM head that the files hold are among them, and `config` says so from then on.
+        """
         renamed = stored_names(checkpoint)
         layers = {match[1] for match in map(_LAYER.match, renamed) if match}
         if len(layers) < config.num_hidden_layers:  # before so many are built
             found = f"are those of {len(layers)} layers, num_hidden_layers is {config.num_hidden_layers}"
             raise checkpoint.misfit(found, ["num_hidden_layers"])
+        for name, field in config.shareable.items():
+            setattr(config, field, getattr(config, field) or renamed.get(name, name) in checkpoint.tensors)
         with torch.device("meta"):
             expected = cls(copy.deepcopy(config)).state_dict()
         checkpoint.compare({renamed.get(key, key): tensor for key, tensor in expected.items()})
@@ -176,11 +180,18 @@ class DraftModel(PreTrainedModel):
             "target.generate(..., assistant_model=draft), or hf_dspark.generate_many(target, draft, prompts)"
         )
 
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. Weights that were not compared with a target's yet are the draft's own, and saved."""
+        for name, weight in self.brought.items():
+            self._adopt(name, weight)
+        self.brought = {}
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def get_input_embeddings(self) -> nn.Module | None:
-        return self._borrowed and self._borrowed.embedding
+        return self.embed_tokens or (self._borrowed and self._borrowed.embedding)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self._borrowed and self._borrowed.lm_head
+        return self.lm_head or (self._borrowed and self._borrowed.lm_head)
 
     def bind(self, target: PreTrainedModel) -> "DraftModel":
         """Borrow the target's embedding and LM head, which costs no memory, and return the draft itself.
@@ -191,30 +202,76 @@ class DraftModel(PreTrainedModel):
         """
         self.config.check_values("draft_top_k")
         check_fits(self.config, target)
-        return self.bind_parts(target.get_input_embeddings(), lm_head_of(target), target.dtype)
-
-    def bind_parts(self, embedding: nn.Module, lm_head: nn.Module, dtype: torch.dtype) -> "DraftModel":
-        """Borrow the embedding and the LM head of a target that is not loaded; the head computes in `dtype`."""
-        self._borrowed = _Borrowed(embedding, lm_head, dtype)
+        is_new = self._borrowed is None or self._borrowed.embedding is not target.get_input_embeddings()
+        self.bind_parts(target.get_input_embeddings(), lm_head_of(target), target.dtype)
+        for name, theirs in target_scales(text_config(target)).items() if is_new else ():
+            ours = getattr(self.config, name)
+            if ours != theirs and not (ours and theirs and abs(ours / theirs - 1) < SAME_SCALE):
+                warnings.warn(f"the draft drafts with its own {name}={ours}, the target has {theirs}", stacklevel=2)
         return self
 
-    def _require_target(self) -> _Borrowed:
+    def bind_parts(self, embedding: nn.Module, lm_head: nn.Module, dtype: torch.dtype) -> "DraftModel":
+        """Borrow the embedding and the LM head of a target that is not loaded; the head computes in `dtype`.
+
+        Those that the draft's checkpoint brought are compared with them. Copies are dropped. Others are used, which a
+        warning says once.
+        """
+        former, lent = self._borrowed, Borrowed(embedding, lm_head, dtype)
+        if former is not None and (former.embedding, former.lm_head, former.dtype) == lent[:3]:
+            return self
+        brought = self.own_weights()
+        found = {name: lent.equals(name, own) for name, own in brought.items()}
+        self._borrowed = lent._replace(copied=frozenset(name for name, is_same in found.items() if is_same))
+        self.brought = {name: own for name, own in brought.items() if found[name] is None}
+        if others := [name for name, is_same in found.items() if is_same is False]:
+            for name in others:
+                self._adopt(name, brought[name])
+            warnings.warn(
+                f"the draft {self.name_or_path} brings {' and '.join(others)}, other than the target's, and drafts "
+                "with its own. If it was made for another target, load that one",
+                stacklevel=3,
+            )
+        return self
+
+    def own_weights(self) -> dict[str, torch.Tensor]:
+        """Return what the checkpoint brought and no module holds; where a target lent the same, its weights."""
+        copies = {} if self._borrowed is None else self._borrowed.copies(self.config.vocab_size)
+        return copies | self.brought
+
+    def add_own_weights(self) -> None:
+        """Make the embedding and the LM head that the config says are the draft's own, frozen as a target's."""
+        size, config = self.config.hidden_size, self.config
+        if config.own_embedding and self.embed_tokens is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size).requires_grad_(False)
+        if self.lm_head is None and (config.own_lm_head or config.draft_vocab_size is not None):
+            self.lm_head = nn.Linear(size, config.num_draft_tokens, bias=False).requires_grad_(False)
+
+    def _adopt(self, name: str, weight: torch.Tensor) -> None:
+        """Make a weight one of the draft's own."""
+        setattr(self.config, SHAREABLE[name], True)
+        with torch.device("meta"):
+            self.add_own_weights()
+        weight = weight.to(device=self.device, dtype=self.dtype, copy=True)
+        self.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(weight, requires_grad=False)
+
+    def _require_target(self) -> Borrowed:
         if self._borrowed is None:
             raise ValueError(
-                "the draft has no embedding and no LM head of its own: call draft.bind(target) first "
+                "the draft borrows the target's embedding and LM head: call draft.bind(target) first "
                 "(target.generate(..., assistant_model=draft) does it for you)"
             )
         return self._borrowed
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
-        embedding = self._require_target().embedding
+        """Return embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
+        embedding, scale = self.embed_tokens or self._require_target().embedding, self.config.embedding_scale
         token_ids = token_ids.to(input_device(embedding))
-        # Gemma 3 and 4 scale inside the module, Gemma 1 and 2 and Granite outside of it; some drafts read bare rows.
-        scale, inside = self.config.embedding_scale, hasattr(embedding, "embed_scale")
-        is_bare = (inside and scale == 1.0) or (hasattr(embedding, "embed_norm") and not self.config.embedding_norm)
+        # Gemma and others scale inside the module, Granite outside of it; some drafts read bare rows.
+        inside = scale_inside(embedding)
+        differs = inside not in (None, 1.0) and abs(scale / inside - 1) > SAME_SCALE
+        is_bare = differs or (hasattr(embedding, "embed_norm") and not self.config.embedding_norm)
         rows = F.embedding(token_ids, embedding.weight) if is_bare else embedding(token_ids)
-        if scale != 1.0 and not inside:
+        if scale != 1.0 and (inside is None or differs):
             rows = rows * scale
         return rows.detach().to(device=self.device, dtype=self.dtype)  # the target is not trained
 
@@ -225,8 +282,10 @@ class DraftModel(PreTrainedModel):
         return self.scaled_logits(borrowed.lm_head(hidden_there).to(hidden))
 
     def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
-        """Return U_k `[..., V]` of h_k `[..., d]`."""
-        return self.target_logits(block_hidden)
+        """Return U_k `[..., V]` of h_k `[..., d]`, or `[..., V_d]` of a pruned vocabulary."""
+        if self.lm_head is None:
+            return self.target_logits(block_hidden)
+        return self.scaled_logits(self.lm_head(block_hidden))
 
     def draft_token_ids(self) -> torch.Tensor | None:
         """Return the target's token of each draft logit, `[V_d]`; `None` where the vocabularies are one."""
@@ -338,16 +397,6 @@ def _refuse_other_files(kwargs: dict[str, Any]) -> None:
             )
 
 
-def input_device(module: nn.Module) -> torch.device:
-    """Return where a module wants its input; between calls, offloaded weights live on the meta device."""
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", [hook]):  # accelerate chains several
-        if getattr(part, "execution_device", None) is not None:
-            return torch.device(part.execution_device)
-    # Packed weights have names of their own, and may be buffers.
-    return next(itertools.chain(module.parameters(), module.buffers())).device
-
-
 def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedConfig) -> None:
     """Raise a `ValueError` that names every way in which a draft's config and a target, or its config, do not fit."""
     text = text_config(target)
@@ -364,13 +413,3 @@ def check_fits(config: PreTrainedConfig, target: PreTrainedModel | PreTrainedCon
             f"this draft was not made for this target ({'; '.join(wrong)}). A draft fits the model it was trained on "
             f"alone: load the matching pair, or train one with {type(config).__name__}.from_target(target.config)."
         )
-
-
-def lm_head_of(target: PreTrainedModel) -> nn.Module:
-    """Return the LM head of a target; some multimodal targets have it inside a whole causal LM."""
-    inner = [module for module in target.children() if isinstance(module, PreTrainedModel)]
-    heads = (module.get_output_embeddings() for module in (target, *inner))
-    head = next((head for head in heads if head is not None), None)
-    if head is None:
-        raise ValueError(f"the target {type(target).__name__} has no LM head: load it with AutoModelForCausalLM")
-    return head

@@ -92,9 +92,8 @@ class DSparkDraftModel(DraftModel):
         self.hidden_norm = DSparkRMSNorm(hidden_size, eps)
         self.layers = nn.ModuleList(DSparkLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(hidden_size, eps)
+        self.add_own_weights()
         if config.draft_vocab_size is not None:
-            # Rows of the target's head, and frozen as that is.
-            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False).requires_grad_(False)
             # As speculators keeps it: draft id i is the target's token i + d2t[i].
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
@@ -128,11 +127,6 @@ class DSparkDraftModel(DraftModel):
         if table is None or not table.is_current():
             table = self._successor_tables[count] = Successors(self.markov_head, self.config.hidden_size, count)
         return table
-
-    def base_logits(self, block_hidden: torch.Tensor) -> torch.Tensor:
-        if self.config.draft_vocab_size is None:
-            return super().base_logits(block_hidden)
-        return self.scaled_logits(self.lm_head(block_hidden))
 
     def backbone(
         self, block_embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attending: Attending

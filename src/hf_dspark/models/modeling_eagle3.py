@@ -79,6 +79,7 @@ class Eagle3DraftModel(DraftModel):
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.add_own_weights()
         self.rotary = DSparkRotaryEmbedding(config)
         self.post_init()
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.modeling_draft import input_device, lm_head_of
+from ..models.borrowing import ask, lm_head_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,7 +53,7 @@ class BorrowedModules:
         with align_module_device(embedding):
             weight, scale = _plain_weight(embedding), getattr(embedding, "embed_scale", None)
         if weight is None:  # its answers are scaled already
-            weight = torch.cat([_ask(embedding, ids) for ids in torch.arange(text.vocab_size).split(4096)])
+            weight = torch.cat([ask(embedding, ids) for ids in torch.arange(text.vocab_size).split(4096)])
             scale = None if scale is None else 1.0
         if isinstance(scale, torch.Tensor):
             scale = scale.to(weight.dtype).item()  # a product with a tensor is rounded to the weight's type first
@@ -64,8 +64,8 @@ class BorrowedModules:
             bias = None if bias is None else bias.detach().to("cpu", copy=True)
         if weight is None:
             units = torch.eye(text.hidden_size, dtype=target.dtype)
-            offset = 0 if bias is None else _ask(head, torch.zeros_like(units[:1]))
-            weight = torch.cat([_ask(head, some) - offset for some in units.split(256)]).T.contiguous()
+            offset = 0 if bias is None else ask(head, torch.zeros_like(units[:1]))
+            weight = torch.cat([ask(head, some) - offset for some in units.split(256)]).T.contiguous()
         if weight.dtype != tensors["embedding"].dtype or not torch.equal(weight, tensors["embedding"]):
             tensors["lm_head"] = weight
         if bias is not None:
@@ -85,10 +85,10 @@ class BorrowedModules:
             return False
         ids = torch.arange(0, vocab_size, max(1, vocab_size // 64))
         hidden = torch.randn(4, size, generator=torch.Generator().manual_seed(0)).to(self.dtype)
-        logits = _ask(head, hidden).float()
+        logits = ask(head, hidden).float()
         error = (self.lm_head(hidden.to(self.lm_head.weight.dtype)).float() - logits).norm() / logits.norm()
         # Kernels for 8-bit weights round their inputs too.
-        return torch.equal(self.embedding(ids), _ask(embedding, ids)) and bool(error < 0.05)
+        return torch.equal(self.embedding(ids), ask(embedding, ids)) and bool(error < 0.05)
 
     def save(self, path: str | Path) -> None:
         metadata = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -114,7 +114,3 @@ def _plain_weight(module: nn.Module) -> torch.Tensor | None:
     if not plain or weight.is_meta or weight.dtype not in DTYPES.values():
         return None
     return weight.detach().to("cpu", copy=True).contiguous()
-
-
-def _ask(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    return module(inputs.to(input_device(module))).cpu()

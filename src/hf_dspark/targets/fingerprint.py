@@ -37,9 +37,12 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 @torch.no_grad()
 def weight_hash(model: PreTrainedModel) -> str:
-    """Return a hash of a model's weights in bfloat16: the same for every type they are loaded in, 16 hex digits."""
-    digest, factors = hashlib.sha256(), _odd_factors(_CHUNK_WORDS)
-    for name, value in sorted(model.state_dict().items()):
+    """Return a hash of a draft's weights in bfloat16: the same for every type they are loaded in, 16 hex digits.
+
+    An embedding and an LM head do not count, because copies of the target's are dropped when a draft is bound.
+    """
+    digest, factors, shared = hashlib.sha256(), _odd_factors(_CHUNK_WORDS), model.config.shareable
+    for name, value in sorted((name, value) for name, value in model.state_dict().items() if name not in shared):
         digest.update(name.encode())
         _update(digest, value.to(torch.bfloat16) if value.is_floating_point() else value, factors)
     return digest.hexdigest()[:16]

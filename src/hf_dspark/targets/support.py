@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..models.modeling_draft import check_fits, input_device, lm_head_of
+from ..models.borrowing import input_device, lm_head_of
+from ..models.modeling_draft import check_fits
 from .adapters import adapter_obstacle, gives_rows_adapters
 from .int8_outliers import mixes_tokens
 from .recurrent import AttributeMixer, Mixer

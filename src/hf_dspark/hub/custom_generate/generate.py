@@ -40,7 +40,7 @@ class DSparkConfig(PreTrainedConfig):
     """What `config.json` says.
 
     γ is `block_size`, d `hidden_size`, V `vocab_size`, r `markov_rank`. The draft uses the target's embedding and LM
-    head: `embedding_scale`, `logit_scale` and `final_logit_softcapping` repeat what the target does around them.
+    head, or its own; `embedding_scale`, `logit_scale` and `final_logit_softcapping` act around them.
     `target_layer_ids` are the m tapped layers of the target: -1 is the embedding output, i the output of layer i. With
     `sample_from_anchor`, slot k of a block predicts token k+1; without, token k, and the anchor's slot predicts none.
     """
@@ -48,7 +48,7 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
     # Of drafts that were saved before there was a choice.
     draft_vocab_size, embedding_norm, sliding_from_anchor, causal_sliding = None, True, False, False
-    rope_interleaved = False
+    own_embedding = own_lm_head = rope_interleaved = False
 
 
 # ---- Backbone: one parallel pass over the block. DSpark Section 3.1, Eq. 2-3
@@ -178,7 +178,7 @@ class MarkovHead(nn.Module):
 
 
 class DSparkDraftModel(PreTrainedModel):
-    """A draft. It has no embedding, and an LM head only for a pruned vocabulary."""
+    """A draft. It has an embedding and an LM head of its own only if they are not the target's."""
 
     config_class = DSparkConfig
     _supports_sdpa = True
@@ -193,8 +193,10 @@ class DSparkDraftModel(PreTrainedModel):
         if config.enable_confidence_head:
             with_markov = config.confidence_head_with_markov * config.markov_rank
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(size + with_markov, 1)})
+        self.embed_tokens = nn.Embedding(config.vocab_size, size) if config.own_embedding else None
+        num_tokens = config.draft_vocab_size or config.vocab_size * config.own_lm_head
+        self.lm_head = nn.Linear(size, num_tokens, bias=False) if num_tokens else None
         if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rounds: list[tuple[int, int]] = []  # drafted and accepted tokens of each round of the last call
         self.post_init()
@@ -208,12 +210,12 @@ class DSparkDraftModel(PreTrainedModel):
         config, seen = self.config, cache.get_seq_length()
         slots = config.block_size + (not config.sample_from_anchor)
         block_ids = F.pad(anchor, (0, slots - 1), value=config.mask_token_id)
-        embedding = target.get_input_embeddings()
-        block_ids, inside = block_ids[None].to(target.device), hasattr(embedding, "embed_scale")
-        if inside and config.embedding_scale == 1.0:  # Gemma 3 scales inside the module; some drafts read bare rows
-            hidden = F.embedding(block_ids, embedding.weight)
+        embedding, scale = self.embed_tokens or target.get_input_embeddings(), config.embedding_scale
+        block_ids = block_ids[None].to(self.device if self.embed_tokens else target.device)
+        if hasattr(embedding, "embed_scale"):  # Gemma 3 scales inside the module; some drafts read bare rows
+            hidden = F.embedding(block_ids, embedding.weight) if scale == 1.0 else embedding(block_ids)
         else:
-            hidden = embedding(block_ids) * (1.0 if inside else config.embedding_scale)
+            hidden = embedding(block_ids) * scale
         hidden = hidden.to(self.device, self.dtype)
         context = self.hidden_norm(self.fc(features.to(self.device, self.dtype)))  # Eq. 2
         positions = torch.arange(seen, seen + features.shape[1] + slots, device=self.device)
@@ -226,9 +228,8 @@ class DSparkDraftModel(PreTrainedModel):
 
     def base_logits(self, target: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Return U_k `[slots, V]`: what the target's LM head says to h_k."""
-        pruned, cap = self.config.draft_vocab_size is not None, self.config.final_logit_softcapping
-        head = self.lm_head if pruned else target.get_output_embeddings()
-        logits = head(hidden if pruned else hidden.to(target.dtype)).to(hidden) * self.config.logit_scale
+        head, cap = self.lm_head or target.get_output_embeddings(), self.config.final_logit_softcapping
+        logits = head(hidden.to(hidden if self.lm_head else target.dtype)).to(hidden) * self.config.logit_scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def confidence(self, hidden: Tensor, embedding: Tensor | None, slot: int, regime: str) -> float:
