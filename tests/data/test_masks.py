@@ -178,6 +178,13 @@ def test_a_conversation_that_went_through_the_template_trains_its_answers_alone(
     tokenizer = make_tokenizer()
     text = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert tokenize_example({column: text if column == "text" else RENDERED}, tokenizer) == RIGHT
+    vicuna = "{% for m in messages %}{{ ('USER: ' if m.role == 'user' else ' ASSISTANT: ') + m.content }}" + (
+        "{{ eos_token if m.role == 'assistant' }}{% endfor %}{{ ' ASSISTANT:' if add_generation_prompt }}"
+    )
+    other = make_tokenizer(vicuna)
+    said = other.apply_chat_template(TWO_TURNS, tokenize=False)
+    row = {column: said if column == "text" else other.apply_chat_template(TWO_TURNS)["input_ids"]}
+    assert supervised(tokenize_example(row, other), other) == ENDED
     plain = "what <|im_end|> is"
     row = {column: plain if column == "text" else tokenizer(plain)["input_ids"]}
     assert 0 not in tokenize_example(row, tokenizer)["loss_mask"]

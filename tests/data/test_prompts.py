@@ -73,6 +73,16 @@ def test_a_single_prompt_is_refused_where_several_are_needed(prompts):
         read_prompts([])
 
 
+def test_tables_of_prompts_name_the_way_in():
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
+    table = datasets.Dataset.from_list([{"prompt": "what"}])
+    assert read_prompts(table) == read_prompts(table.to_pandas().to_dict("records")) == [Prompt("what")]
+    with pytest.raises(TypeError, match=r"prompts hold several splits \(train\): pass one of them"):
+        read_prompts(datasets.DatasetDict({"train": table}))
+    with pytest.raises(TypeError, match=r"got a DataFrame: pass frame.to_dict\('records'\)"):
+        read_prompts(pandas.DataFrame({"prompt": ["what"]}))
+
+
 def tokens_of(function: str, target, draft, prompts, tokenizer, folder) -> list[list[int]]:
     """Return what a function that takes prompts decodes of them, greedily."""
     options = {"do_sample": False, "max_new_tokens": 8}

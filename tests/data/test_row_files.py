@@ -116,6 +116,7 @@ MESSAGES = [{"role": "user", "content": "what"}]
         ({"messages": [MESSAGES, MESSAGES]}, [MESSAGES, MESSAGES]),
         ({"prompt": ["what", "is"]}, ["what", "is"]),
         ({"turns": ["what", "is"]}, [MESSAGES]),
+        ({"prompt": "what", "data": [1, 2]}, ["what"]),
         ("what", ["what"]),
     ],
 )
@@ -141,6 +142,7 @@ DAMAGED = {
     "null": ("null", "line 1 is no prompt"),
     "nulls": ('{"prompt": null}', "line 1 is no prompt: .*got an object with nothing"),
     "a wrong entry": ('[5, "a"]', None),
+    "a list that is cut": ("[1, 2", "line 1 is not JSON"),
     "an array that is cut": ('[\n{"prompt": "a"},\n{"prompt": ', "line 3 is not JSON"),
     "a comma too many": ('[\n{"prompt": "a"},\n]', "line (2|3) is not JSON"),
 }

@@ -49,6 +49,9 @@ ONE_TURN = {
                                             {"role": "assistant", "text": SAID["content"]}]},
     "JSON in a table": {"messages": json.dumps([ASKED, SAID])},
     "an array": {"messages": np.array([ASKED, SAID], dtype=object)},
+    "columns, as datasets gives sequences": {
+        "messages": {"role": ["user", "assistant"], "content": [ASKED["content"], SAID["content"]]}
+    },
     "prompt and completion": {"prompt": [ASKED], "completion": [SAID]},
     "prompt and chosen": {"prompt": [ASKED], "chosen": [SAID], "rejected": [message("assistant", "no")]},
     "a whole conversation is chosen": {"prompt": "what", "chosen": [ASKED, SAID], "rejected": [ASKED]},
@@ -195,6 +198,19 @@ def test_wishes_that_may_mean_either_are_refused(name):
         tokenize_example({"messages": [ASKED, SAID | {name: True}]}, make_tokenizer())
 
 
+@pytest.mark.parametrize("speaker", ["qwen3-8b", "narrator"])
+def test_a_conversation_without_the_assistant_names_who_speaks_instead(speaker):
+    row = {"conversations": said_by("human", speaker)}
+    with pytest.raises(ValueError, match=f"example 0: no message is the assistant's, but of .'{speaker}'.: call who"):
+        prepare_examples([row], make_tokenizer(), 2, 200)
+
+
+def test_an_answer_that_its_length_ended_has_no_end():
+    tokenizer, row = make_tokenizer(), {"messages": TWO_TURNS, "finish_reason": "length"}
+    assert supervised(tokenize_example(row, tokenizer), tokenizer) == [ENDED[0], "think so"]
+    assert supervised(tokenize_example(row | {"finish_reason": "stop"}, tokenizer), tokenizer) == ENDED
+
+
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
@@ -233,6 +249,7 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
         (message("user", 5), "message 0 has 5 for its content"),
         ({"role": 5, "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
         ({"human": "a", "assistant": "b"}, "message 0 must be a dict with 'role' and 'content'"),
+        ({"role": ["user"], "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
         (message("tool_call", "look at the sky"), "the tool calls of message 0 must not be a text, unless it is JSON"),
         ({"role": "assistant", "tool_calls": [{"function": "look"}]}, "message 0 must call tools by 'name'"),
         ({"role": "assistant", "tool_calls": 5}, "message 0 must call tools by 'name' and 'arguments', got 5"),

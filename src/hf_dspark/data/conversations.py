@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
-from .spellings import Messages, is_supervised, respelt, unseen, without_nones, without_wishes
+from .spellings import ROLES, Messages, is_supervised, respelt, unseen, without_nones, without_wishes
 
 Spans = list[tuple[int, int]]  # first and after the last
 
@@ -31,7 +31,8 @@ class Chat:
 
     @property
     def template(self) -> str | None:
-        return self.tokenizer.chat_template and self.tokenizer.get_chat_template(tools=self._tools)
+        choose = getattr(self.tokenizer, "get_chat_template", None)  # a processor has one template
+        return choose(tools=self._tools) if choose and self.tokenizer.chat_template else self.tokenizer.chat_template
 
     def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Call the chat template; with a conversation respelt if it refuses the usual spelling, or drops a part."""
@@ -94,6 +95,11 @@ class Chat:
         wanted = [place for place, message in enumerate(messages) if is_supervised(place, message)]
         answers = [place for place in wanted if place >= max(first, 1)]
         if not answers:
+            roles = {message["role"] for message in messages}
+            if "assistant" not in roles and (unknown := roles - {*ROLES.values()}):
+                raise ValueError(
+                    f"no message is the assistant's, but of {sorted(unknown)}: call who answers 'assistant'"
+                )
             return [], []
         messages = messages[: answers[-1] + 1]
         whole = self.render(messages)
@@ -271,7 +277,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[tuple[int,
     begun = between.removeprefix(asked.partition("asks\ue000")[2])
     header = os.path.commonprefix([prompt.removeprefix(asked), begun]).strip() or between.strip()
     header_ids, ends = chat.rendered_ids(header), chat.rendered_ids(after.strip())[:1]
-    if not any(map(chat.is_special, header_ids)) or not any(map(chat.is_special, ends)):
+    if not any(map(chat.is_special, ends)) or not (len(header_ids) > 1 or any(map(chat.is_special, header_ids))):
         return None
     return tuple(header_ids), {*ends, tokenizer.eos_token_id}
 

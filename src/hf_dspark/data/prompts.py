@@ -92,6 +92,8 @@ def read_prompts(prompts: Iterable[Any], several_turns: bool = True) -> list[Pro
 
 def several(prompts: Iterable[Any]) -> Iterable[Any]:
     """Return prompts, unless they are a single one: a string would be read letter by letter, an object key by key."""
+    if isinstance(prompts, Mapping) and hasattr(prompts, "column_names"):
+        raise TypeError(f"prompts hold several splits ({', '.join(map(str, prompts))}): pass one of them")
     if isinstance(prompts, str | bytes | Mapping | Prompt) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be several, got {type(prompts).__name__}: pass [prompt] for a single one")
     if hasattr(prompts, "iterrows"):  # its iterator gives the names of the columns

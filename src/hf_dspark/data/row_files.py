@@ -112,7 +112,7 @@ def _read_document(path: str, content: bytes) -> RowFile | None:
         return None
     value, error = _parse(content)
     if error is not None:
-        is_array = first[:1] == b"[" and rest
+        is_array = first.rstrip().endswith((b"[", b"{", b",")) and first[:1] == b"["
         return RowFile([], [Fault(path, getattr(error, "lineno", 1), f"is not JSON: {error}")]) if is_array else None
     rows = _rows_of(value)
     return None if rows is None and not rest else RowFile(list(enumerate(rows or [value], start=1)), [], "entry")
@@ -125,9 +125,9 @@ def _rows_of(value: Any) -> list[Any] | None:
             isinstance(each, dict) and each.keys() & {"role", "from"} for each in value
         )
         return None if is_row else value
-    if name := next((name for name in _ROWS if isinstance(value.get(name), list)), None):
-        return value[name]
     columns = [value[name] for name in value.keys() & _COLUMNS]
+    if not columns and (name := next((name for name in _ROWS if isinstance(value.get(name), list)), None)):
+        return value[name]
     cells = [cell for column in columns for cell in (column[:1] if isinstance(column, list) else [{}])]
     if cells and all(isinstance(cell, str | list) for cell in cells):
         if all(isinstance(each, list) and len(each) == len(columns[0]) for each in value.values()):

@@ -19,7 +19,7 @@ COLUMNS = {
 MEDIA = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
 TEMPLATE_ARGUMENTS = ("documents", "enable_thinking", "thinking", "reasoning_effort")
 _CALLS = ("tool_call", "function_call")
-_ROLES = {
+ROLES = {
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
     **dict.fromkeys(("observation", "tool_response", "function_response"), "tool"),
@@ -54,6 +54,8 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
     if "chosen" in given and not isinstance(given["chosen"], str) and "messages" not in given:
         if not (messages := read_messages(given["chosen"])) or messages[0]["role"] != "assistant":
             given["messages"] = messages  # with the prompt
+    if given.get("finish_reason") == "length":  # as servers say it
+        given.setdefault("finished", False)
     return given
 
 
@@ -74,6 +76,8 @@ def conversation(given: Mapping[str, Any], name: str) -> Messages:
 def read_messages(messages: Any) -> Messages:
     """Return messages as chat templates take them, from OpenAI's spelling, ShareGPT's, and their relatives."""
     messages = parsed(messages, "messages")
+    if isinstance(messages, Mapping) and all(isinstance(column, list) for column in messages.values()):
+        messages = [dict(zip(messages, cells, strict=True)) for cells in zip(*messages.values(), strict=True)]
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
     read: Messages = []
@@ -99,7 +103,7 @@ def _read_message(place: int, given: Any) -> dict[str, Any]:
     says = message.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}
     if not isinstance(role, str) or (name is None and not says):
         raise ValueError(f"message {place} must be a dict with 'role' and 'content', got {shortened(given)}")
-    message = {"role": _ROLES.get(role.lower(), role)} | message
+    message = {"role": ROLES.get(role.lower(), role)} | message
     if name is not None:
         content = message.pop(name)
         message["content"] = content if message["role"] in _CALLS else _read_content(place, message["role"], content)
@@ -162,7 +166,8 @@ def respelt(messages: Messages) -> Iterator[Messages]:
 def _with_json(call: dict[str, Any]) -> dict[str, Any]:
     if "function" in call:
         return call | {"function": _with_json(call["function"])}
-    return call | {"arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    arguments = call["arguments"]
+    return call | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
 
 
 def unseen(messages: Messages, text: str) -> list[tuple[bool, str]]:
