@@ -1,5 +1,6 @@
 """`hf-dspark`: what every command does with a tiny pair, and what it says about models and files that are wrong."""
 
+import csv
 import io
 import itertools
 import json
@@ -456,12 +457,19 @@ def test_a_full_disk_is_named_with_what_is_kept(refusal, monkeypatch):
 
 
 @pytest.mark.parametrize("named", [("index", "prompt", "prompt_ids"), ("index",), ("prompt",)])
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])
 def test_a_prompt_that_is_held_out_is_not_trained_on(named, form):
     told = {"index": range(10), "prompt": [f"what {n}" for n in range(10)], "prompt_ids": [[n, 1] for n in range(10)]}
     rows = [{name: told[name][n] for name in named} | {"text": f"{n} {k}"} for k in range(4) for n in range(10)]
     if form == "parquet":
         pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet("rows.parquet")
+    elif form == "json":
+        Path("rows.json").write_text(json.dumps(rows))
+    elif form == "csv":
+        with open("rows.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
     else:
         Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words = f"train --target target --train_file rows.{form} --output_dir out --eval_rows"

@@ -122,6 +122,8 @@ def test_every_function_that_takes_prompts_reads_all_forms_alike(pair, chat_toke
     found = decoded("messages", HI)
     assert len(found) == 8 and decoded("text", "what is") == found
     assert decoded("question", {"question": "what is"}) == decoded("row", {"messages": TALK}) == found
+    parts = [{"from": "human", "value": [{"type": "text", "text": "what is"}], "loss": None}]
+    assert decoded("ShareGPT", {"conversations": parts}) == decoded("Alpaca", {"instruction": "what is"}) == found
 
 
 def test_files_name_their_faults_and_keep_their_order(tmp_path):

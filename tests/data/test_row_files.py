@@ -133,7 +133,10 @@ DAMAGED = {
     "single quotes": ("{'prompt': 'a'}", "line 1 is not JSON: "),
     "not UTF-8": (b'{"prompt": "\xff"}', "line 1 is not JSON: 'utf-8.* codec can't decode"),
     "a number without end": ('{"input_ids": [%s]}' % ("9" * 5000), "line 1 is not JSON: Exceeds the limit"),
-    "a number beyond all vocabularies": ('{"input_ids": [%s]}' % ("9" * 30), None),
+    "a number beyond all vocabularies": (
+        '{"input_ids": [%s]}' % ("9" * 30),
+        "is no prompt: input_ids must be .* whole",
+    ),
     "brackets without end": ("[" * 100_000, "line 1 is not JSON: "),
     "a list of nothing": ("[]", "holds no prompt"),
     "an object of nothing": ("{}", "line 1 is no prompt: .*got an object with nothing"),

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from hf_dspark.data.conversations import Chat
 from hf_dspark.data.examples import prepare_examples, tokenize_example
@@ -248,6 +250,7 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
         (message("user", [{"type": "text"}]), "message 0 has {'type': 'text'} for its content"),
         (message("user", 5), "message 0 has 5 for its content"),
         ({"role": 5, "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
+        (message("user", "half a pair: \ud83d"), None),
         ({"human": "a", "assistant": "b"}, "message 0 must be a dict with 'role' and 'content'"),
         ({"role": ["user"], "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
         (message("tool_call", "look at the sky"), "the tool calls of message 0 must not be a text, unless it is JSON"),
@@ -256,6 +259,10 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
     ],
 )  # fmt: skip
 def test_messages_that_are_none_are_refused_with_their_place_by_every_door(wrong, words):
+    if words is None:  # JSON can hold it, no tokenizer reads it
+        with pytest.raises(ValueError, match="example 0: the tokenizer refuses .*half a pair"):
+            prepare_examples([{"messages": [wrong, SAID]}], make_tokenizer(), 2, 200)
+        return
     for read in (lambda row: prepare_examples([row], make_tokenizer(), 2, 200), lambda row: read_prompts([row])):
         with pytest.raises(ValueError, match=f"(example|prompt) 0: .*{words}"):
             read({"messages": [wrong, *TWO_TURNS]})
@@ -304,9 +311,14 @@ def test_what_a_template_leaves_out_is_named(template, talk, words):
             render(talk)
 
 
-def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
-    from tokenizers import processors
+def test_a_completion_is_tokenised_as_the_prompt_goes_on():
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate("\u2581=24")}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    row = tokenize_example({"prompt": "2=", "completion": "4"}, PreTrainedTokenizerFast(tokenizer_object=inner))
+    assert row == {"input_ids": [0, 2, 1, 3], "loss_mask": [0, 0, 0, 1]}  # no space before the 4
 
+
+def test_a_tokenizer_that_ends_every_text_does_not_end_a_prompt():
     tokenizer = make_tokenizer(None)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <|im_end|>", special_tokens=[("<bos>", 1), ("<|im_end|>", 4)]

@@ -70,13 +70,16 @@ class Chat:
 
     def rendered_ids(self, text: str) -> list[int]:
         """Tokenise what was rendered; the template wrote the special tokens itself."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._ids(text, add_special_tokens=False)
 
     def text_ids(self, text: str) -> list[int]:
         """Tokenise a text as the tokenizer would, with its special tokens, if it does not begin with them."""
         begun = bool(self.tokenizer.bos_token) and text.startswith(self.tokenizer.bos_token)  # by a template
+        return self._ids(text, add_special_tokens=not begun)
+
+    def _ids(self, text: str, **kwargs: Any) -> list[int]:
         try:
-            return self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+            return self.tokenizer(text, **kwargs)["input_ids"]
         except Exception as error:  # half a surrogate pair is JSON, but no text that can be encoded
             raise ValueError(f"the tokenizer refuses {shortened(text)}: {error}") from error
 

@@ -137,7 +137,9 @@ def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
     if name := next((name for name in ("system", "history") if given.get(name)), None):
         raise ValueError(f"{name!r} stands beside a prompt that is a text: pass 'messages', or a 'question'")
     prompt_ids, end = chat.prompt_ids(prompt), chat.tokenizer.eos_token_id
-    completion_ids = chat.rendered_ids(completion)
+    completion_ids, whole = chat.rendered_ids(completion), chat.prompt_ids(prompt + completion)
+    if whole[: len(prompt_ids)] == prompt_ids:  # no word begins there: some tokenizers begin every text with a space
+        completion_ids = whole[len(prompt_ids) :]
     if end is not None:
         completion_ids = completion_ids[: len(completion_ids) - (completion_ids[-1:] == [end])]
         completion_ids += [end] if finished else []

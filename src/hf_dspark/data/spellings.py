@@ -248,9 +248,9 @@ def integers(name: str, values: Any) -> list[int]:
     given = list(given) if isinstance(given, Iterable) else [given]
     given = given[0] if len(given) == 1 and isinstance(given[0], list) else given
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if given == (whole := [int(value) for value in given]):
+        if given == (whole := [int(value) for value in given]) and max(map(abs, whole), default=0) < 2**63:
             return whole
-    raise ValueError(f"{name} must be a list of whole numbers, got {shortened(values)}")
+    raise ValueError(f"{name} must be a list of whole numbers of 64 bits, got {shortened(values)}")
 
 
 def parsed(value: Any, what: str) -> Any:
