@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors; _NAMES says the same
     from .decoding.hook import decode_with as decode_with
     from .decoding.many import generate_many as generate_many
     from .hub.convert import convert_checkpoint as convert_checkpoint
+    from .hub.inspection import inspect_draft as inspect_draft
     from .measuring.calibrate import calibrate as calibrate
     from .measuring.evaluate import evaluate as evaluate
     from .measuring.profile import profile_throughput as profile_throughput
@@ -62,6 +63,7 @@ _NAMES = {
     "scheduling.options": "DecodingOptions",
     "models.prompt_lookup": "PromptLookup",
     "hub.convert": "convert_checkpoint",
+    "hub.inspection": "inspect_draft",
     "targets.check": "check_target",
     "training.arguments": "DSparkTrainingArguments",
     "training.target_states": "cache_features",

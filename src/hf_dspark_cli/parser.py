@@ -251,6 +251,22 @@ def eval_(parser: ArgumentParser) -> None:
     parser.set_defaults(kept=f"finished turns are kept: {GOES_ON}", kept_in="{result_file}.partial.jsonl")
 
 
+def inspect(parser: ArgumentParser) -> None:
+    """Tell what a draft is, whether it works here, and with a target.
+
+    Reads its config and the headers of its weights, whatever project made it. Shows the format, the kind, the layers,
+    what is read from where and what is ignored, which engines run it and which formats it converts to. A draft that
+    cannot be used is refused with the reason.
+
+    example: hf-dspark inspect examples/gsm8k_pair/draft --target examples/gsm8k_pair/target
+    """
+    add = parser.add_argument
+    add("draft", type=model, metavar="DRAFT", help="Hub id or folder of the draft")
+    add("--target", type=model, metavar="MODEL", help="a target to hold it against")
+    add("--draft_revision", default="main", metavar="REVISION", help="branch, tag or commit on the Hub")
+    _add_layout(parser)
+
+
 def convert(parser: ArgumentParser) -> None:
     """Write a draft in another project's format, or read one.
 
@@ -265,8 +281,7 @@ def convert(parser: ArgumentParser) -> None:
     add("--to", required=True, choices=FORMATS, metavar="FORMAT", help=f"{', '.join(FORMATS[1:])} or {FORMATS[0]}")
     add("--target", type=model, metavar="MODEL", help="its target, which some formats describe or copy from")
     add("--engine", metavar="NAME", help="an engine that must be able to run the result, such as vllm")
-    layout = "of the source, if its files do not say: whether the anchor's slot predicts the first token (anchor)"
-    add("--block_layout", choices=("anchor", "fill_in"), help=layout)
+    _add_layout(parser)
 
 
 def push(parser: ArgumentParser) -> None:
@@ -292,7 +307,7 @@ COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], ...]] = {
     "generate": (generate, regenerate),
     "train": (train,),
     "measure": (calibrate, profile, eval_),
-    "share": (convert, push),
+    "share": (inspect, convert, push),
 }
 
 
@@ -319,6 +334,11 @@ def _add_models(parser: ArgumentParser, without_draft: str = "", decodes: bool =
     add("--top_p", type=share, metavar="P", help="sample among the likeliest tokens that together have probability P")
     add("--min_p", type=share, metavar="P", help="sample among tokens with P times the best one's probability or more")
     add("--seed", type=int, default=0, metavar="N", help="of all draws (%(default)s)")
+
+
+def _add_layout(parser: ArgumentParser) -> None:
+    layout = "if the draft's files do not say: whether the anchor's slot predicts the first token (anchor)"
+    parser.add_argument("--block_layout", choices=("anchor", "fill_in"), help=layout)
 
 
 def _add_target(parser: ArgumentParser) -> None:

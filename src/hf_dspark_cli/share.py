@@ -1,20 +1,31 @@
-"""`hf-dspark convert` and `push`: a draft on its way to others."""
+"""`hf-dspark inspect`, `convert` and `push`: a draft on its way from and to others."""
 
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from hf_dspark.hub import convert, repository
+from hf_dspark.hub import convert, inspection, repository
 
 from . import Console
 from .models import values_of
 
 
-def run_convert(options: Namespace, console: Console) -> bool:
-    layout = {} if options.block_layout is None else {"sample_from_anchor": options.block_layout == "anchor"}
-    report = convert.convert_checkpoint(
-        options.source, options.destination, options.to, options.target, engine=options.engine, **layout
+def run_inspect(options: Namespace, console: Console) -> bool:
+    report = inspection.inspect_draft(
+        options.draft, options.target, sample_from_anchor=_layout(options), revision=options.draft_revision
     )
+    console.show(str(report))
+    console.document(asdict(report))
+    if report.refusal is not None:
+        raise ValueError(report.refusal)
+    return True
+
+
+def run_convert(options: Namespace, console: Console) -> bool:
+    report = convert.convert_checkpoint(
+        options.source, options.destination, options.to, options.target, engine=options.engine,
+        sample_from_anchor=_layout(options),
+    )  # fmt: skip
     console.show(f"{options.destination} holds {', '.join(report.files)}")
     if report.engines:
         console.show(f"checked for {', '.join(report.engines)}")
@@ -22,6 +33,10 @@ def run_convert(options: Namespace, console: Console) -> bool:
         console.show(f"note: {note}")
     console.document(asdict(report) | {"folder": str(report.folder)})
     return True
+
+
+def _layout(options: Namespace) -> bool | None:
+    return None if options.block_layout is None else options.block_layout == "anchor"
 
 
 def run_push(options: Namespace, console: Console) -> bool:

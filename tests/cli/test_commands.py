@@ -352,6 +352,16 @@ def test_warnings_are_one_line_without_the_place_in_the_code(capsys):
     assert told.startswith("warning: a calibration on") and ".py" not in told
 
 
+def test_inspect_tells_what_works_and_refuses_what_does_not(answer, refusal, capsys):
+    told = answer("inspect draft --target target")
+    assert told["refusal"] is None and told["found"]["fits"] == "target" and told["found"]["kind"][0] == "DSpark"
+    assert main(["inspect", "draft"]) == 0
+    assert capsys.readouterr().out.startswith("draft        draft\nformat       hf_dspark (DSparkDraftModel)\n")
+    assert "is no draft in one of the formats" in refusal("inspect target")
+    Path("target/config.json").write_text(Path("target/config.json").read_text().replace("vocab_size", "vocab"))
+    assert "was not made for this target (vocab_size" in refusal("inspect draft --target target")
+
+
 def test_convert_there_and_back_keeps_the_tokens(answer, refusal):
     assert answer("convert --to deepspec --target target draft there")["format"] == "deepspec"
     answer("convert --to hf_dspark there back")

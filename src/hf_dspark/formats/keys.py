@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..files import shortened
-from .fields import Format, Source, look_up
+from .fields import HARMLESS, Format, Source, look_up
 
 # Names by what they are about, and the values that leave layers as they are without the key.
 _COMPUTING = tuple(
@@ -76,3 +76,29 @@ def _unknown(place: str, key: str, value: Any) -> str:
         f"{shown}, and nothing here computes what that means. If it is a remnant that the draft's layers do not read, "
         "as of a copied config, delete the key"
     )
+
+
+def read_from(config: Source, entry: Format) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return where a configuration says our fields, if not under their names, and the keys that nothing reads."""
+    told = {key: place for place, key in _filled(config, entry)}
+    found: dict[str, str] = {}
+    for field in entry.fields:
+        places = [told[key] for key in field.places if key in told]
+        places.sort(key=lambda place: place.rpartition(".")[2] != field.name)  # its own name comes first
+        if places and places[0] != field.name:
+            found[field.name] = places[0]
+    found = dict(sorted(found.items(), key=lambda each: each[1].endswith(f".{each[0]}")))  # other names come first
+    read = {*entry.accepts, *(key for field in entry.fields for key in field.places)}
+    left = (place for key, place in told.items() if key not in read)
+    return found, tuple(place for place in left if place.rpartition(".")[2] not in HARMLESS)
+
+
+def _filled(config: Source, entry: Format, outer: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the places of a configuration that are filled, down to what is read whole, and their unfolded names."""
+    for key, value in config.items():
+        place = f"{outer}{key}"
+        is_split = place in entry.sections or any(each.startswith(f"{place}.") for each in entry.known)
+        if isinstance(value, Mapping) and is_split:
+            yield from _filled(value, entry, f"{place}.")
+        elif value is not None:
+            yield place, key if outer.removesuffix(".") in entry.sections else place

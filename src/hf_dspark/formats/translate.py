@@ -165,7 +165,7 @@ def _not_held(config: PreTrainedConfig, entry: Format) -> list[str]:
         for name, value in entry.constants.items()
         if getattr(config, name, value) != value
     ]
-    return reasons + _reasons(entry.refusals, config)
+    return list(dict.fromkeys(reasons + _reasons(entry.refusals, config)))
 
 
 def engines_of(

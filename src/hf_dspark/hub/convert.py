@@ -95,7 +95,7 @@ def convert_checkpoint(
     if output.resolve() == Path.cwd():  # a new folder takes the place of an empty one
         raise ValueError(f"{output} is the working folder, which cannot be replaced: name another folder")
     if not is_draft(draft):
-        config, tensors = _read_all(draft, target, sample_from_anchor, **hub_kwargs)
+        config, tensors = read_with_copies(draft, target, sample_from_anchor, **hub_kwargs)
     elif hub_kwargs or sample_from_anchor is not None:
         raise ValueError("the draft is loaded already: leave out the arguments that say how to read one")
     else:
@@ -130,15 +130,16 @@ def read_checkpoint(
     It is read from safetensors alone, and checked against its own configuration before it is loaded. Copies of a given
     target's weights are left out. The arguments are those of [`convert_checkpoint`].
     """
-    config, tensors = _read_all(source, target, sample_from_anchor, **hub_kwargs)
+    config, tensors = read_with_copies(source, target, sample_from_anchor, **hub_kwargs)
     _take_copies(config, tensors, target)
     return config, tensors
 
 
-def _read_all(
+def read_with_copies(
     source: str | os.PathLike, target: Target | None, sample_from_anchor: bool | None, **hub_kwargs: Any
 ) -> tuple[DraftConfig, Tensors]:
-    checkpoint = Checkpoint(source, **hub_kwargs)
+    """As [`read_checkpoint`], with what may be copies of the target's weights: only the target's config is read."""
+    checkpoint = Checkpoint.open(source, **hub_kwargs)
     kind = draft_model_type(checkpoint.config)
     if kind not in DRAFTS:
         raise ValueError(

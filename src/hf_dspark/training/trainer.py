@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
@@ -278,21 +278,12 @@ class DSparkTrainer(Trainer):
         self.source.fill([rows])
         return self._packed(rows)
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """As `Trainer`'s, which `evaluate` and `predict` share, with the metrics of blocks besides the loss."""
         self._eval_batches = 0
         self._metrics["eval"].reset()
         with torch.random.fork_rng(devices=[]):
-            loop = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            loop = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         values = self._metrics["eval"].reduced(self.accelerator, self.loss_weights)
         loop.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in values.items()})
         return loop

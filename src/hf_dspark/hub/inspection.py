@@ -1,0 +1,130 @@
+"""What a folder or a repository on the Hub is to this package, told from its config and the headers of its weights."""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..files import shortened
+from ..formats.checkpoint import Checkpoint
+from ..formats.keys import read_from
+from ..formats.tables import OURS
+from ..formats.translate import exports_of, not_exported, recognise, stored_names
+from ..models.auto import DRAFTS
+from ..models.configuration_draft import DraftConfig
+from ..models.modeling_draft import check_fits
+from .card import draft_kind
+from .convert import Target, read_with_copies, target_facts
+
+INTEGERS = ("I64", "I32", "BOOL")
+# What a draft need not borrow, and what becomes of it.
+BROUGHT = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), " (used unless it is the target's)") | {"d2t": ""}
+
+
+@dataclass(frozen=True)
+class DraftReport:
+    """What [`inspect_draft`] found."""
+
+    name: str
+    found: dict[str, Any]  # texts and lists of texts, by what they are about
+    refusal: str | None = None  # why the draft cannot be used, or not with that target; `None` if it can
+
+    def __str__(self) -> str:
+        texts = {about: each if isinstance(each, str) else ", ".join(each) for about, each in self.found.items()}
+        lines = {"draft": self.name} | {about: text for about, text in texts.items() if text}
+        return "\n".join(f"{about:12} {shortened(text, quote=False, size=240)}" for about, text in lines.items())
+
+
+def inspect_draft(
+    draft: str | os.PathLike,
+    target: Target | None = None,
+    *,
+    sample_from_anchor: bool | None = None,
+    **hub_kwargs: Any,
+) -> DraftReport:
+    """Tell what a folder or a repository on the Hub holds, without loading it.
+
+    Of the weights, the headers are read, and which tokens a pruned vocabulary has; of the target, its `config.json`.
+
+    Args:
+        draft (`str` or `PathLike`): A folder, or a repository on the Hub.
+        target (`str`, `PathLike`, `PreTrainedConfig` or `PreTrainedModel`, *optional*): A target to hold it against.
+        sample_from_anchor (`bool`, *optional*): The layout of the blocks, if the files do not say it.
+        hub_kwargs: `revision`, `token`, `subfolder`, ... of the draft.
+
+    Returns:
+        [`DraftReport`]: its `found` has a line for each fact, and `refusal` says why the draft cannot be used.
+
+    Raises:
+        ValueError: If there is no `config.json`, or it is damaged.
+        OSError: If the Hub does not answer.
+
+    Example:
+
+    ```python
+    print(inspect_draft("my-draft", target="Qwen/Qwen3-4B"))
+    ```
+    """
+    checkpoint = _Headers(draft, **hub_kwargs)
+    source, entry = checkpoint.config, recognise(checkpoint.config)
+    name = entry.name if entry else OURS if source.get("model_type") in DRAFTS else "none that is known"
+    classes = source.get("architectures") or [source.get("model_type")]
+    found: dict[str, Any] = {"format": f"{name} ({', '.join(map(str, classes))})"}
+    try:
+        infos = checkpoint.tensors.values()
+        number, dtypes = sum(prod(info.shape) for info in infos), sorted({info.dtype for info in infos})
+        size = sum(os.path.getsize(file) for file in {info.file for info in infos})
+        found["weights"] = f"{number:,} numbers of {', '.join(dtypes)}, {size / 2**20:,.1f} MiB"
+        config, _ = read_with_copies(checkpoint, target, sample_from_anchor)
+        for field in config.shareable.values():  # as if copies of the target's, with which nothing was compared
+            setattr(config, field, False)
+        found |= _described(config, checkpoint)
+        if target is not None:
+            facts = target_facts(target)
+            check_fits(config, facts.config)
+            found["fits"] = str(facts.name_or_path or type(facts.config).__name__)
+    except ValueError as error:
+        return DraftReport(checkpoint.name, found, str(error))
+    return DraftReport(checkpoint.name, found)
+
+
+def _described(config: DraftConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    entry = recognise(checkpoint.config)
+    places, ignored = ({}, ()) if entry is None else read_from(checkpoint.config, entry)
+    layout = {True: "from the anchor", False: "filled in"}.get(getattr(config, "sample_from_anchor", None))
+    head = f"{getattr(config, 'markov_head_type', None)} head of rank {config.markov_rank}"
+    kind = {draft_kind(config): True, f"blocks of {config.block_size}": True, layout: layout, head: config.markov_rank}
+    kind |= {"confidence head": config.enable_confidence_head, "calibrated": config.sts_temperatures}
+    rope, slides = config.rope_parameters, (config.layer_types or []).count("sliding_attention")
+    layers = (
+        f"{config.num_hidden_layers} of {config.num_attention_heads} heads ({config.num_key_value_heads} for keys)"
+    )
+    width = f"{layers} of {config.head_dim}, hidden size {config.hidden_size}, MLP {config.intermediate_size}"
+    windows = f", {slides} with a window of {getattr(config, 'sliding_window', None)}" if slides else ""
+    taps = f"reads layers {', '.join(map(str, config.target_layer_ids))} of {config.num_target_layers or 'some'}"
+    stored = stored_names(checkpoint)
+    runs = () if entry is None else exports_of(config).get(entry.name, ((), ""))[0]
+    return {
+        "kind": [what for what, is_there in kind.items() if is_there],
+        "layers": f"{width}{windows}, rope {rope.get('rope_type', 'default')} with theta {rope['rope_theta']:g}",
+        "target": f"{config.target_model_type or 'a type that is not said'}, {config.vocab_size:,} tokens; {taps}",
+        "brings": [f"{name}{what}" for name, what in BROUGHT.items() if name in stored],
+        "load with": f"hf_dspark.{DRAFTS[config.model_type].__name__}.from_pretrained({checkpoint.name!r})",
+        "read": [f"{ours} from {place}" for ours, place in places.items()],
+        "ignored": [f"{place}: no layer reads it" for place in ignored],
+        "runs in": [OURS, *runs],
+        "converts to": [f"{name} ({'; '.join(able)})" for name, (able, _) in exports_of(config).items() if able],
+        "but not to": not_exported(config),
+    }
+
+
+class _Headers(Checkpoint):
+    """A checkpoint of which weights are read as shapes alone; integers, which say what others mean, as they are."""
+
+    def load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        whole = [name for name in names if self.tensors[name].dtype in INTEGERS]
+        shapes = {name: torch.empty(self.tensors[name].shape, device="meta") for name in names if name not in whole}
+        return shapes | super().load(whole)
