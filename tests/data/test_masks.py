@@ -138,6 +138,7 @@ def test_a_mask_that_claims_what_others_say_is_refused(name):
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
+        ({"text": ["a"], "input_ids": None}, "text must be a string, got"),
         ({"loss_mask": [1, 1, 1]}, r"input_ids \(4 tokens\) and loss_mask \(3\) differ in length"),
         ({"attention_mask": [1]}, r"input_ids \(4 tokens\) and attention_mask \(1\) differ"),
         ({"loss_mask": [0, 0.5, 1, 1]}, "loss_mask must be a list of whole numbers"),
@@ -155,6 +156,11 @@ def test_a_mask_that_claims_what_others_say_is_refused(name):
 def test_masks_that_are_none_are_refused_by_name(columns, words):
     with pytest.raises(ValueError, match=f"example 0: .*{words}"):
         prepare_examples([{"input_ids": [3, 4, 5, 6]} | columns], make_tokenizer(), 2, 200)
+
+
+def test_only_what_all_masks_mark_is_supervised():
+    row = {"input_ids": [3, 4, 5, 6], "loss_mask": [1, 1, 1, 0], "labels": [-100, 4, 5, 6], "tool_mask": [1, 1, 0, 1]}
+    assert tokenize_example(row, make_tokenizer())["loss_mask"] == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor, json.dumps, lambda ids: torch.tensor([ids]), lambda ids: [ids]])

@@ -94,13 +94,15 @@ IN_CONTEXT = {
     "prompt of messages": {"system": "be brief", "prompt": TWO_TURNS[:3], "response": "think so"},
     "instruction and input": {"messages": None, "system": "be brief", "history": [["what is up", "not much"]],
                               "instruction": "is", "input": "it?", "output": "think so"},
+    "prompt and input": {"system": "be brief", "history": '[["what is up", "not much"]]',
+                         "prompt": "is", "input": "it?", "output": "think so"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", IN_CONTEXT)
 def test_system_prompts_and_histories_stand_before_the_conversation(kind):
     tokenizer, talk = make_tokenizer(), [SYSTEM, *TWO_TURNS]
-    if kind == "instruction and input":
+    if kind.endswith("and input"):
         talk[3] = message("user", "is\n\nit?")
     row = tokenize_example(IN_CONTEXT[kind], tokenizer)
     assert row["input_ids"] == tokenizer.apply_chat_template(talk, return_dict=True)["input_ids"]
@@ -227,6 +229,11 @@ def test_an_answer_that_its_length_ended_has_no_end():
         ({"tools": [{"name": "x"}]}, "the chat template of .* does not read tools"),
         ({"documents": [{"text": "x"}]}, "the chat template of .* does not read documents"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be an object"),
+        ({"chat_template_kwargs": {"add_generation_prompt": True}}, "chat_template_kwargs cannot set add_gen"),
+        ({"functions": "look"}, "functions must not be a text, unless it is JSON"), ({"system": 5}, "message 0 has 5"),
+        ({"weight": "0"}, []), ({"train_on_inputs": "False"}, ENDED), ({"weight": "much"}, "weight must not be"),
+        ({"finished": "false"}, [ENDED[0], "think so"]), ({"finished": "True"}, ENDED),
+        ({"loss_mask": [0, 1]}, "loss_mask is of no use without the input_ids or completion_ids that it is about"),
         ({"history": ["a"]}, "history must be a list of .question, answer."),
     ],
 )  # fmt: skip
@@ -237,7 +244,7 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
         return
     with pytest.raises(ValueError, match=f"example 0: {expected}"):
         prepare_examples([row], tokenizer, 2, 200)
-    if columns.keys() & {"images", "audio", "tools", "documents", "chat_template_kwargs", "history"}:
+    if columns.keys() & {"images", "audio", "tools", "functions", "documents", "chat_template_kwargs", "history"}:
         with pytest.raises(ValueError, match=expected):
             token_ids(read_prompts([row])[0], tokenizer)
 
@@ -251,6 +258,7 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
         (message("user", 5), "message 0 has 5 for its content"),
         ({"role": 5, "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
         (message("user", "half a pair: \ud83d"), None),
+        (message("assistant", [{"type": "tool_use", "name": "look"}]), "message 0 has {'type': 'tool_u.*'tool_calls'"),
         ({"human": "a", "assistant": "b"}, "message 0 must be a dict with 'role' and 'content'"),
         ({"role": ["user"], "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
         (message("tool_call", "look at the sky"), "the tool calls of message 0 must not be a text, unless it is JSON"),

@@ -51,15 +51,19 @@ def tokenize_example(
     given = canonical(example)
     tools, kwargs = template_arguments(given)
     chat = Chat(tokenizer, tools, dict(chat_template_kwargs or {}) | kwargs)
-    token_ids, mask = _reader_of(given.keys())(given, chat)
+    read = _reader_of(given.keys())
+    if read not in (_tokenised, _prompt_and_ids) and (
+        alone := [each for each in MASKS if hasattr(given.get(each), "__len__")]
+    ):
+        raise ValueError(f"{alone[0]} is of no use without the input_ids or completion_ids that it is about")
+    token_ids, mask = read(given, chat)
     mask = mask if is_row_wanted(given) else [0] * len(mask)
     return {"input_ids": token_ids[:max_length], "loss_mask": mask[:max_length]}
 
 
 def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
     token_ids = integers("input_ids", given["input_ids"])
-    names = ("loss_mask",) if "loss_mask" in given else (*MASKS, "labels")
-    columns = {name: integers(name, given[name]) for name in (*names, "attention_mask") if name in given}
+    columns = {name: integers(name, given[name]) for name in (*MASKS, "labels", "attention_mask") if name in given}
     for name, column in columns.items():
         if len(column) != len(token_ids):
             raise ValueError(f"input_ids ({len(token_ids)} tokens) and {name} ({len(column)}) differ in length")
@@ -147,6 +151,8 @@ def _prompt_and_completion(given: Mapping[str, Any], chat: Chat) -> Tokens:
 
 
 def _text(given: Mapping[str, Any], chat: Chat) -> Tokens:
+    if not isinstance(given["text"], str):
+        raise ValueError(f"text must be a string, got {shortened(given['text'])}")
     token_ids = chat.text_ids(given["text"])
     return token_ids, _within_answers(token_ids, [1] * len(token_ids), chat, "")
 

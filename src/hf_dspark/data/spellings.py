@@ -49,28 +49,33 @@ def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, others in COLUMNS.items():
         if found := [given[each] for each in (name, *others) if each in given]:
             given[name] = found[0]
-    if given.get("input") and given["question"] is not given["input"]:  # Alpaca's: the instruction's text
-        given["question"] = f"{given['question']}\n\n{given['input']}"
+    if given.get("input") and "completion" not in given:  # Alpaca's: below the instruction
+        asked = "prompt" if given["question"] is given["input"] else "question"
+        if isinstance(given.get(asked), str):
+            given["question"] = given[asked] = f"{given[asked]}\n\n{given['input']}"
     if "chosen" in given and not isinstance(given["chosen"], str) and "messages" not in given:
         if not (messages := read_messages(given["chosen"])) or messages[0]["role"] != "assistant":
             given["messages"] = messages  # with the prompt
     if given.get("finish_reason") == "length":  # as servers say it
         given.setdefault("finished", False)
+    for name in given.keys() & {"finished", "enable_thinking", *_ROW_WISHES, *_ROW_REFUSED}:
+        if isinstance(given[name], str):  # CSV
+            given[name] = parsed(given[name].lower(), name)
     return given
 
 
 def conversation(given: Mapping[str, Any], name: str) -> Messages:
     """Return messages, or a user's, behind the `system` prompt and the `history` that a row gives apart."""
-    messages = [{"role": "user", "content": given[name]}] if isinstance(given[name], str) else given[name]
-    messages = read_messages(given[name] if name == "messages" else messages)
-    history = list(given.get("history") or ())
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in history):
-        raise ValueError(f"history must be a list of [question, answer], got {shortened(history)}")
-    for asked, said in reversed(history):
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}, *messages]
+    is_text = name != "messages" and isinstance(given[name], str)
+    messages = read_messages([{"role": "user", "content": given[name]}] if is_text else given[name])
+    context, history = [], parsed(given.get("history") or [], "history")
     if given.get("system") and (not messages or messages[0]["role"] not in ("system", "developer")):
-        messages = [{"role": "system", "content": given["system"]}, *messages]
-    return messages
+        context.append({"role": "system", "content": given["system"]})
+    for pair in history:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"history must be a list of [question, answer], got {shortened(history)}")
+        context += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
+    return read_messages(context) + messages
 
 
 def read_messages(messages: Any) -> Messages:
@@ -127,7 +132,7 @@ def _read_content(place: int, role: str, content: Any) -> Any:
         else:
             raise ValueError(
                 f"message {place} has {shortened(part, size=60)} for its content or a part of it, and only text is "
-                "read: leave out conversations with images, sound or files"
+                "read: leave the conversation out, or write this as text, and calls of tools as 'tool_calls'"
             )
     return "".join(texts)
 
@@ -194,17 +199,19 @@ def without_wishes(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def template_arguments(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the tools and the other arguments for the chat template that a row brings."""
-    functions = [{"type": "function", "function": function} for function in given.get("functions") or ()]
-    tools = parsed(given.get("tools") or functions or None, "tools")
-    if not isinstance(tools, list | tuple | None):
+    functions = parsed(given.get("functions") or [], "functions")
+    tools = parsed(given.get("tools") or [{"type": "function", "function": each} for each in functions], "tools")
+    if not isinstance(tools, list | tuple):
         raise ValueError(f"tools must be a list of tool descriptions, or that as JSON, got {shortened(tools)}")
     kwargs = parsed(given.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(kwargs, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, got {shortened(kwargs)}")
+    if taken := kwargs.keys() & {"tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}:
+        raise ValueError(f"chat_template_kwargs cannot set {sorted(taken)[0]}: whoever renders decides it")
     own = {name: given[name] for name in TEMPLATE_ARGUMENTS if name in given}
     if not isinstance(own.get("thinking", True), bool):
         del own["thinking"]  # a text
-    return tools, own | without_nones(kwargs)
+    return tools or None, own | without_nones(kwargs)
 
 
 # ---- for the trainer
