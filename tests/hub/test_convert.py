@@ -316,7 +316,7 @@ def test_what_specforge_wrote_is_read_as_it_was_meant(target, changes, expected)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dflash_config": {"projector_type": "domino"}}, "projector_type"),
+        ({"dflash_config": {"projector_type": "lilicorr"}}, "projector_type"),
         ({"shift_label": False}, "contradicts the layout"),
         ({"is_causal": True}, "blocks are causal .* full-attention layers"),
         ({"rope_theta": None}, "lacks 'rope_parameters'"),
@@ -399,7 +399,7 @@ REFUSED = [
     ("deepspec", "llama.cpp", {"markov_head_type": "rnn"}, "vanilla Markov head only"),
     ("sglang", None, HEADS["dflash"], r"would drop the anchor's slot.*markov_rank > 0"),
     ("deepspec", "vllm", HEADS["no_markov"], "would drop the anchor's slot"),
-    ("speculators", "sglang", fill_in(**HEADS["dflash"]), "needs a Markov head"),
+    ("speculators", "sglang", fill_in(**HEADS["dflash"]), "not by 'sglang'"),
     ("speculators", "sglang", {"draft_vocab_size": 20}, "needs the full vocabulary"),
     ("speculators", "sglang", fill_in(markov_head_type="rnn"), "after the anchor's slot"),
     ("sglang", None, {"hidden_act": "gelu"}, "silu only"),

@@ -19,6 +19,7 @@ from .fields import (
     WINDOW_PLACES,
     Field,
     Format,
+    Rules,
     Source,
     TargetFacts,
     architectures,
@@ -95,6 +96,31 @@ def _old_rope_scaling(config: PreTrainedConfig, facts: TargetFacts | None) -> di
     parameters = dict(config.rope_parameters)
     del parameters["rope_theta"]
     return parameters if parameters.get("rope_type", "default") != "default" else None
+
+
+LAYER_RULES: Rules = {
+    "blocks are causal (is_causal, causal or dflash_query_causal), but have full-attention layers, whose slots "
+    "see the whole block here": lambda c: (
+        look_up(c, *_CAUSAL) is True and "full_attention" in (_flat_layer_types(c) or ["full_attention"])
+    ),
+    "use_swa is false, but its layer_types slide": lambda c: c.get("use_swa") is False and slides_there(c),
+    "swa_window_size has no use without use_swa or layer_types that slide: it does not say which do": lambda c: (
+        c.get("swa_window_size") is not None and c.get("use_swa") is None and not slides_there(c)
+    ),
+    "draft_vocab_size differs from vocab_size: this format has no pruned vocabularies": lambda c: (
+        c.get("draft_vocab_size") not in (None, c.get("vocab_size"))
+    ),
+    "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
+        c.get("target_hidden_size") not in (None, c.get("hidden_size"))
+    ),
+}
+LAYOUT_RULES: Rules = {
+    "shift_label or dspark_bonus_anchor contradicts the layout, in which the anchor's slot predicts a token with "
+    "DSpark, and none with DFlash, unless sample_from_anchor says otherwise": lambda c: (
+        c.get("shift_label") not in (None, _is_flat_anchored(c))
+        or c.get("dspark_bonus_anchor") is _is_flat_anchored(c)
+    ),
+}
 
 
 def _head_field(name: str, *reads: str, read: Any, without: Any) -> Field:
@@ -178,29 +204,13 @@ SGLANG = Format(
     accepts={
         "architectures": tuple([name] for name in _ARCHITECTURES),
         "projector_type": (None, "dflash", "dspark"),
+        "attention_mode": (None, "gqa", "mha"),
     },
     unreadable={
-        "blocks are causal (is_causal, causal or dflash_query_causal), but have full-attention layers, whose slots "
-        "see the whole block here": lambda c: (
-            look_up(c, *_CAUSAL) is True and "full_attention" in (_flat_layer_types(c) or ["full_attention"])
-        ),
-        "use_swa is false, but its layer_types slide": lambda c: c.get("use_swa") is False and slides_there(c),
-        "swa_window_size has no use without use_swa or layer_types that slide: it does not say which do": lambda c: (
-            c.get("swa_window_size") is not None and c.get("use_swa") is None and not slides_there(c)
-        ),
-        "draft_vocab_size differs from vocab_size: this format has no pruned vocabularies": lambda c: (
-            c.get("draft_vocab_size") not in (None, c.get("vocab_size"))
-        ),
-        "target_hidden_size differs from the draft's hidden_size; a draft here has the target's width": lambda c: (
-            c.get("target_hidden_size") not in (None, c.get("hidden_size"))
-        ),
+        **LAYER_RULES,
+        **LAYOUT_RULES,
         "dspark_markov_rank differs from markov_rank": lambda c: (
             c.get("dspark_markov_rank") not in (None, c.get("markov_rank"))
-        ),
-        "shift_label or dspark_bonus_anchor contradicts the layout, in which the anchor's slot predicts a token with "
-        "DSpark, and none with DFlash, unless sample_from_anchor says otherwise": lambda c: (
-            c.get("shift_label") not in (None, _is_flat_anchored(c))
-            or c.get("dspark_bonus_anchor") is _is_flat_anchored(c)
         ),
     },
     refusals={
@@ -220,7 +230,7 @@ SGLANG = Format(
         ),
     },
     harmless=(
-        "attention_mode", "draft_vocab_size", "dspark_bonus_anchor", "dspark_fixup_head_type", "dspark_markov_rank",
+        "draft_vocab_size", "dspark_bonus_anchor", "dspark_fixup_head_type", "dspark_markov_rank",
         "eagle_aux_hidden_state_layer_ids", "has_embed_tokens", "has_lm_head", "loss_decay_gamma", "num_anchors",
         "num_aux_layers", "pard_token", "target_hidden_size", "train_embed_tokens",
     ),

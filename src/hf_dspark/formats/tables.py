@@ -7,6 +7,7 @@ Loaders skip keys that they do not know and take defaults for keys that they mis
 from collections.abc import Mapping
 from typing import Any
 
+from .dflash import FLAT_KINDS, speculators_kinds
 from .fields import (
     ASKED,
     COMMON,
@@ -49,10 +50,12 @@ OURS = "hf_dspark"
 
 _NEEDS_MARKOV_HEAD = {
     "as DFlash it would drop the anchor's slot, from which a draft with sample_from_anchor predicts its first token, "
-    "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0
+    "and as DSpark it needs a Markov head (markov_rank > 0)": lambda c: c.markov_rank == 0 and c.sample_from_anchor
 }
 _ONLY_VANILLA = {
-    "it serves the vanilla Markov head only": lambda c: c.markov_rank > 0 and c.markov_head_type != "vanilla"
+    "it serves the vanilla Markov head only": lambda c: (
+        c.markov_rank > 0 and c.markov_head_type not in ("vanilla", "selector")
+    )
 }
 ENGINE_REFUSALS: dict[str, Rules] = {
     "llama.cpp": _ONLY_VANILLA | _NEEDS_MARKOV_HEAD,
@@ -66,6 +69,9 @@ ENGINE_REFUSALS: dict[str, Rules] = {
         "its DFlash layers have the activation silu only": lambda c: c.hidden_act != "silu",
         "it taps layers from 0 on, in ascending order": lambda c: (
             [0, *c.target_layer_ids] != sorted([0, *c.target_layer_ids])
+        ),
+        "its Domino leaves the first draft token to the base logits, and no other": lambda c: (
+            c.markov_head_type == "domino" and c.markov_start != 1
         ),
         "it starts the recurrent head after the anchor's slot": lambda c: (
             not c.sample_from_anchor and c.markov_head_type == "rnn"
@@ -245,6 +251,8 @@ def _speculators_anchored(config: Source) -> bool:
     proposals = look_up(config, "speculators_config.proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else None
     tokens = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if anchored is None and config.get("speculators_model_type") != "dspark":
+        anchored = False  # its DFlash
     if anchored is None and tokens in (slots, slots - 1):
         anchored = tokens == slots
     anchored = config.get(ASKED) if anchored is None else anchored
@@ -257,6 +265,10 @@ def _speculators_anchored(config: Source) -> bool:
             "config=DSparkConfig.from_pretrained(..., sample_from_anchor=...)"
         )
     return anchored
+
+
+def _is_dflash2(config: Source) -> bool:
+    return config.get("speculators_model_type") == "dflash2"
 
 
 def _speculators_taps(config: Source) -> list[int]:
@@ -298,7 +310,7 @@ SPECULATORS = Format(
         Field(
             "causal_sliding",
             "sliding_window_non_causal",
-            read=lambda c: slides_there(c, _LAYERS) and not c.get("sliding_window_non_causal", False),
+            read=lambda c: slides_there(c, _LAYERS) and not c.get("sliding_window_non_causal", _is_dflash2(c)),
             write=lambda c, facts: slides(c) and not c.causal_sliding,
         ),
         Field("sliding_from_anchor", read=lambda c: slides_there(c, _LAYERS), reads=_LAYOUT, write=OMIT),
@@ -408,5 +420,15 @@ TRANSFORMERS = Format(
     engines=("transformers",),
 )
 
-FORMATS = (DEEPSPEC_QWEN3, DEEPSPEC_GEMMA4, DEEPSPEC_EAGLE3, SPECULATORS, SGLANG, TRANSFORMERS)
+# Of several entries of one name, the last one says why none can hold a draft.
+FORMATS = (
+    DEEPSPEC_GEMMA4,
+    DEEPSPEC_QWEN3,
+    DEEPSPEC_EAGLE3,
+    *speculators_kinds(SPECULATORS),
+    SPECULATORS,
+    *FLAT_KINDS,
+    SGLANG,
+    TRANSFORMERS,
+)
 FORMAT_NAMES = (OURS, *dict.fromkeys(entry.name for entry in FORMATS))

@@ -32,8 +32,10 @@ def find_format(name: str, config: PreTrainedConfig) -> Format:
     entries = [entry for entry in FORMATS if (entry.name, entry.model_type) == (name, config.model_type)]
     if not entries:
         raise ValueError(f"the format {name!r} has no place for drafts of the kind {config.model_type!r}")
+    if able := [entry for entry in entries if not _not_held(config, entry)]:
+        return able[0]
     gemma = str(config.target_model_type).startswith("gemma4") and getattr(config, "sandwich_norms", False)
-    return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[0]
+    return DEEPSPEC_GEMMA4 if gemma and DEEPSPEC_GEMMA4 in entries else entries[-1]
 
 
 def read_draft_config(
@@ -55,9 +57,10 @@ def stored_names(checkpoint: Checkpoint) -> dict[str, str]:
     ours = {} if entry is None else {theirs: ours for ours, theirs in entry.renamed.items()}
     found = {}
     for theirs in sorted(checkpoint.tensors):
-        name = ours.get(theirs, theirs)
+        name = theirs
         for pattern, replacement in renames:
             name = re.sub(f"^{pattern}", replacement, name)
+        name = ours.get(name, name)
         found.setdefault(name if name not in checkpoint.tensors else theirs, theirs)
     return found
 
