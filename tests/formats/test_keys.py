@@ -1,16 +1,18 @@
 """Keys of others' configurations: each that changes what layers compute gives another configuration, or is refused."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedConfig, Qwen3Config
 
 from hf_dspark import DSparkConfig
-from hf_dspark.formats.fields import HARMLESS, Format, look_up
+from hf_dspark.formats.fields import HARMLESS, Format, TargetFacts, look_up
 from hf_dspark.formats.keys import _COMPUTING
 from hf_dspark.formats.tables import FORMATS
-from hf_dspark.formats.translate import config_from_format, recognise
+from hf_dspark.formats.translate import config_from_format, config_to_format, find_format, recognise
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FLAT = {
@@ -259,3 +261,95 @@ def test_flat_keys_are_read_at_the_top_and_in_sections(key, expected):
 
 def test_every_format_has_a_base():
     assert {recognise(base).name for base in BASES.values()} == {entry.name for entry in FORMATS} - {"transformers"}
+
+
+# ---- and back
+
+
+FACTS = TargetFacts(Qwen3Config(vocab_size=48, hidden_size=32, num_hidden_layers=4), "tiny/target", 1.0)
+HELD = {
+    "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "intermediate_size": 48, "num_target_layers": 4, "target_layer_ids": [0, 2], "block_size": 5,
+    "markov_rank": 6, "mask_token_id": 47, "target_model_type": "qwen3",
+}  # fmt: skip
+BY_FORMAT = {
+    "transformers": {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    | {"sample_from_anchor": False}
+}
+FIELDS = {
+    "vocab_size": [47 + 2], "hidden_size": [64], "intermediate_size": [64], "num_hidden_layers": [3],
+    "num_attention_heads": [8], "num_key_value_heads": [4], "head_dim": [16], "hidden_act": ["gelu"],
+    "max_position_embeddings": [77], "rms_norm_eps": [1e-4], "attention_bias": [True], "attention_output_bias": [True],
+    "mlp_bias": [True], "attention_dropout": [0.5], "embedding_scale": [2.0], "logit_scale": [0.5],
+    "final_logit_softcapping": [5.0], "block_size": [7], "num_target_layers": [9], "target_layer_ids": [[1], [-1, 2]],
+    "draft_top_k": [4], "mask_token_id": [3], "markov_rank": [9, 0], "attention_scaling": [1.0], "qk_norm": [False],
+    "value_norm": [True], "attention_k_eq_v": [True], "sandwich_norms": [True], "layer_scalar": [True],
+    "markov_head_type": ["gated", "rnn", "selector", "domino"], "enable_confidence_head": [False],
+    "confidence_head_with_markov": [False], "sample_from_anchor": [False, True], "draft_vocab_size": [20],
+    "attention_sinks": [True], "rope_interleaved": [True], "conv_kernel_size": [2],
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 7000.0},
+        {"rope_type": "default", "rope_theta": 7000.0, "partial_rotary_factor": 0.5},
+        {"rope_type": "yarn", "rope_theta": 7000.0, "factor": 2.0, "original_max_position_embeddings": 64},
+    ],
+    "layer_types": [["sliding_attention"] * 2, ["sliding_attention", "full_attention"]],
+    "sliding_window": [9], "causal_sliding": [True], "sliding_from_anchor": [True],
+}  # fmt: skip
+TOGETHER = {
+    "conv_kernel_size": {"conv_group_size": 8}, "markov_rank": {"confidence_head_with_markov": False},
+    "enable_confidence_head": {"confidence_head_with_markov": False},
+    "layer_types": {"sliding_window": 8}, "num_hidden_layers": {"layer_types": None},
+}  # fmt: skip
+SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}
+TOGETHER |= dict.fromkeys(("sliding_window", "causal_sliding", "sliding_from_anchor"), SLIDES)
+# Calibration travels in a file beside the format, tensors tell of weights of the draft's own, the target of a norm in
+# its embedding, and the rest belongs to a field above.
+ELSEWHERE = {
+    "sts_temperatures", "confidence_fits", "sibling_acceptance", "own_embedding", "own_lm_head", "target_model_type",
+    "initializer_range", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "conv_group_size",
+    "markov_start", "markov_state_size", "embedding_norm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["deepspec", "speculators", "sglang", "transformers"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_fact_is_lost_on_the_way_through_a_format(name, format):
+    base = HELD | BY_FORMAT.get(format, {})
+    held = 0
+    for value in FIELDS[name]:
+        try:
+            config = DSparkConfig(**base | TOGETHER.get(name, {}) | {name: value})
+            written = config_to_format(config, find_format(format, config), FACTS)
+        except ValueError:
+            continue  # such a draft is refused
+        entry = recognise(json.loads(json.dumps(written)))
+        back = DSparkConfig.from_dict(config_from_format(written, entry, FACTS))
+        ours, theirs = config.to_diff_dict(), back.to_diff_dict()
+        lost = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+        # Where the format has no place for it, the target says what it is. Without a head, its type means nothing.
+        of_target = {"vocab_size"} if format == "transformers" else set()
+        unused = {"markov_head_type"} if config.markov_rank == 0 else set()
+        assert lost <= {"architectures", "num_target_layers", "target_model_type"} | of_target | unused
+        held += 1
+    if name in ("block_size", "mask_token_id", "rope_parameters", "rms_norm_eps"):
+        assert held
+
+
+def test_every_field_of_a_draft_is_tried():
+    own = {field.name for field in dataclasses.fields(DSparkConfig)}
+    assert own - {field.name for field in dataclasses.fields(PreTrainedConfig)} - ELSEWHERE == FIELDS.keys()
+
+
+@pytest.mark.parametrize(
+    "kinds", [["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]]
+)
+def test_one_set_of_rotary_parameters_is_read_for_all_layers(kinds):
+    full, sliding = {"rope_theta": 1e6, "rope_type": "default"}, {"rope_theta": 1e4, "rope_type": "default"}
+    config = FLAT | {"layer_types": kinds, "sliding_window": 8, "rope_theta": None}
+    config |= {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    if len(set(kinds)) == 2:
+        with pytest.raises(ValueError, match="rope_parameters has sets for full_attention, sliding_attention"):
+            read(config)
+        config["rope_parameters"]["full_attention"] = sliding
+    expected = full if kinds[0] == "full_attention" else sliding
+    assert read(config)["rope_parameters"] == expected

@@ -147,9 +147,10 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 
-def rope(config: Source, prefix: str = "", layer_type: str = "full_attention") -> dict[str, Any]:
+def rope(config: Source, prefix: str = "", layer_type: str | None = None) -> dict[str, Any]:
     """Return rotary parameters, as transformers 5 or its earlier versions write them, or both.
 
+    Of one set per type of layers, that of `layer_type` is taken, or of the one type that the draft's layers have.
     The layers of others' drafts turn whole heads, whatever partial_rotary_factor says: it comes with copies of the
     target's set.
     """
@@ -168,11 +169,20 @@ def rope(config: Source, prefix: str = "", layer_type: str = "full_attention") -
     return filled[0]
 
 
-def _rope_set(config: Source, place: str, layer_type: str) -> dict[str, Any]:
+def _rope_set(config: Source, place: str, layer_type: str | None) -> dict[str, Any]:
     value = look_up(config, place)
     if not isinstance(value, Mapping):
         raise ValueError(f"config.json: {place} must be an object, got {value!r}")
-    entries = {key: each for key, each in _of_text(value.get(layer_type) or value).items() if each is not None}
+    if any(isinstance(each, Mapping) for each in value.values()):
+        own = set(layer_types_there(config, place[: place.rfind(".") + 1]) or ["full_attention"])
+        sets = [value.get(kind) for kind in ([layer_type] if layer_type in value else sorted(own))]
+        if not all(isinstance(each, Mapping) and each == sets[0] for each in sets):
+            raise ValueError(
+                f"config.json: {place} has sets for {', '.join(value)}, and the draft's layers are {', '.join(own)}: "
+                "one set is read, for all layers"
+            )
+        value = sets[0]
+    entries = {key: each for key, each in _of_text(value).items() if each is not None}
     kind = entries.pop("type", "default")
     entries.setdefault("rope_type", "default" if kind == "mrope" else kind)
     if unknown := sorted(entries.keys() - _ROPE_KEYS):

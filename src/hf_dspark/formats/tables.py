@@ -172,7 +172,7 @@ DEEPSPEC_GEMMA4 = Format(
         Field("embedding_scale", read=lambda c: float(integer(c, "hidden_size")) ** 0.5, write=OMIT),
         Field(
             "rope_parameters",
-            read=rope,
+            read=lambda c: rope(c, layer_type="full_attention"),
             reads=ROPE_PLACES,
             write=lambda c, facts: facts.text.rope_parameters | {"full_attention": c.rope_parameters},
         ),

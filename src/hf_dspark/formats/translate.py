@@ -115,8 +115,9 @@ def config_from_format(
         ours["target_model_type"] = None if text is None else text.model_type
     if text is not None:
         ours.setdefault("vocab_size", text.vocab_size)
-        if has_embedding_norm(text.model_type):
-            ours["embedding_norm"] = False
+    # They read the bare table; what that means for an embedding without a norm is the same.
+    if entry.model_type == "dspark" and (text is None or has_embedding_norm(text.model_type)):
+        ours["embedding_norm"] = False
     if (dtype := look_up(config, "dtype", "torch_dtype")) is not None:
         ours["dtype"] = dtype
     return ours | {"model_type": entry.model_type, "architectures": [_CLASS_NAMES[entry.model_type]]}

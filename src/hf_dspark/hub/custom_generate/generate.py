@@ -62,10 +62,8 @@ def rotary_angles(config: DSparkConfig, positions: Tensor) -> tuple[Tensor, Tens
         frequencies = parameters["rope_theta"] ** -(torch.arange(0, size, 2, device=positions.device) / size)
     else:
         frequencies, scaling = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, positions.device)
-    frequencies = frequencies.float()
-    angles = positions[:, None].float() * (
-        frequencies.repeat_interleave(2) if config.rope_interleaved else frequencies.repeat(2)
-    )
+    both = frequencies.repeat_interleave(2) if config.rope_interleaved else frequencies.repeat(2)
+    angles = positions[:, None].float() * both.float()
     return angles.cos() * scaling, angles.sin() * scaling
 
 
@@ -486,7 +484,9 @@ def _check(target: PreTrainedModel, config: DSparkConfig, ids: Tensor, call: Gen
         "targets with a recurrent state": target._is_stateful or kinds - STATELESS,
         "an answer within which rotary frequencies switch": any(crossed),
         "encoder-decoder targets": target.config.is_encoder_decoder,
-        "drafts that read bare embedding rows": not config.embedding_norm,
+        "drafts that read rows without the norm in the target's embedding": (
+            not config.embedding_norm and hasattr(target.get_input_embeddings(), "embed_norm")
+        ),
         "drafts with attention sinks": getattr(config, "attention_sinks", False),
     }
     for what in (what for what, is_asked in unsupported.items() if is_asked):
