@@ -202,6 +202,19 @@ def test_wishes_that_may_mean_either_are_refused(name):
         tokenize_example({"messages": [ASKED, SAID | {name: True}]}, make_tokenizer())
 
 
+def test_rows_of_tables_and_frames_are_read_as_those_of_lists():
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("pandas")
+    rows = [each for name, each in ONE_TURN.items() if name.startswith(("column", "from")) or " and " in name]
+    flags = {"finished": True, "weight": 1.0, "train_on_inputs": False, "images": [], "tools": [], "label": True}
+    for row in (each | flags for each in rows):
+        expected = prepare_examples([row], make_tokenizer(), 2, 200)
+        table = datasets.Dataset.from_list([row | {"text": None}, {"text": "here its columns are null"}])
+        for read in (table, table.with_format("numpy"), table.to_pandas().to_dict("records")):
+            first = next(iter(prepare_examples(read, make_tokenizer(), 2, 200)))
+            assert [{name: list(map(int, values)) for name, values in first.items()}] == expected
+
+
 @pytest.mark.parametrize("speaker", ["qwen3-8b", "narrator"])
 def test_a_conversation_without_the_assistant_names_who_speaks_instead(speaker):
     row = {"conversations": said_by("human", speaker)}
@@ -261,6 +274,7 @@ def test_wishes_of_a_row_are_honoured_or_refused_by_name(columns, expected):
         (message("assistant", [{"type": "tool_use", "name": "look"}]), "message 0 has {'type': 'tool_u.*'tool_calls'"),
         ({"human": "a", "assistant": "b"}, "message 0 must be a dict with 'role' and 'content'"),
         ({"role": ["user"], "content": "a"}, "message 0 must be a dict with 'role' and 'content'"),
+        ({"role": "tool_call", "tool_calls": []}, "message 0 must call tools by 'name'"),
         (message("tool_call", "look at the sky"), "the tool calls of message 0 must not be a text, unless it is JSON"),
         ({"role": "assistant", "tool_calls": [{"function": "look"}]}, "message 0 must call tools by 'name'"),
         ({"role": "assistant", "tool_calls": 5}, "message 0 must call tools by 'name' and 'arguments', got 5"),

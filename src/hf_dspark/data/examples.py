@@ -52,9 +52,8 @@ def tokenize_example(
     tools, kwargs = template_arguments(given)
     chat = Chat(tokenizer, tools, dict(chat_template_kwargs or {}) | kwargs)
     read = _reader_of(given.keys())
-    if read not in (_tokenised, _prompt_and_ids) and (
-        alone := [each for each in MASKS if hasattr(given.get(each), "__len__")]
-    ):
+    alone = [name for name in MASKS if isinstance(given.get(name), list)]
+    if alone and read not in (_tokenised, _prompt_and_ids):
         raise ValueError(f"{alone[0]} is of no use without the input_ids or completion_ids that it is about")
     token_ids, mask = read(given, chat)
     mask = mask if is_row_wanted(given) else [0] * len(mask)
@@ -209,7 +208,7 @@ def prepare_examples(
     datasets = sys.modules.get("datasets")  # imported if one of its objects was passed
     if datasets is not None and isinstance(dataset, datasets.Dataset):
         _reader_of(
-            canonical(dict.fromkeys(dataset.column_names, "")).keys()
+            canonical(dict.fromkeys(dataset.column_names, [])).keys()
         )  # refuses unknown ones before any example is read
         int8, int32 = datasets.Value("int8"), datasets.Value("int32")
         types = datasets.Features({"input_ids": [int32], "loss_mask": [int8], "longest_run": int32})

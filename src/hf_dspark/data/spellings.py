@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from math import isnan
 from typing import Any
 
 from ..files import shortened
@@ -42,7 +43,9 @@ _ROW_REFUSED = {
 
 def canonical(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a row holds by the first of the names of each of its [`COLUMNS`]; only text is read."""
-    given = {name: value for name, value in row.items() if value is not None}
+    given = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+    is_null = {name: value is None or (isinstance(value, float) and isnan(value)) for name, value in given.items()}
+    given = {name: value for name, value in given.items() if not is_null[name]}
     for name in MEDIA:
         if name in given and (not hasattr(given[name], "__len__") or len(given[name])):
             raise ValueError(f"{name!r} is given, and only text is read: leave out rows with images, videos or sound")
@@ -89,7 +92,7 @@ def read_messages(messages: Any) -> Messages:
     for place, given in enumerate(messages):
         message = _read_message(place, given)
         if message["role"] in _CALLS:  # part of the turn that it ends
-            calls = _read_calls(place, message.pop("content"))
+            calls = _read_calls(place, message.pop("content", None))
             message |= {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls]}
             if read and read[-1]["role"] == "assistant":
                 before = read.pop()
@@ -127,7 +130,7 @@ def _read_content(place: int, role: str, content: Any) -> Any:
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind in ("text", "input_text", "output_text") and isinstance(text, str):
             texts.append(text)
-        elif kind in ("thinking", "reasoning") or (role == "tool" and not kind.startswith(MEDIA)):
+        elif kind in ("thinking", "reasoning") or (role == "tool" and not str(kind).startswith(MEDIA)):
             return content
         else:
             raise ValueError(
