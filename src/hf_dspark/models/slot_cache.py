@@ -250,7 +250,9 @@ class SlotCache(Cache):
     def _store(self, name: tuple[int, str], states: torch.Tensor, needed: int) -> torch.Tensor:
         """Return a layer's keys or values, with room for so many slots."""
         store = self._stores.get(name)
-        if store is not None and store.shape[2] >= needed:
+        # As concatenated: another turn may run under autocast, or no longer.
+        dtype = states.dtype if store is None else torch.promote_types(store.dtype, states.dtype)
+        if store is not None and store.shape[2] >= needed and store.dtype == dtype:
             return store
         capacity = needed if store is None else max(needed, int(store.shape[2] * GROWTH))
         capacity = -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -259,7 +261,7 @@ class SlotCache(Cache):
         shape = (self.num_rows, states.shape[1], capacity, states.shape[3])
         try:
             with torch.inference_mode(False):  # a later call may write outside of it
-                grown = states.new_zeros(shape)  # stale slots are masked, but a masked NaN would still be one
+                grown = states.new_zeros(shape, dtype=dtype)  # a masked, stale NaN would still be one
         except RuntimeError as error:
             # The CPU's allocator raises a RuntimeError of its own.
             if not (isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)):
@@ -269,7 +271,7 @@ class SlotCache(Cache):
                 "shorten the prompts or lower max_new_tokens"
             ) from error
         if store is not None:
-            grown[:, :, : store.shape[2]] = store
+            grown[:, :, : store.shape[2]] = store[:, :, :capacity]
         self._stores[name] = grown
         return grown
 

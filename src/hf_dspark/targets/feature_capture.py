@@ -5,6 +5,7 @@ Hooks give the raw outputs of these layers alone, and leave a user's own `output
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class FeatureCapture:
         self._shape: tuple[int, int] | None = None  # rows and tokens of the latest pass
         self._target_layer_ids = list(target_layer_ids)
         self._captured: dict[int, torch.Tensor] = {}
+        self._thread = 0  # that runs the passes: others may run their own at the same time
         self._taps: list[tuple[nn.Module, Callable]] = [
             (layers[0], self._keep_input)
             if layer_id == -1
@@ -33,7 +35,7 @@ class FeatureCapture:
         ]
 
     def attach(self) -> None:
-        decoder, keep_shape = self._counting
+        self._thread, (decoder, keep_shape) = get_ident(), self._counting
         decoder.register_forward_pre_hook(keep_shape, with_kwargs=True)
         for layer_id, (layer, hook) in zip(self._target_layer_ids, self._taps, strict=True):
             if layer_id == -1:
@@ -60,13 +62,16 @@ class FeatureCapture:
 
     def _keep_shape(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        self._shape = next((tuple(each.shape[:2]) for each in given if each is not None), None)
+        if get_ident() == self._thread:
+            self._shape = next((tuple(each.shape[:2]) for each in given if each is not None), None)
 
     def _keep_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._captured[-1] = args[0] if args else kwargs["hidden_states"]
+        if get_ident() == self._thread:
+            self._captured[-1] = args[0] if args else kwargs["hidden_states"]
 
     def _keep_output(self, layer_id: int, module: nn.Module, args: tuple, output: Any) -> None:
-        self._captured[layer_id] = output[0] if isinstance(output, (tuple, list)) else output
+        if get_ident() == self._thread:
+            self._captured[layer_id] = output[0] if isinstance(output, (tuple, list)) else output
 
     def _features_of(self, layer_id: int) -> torch.Tensor:
         """Return one vector for each position, `[B, S, d]`; streams are averaged."""

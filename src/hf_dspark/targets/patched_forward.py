@@ -1,11 +1,17 @@
 """Calls a layer of a target for some rows at a time, within a packed pass: its `forward` is replaced meanwhile."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+
+ELSEWHERE = (
+    "this target is decoding with a DSpark draft in another thread: call it when that is done, or give each thread a "
+    "model of its own"
+)
 
 
 class Replacement:
@@ -15,9 +21,12 @@ class Replacement:
         restore(module)  # what an interrupted pass may have left
         self.own, self.run = module.forward, run
         self.earlier = vars(module).get("forward")  # accelerate's, for example
+        self.thread = threading.get_ident()
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            raise RuntimeError(ELSEWHERE)
         return self.run(self.own, *args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import causal_mask_function
 from ..models.attention import attend_with_extras, fold_mask, grouped_attention
 from ..models.slot_cache import SlotCache, SlotLayout
 from .feature_capture import FeatureCapture
+from .patched_forward import ELSEWHERE
 from .support import TargetSupport
 
 NAME = "hf_dspark_slots"
@@ -171,8 +172,5 @@ class PackedTarget:
 def _running_pass() -> _Pass:
     running = _running.get()
     if running is None:
-        raise RuntimeError(
-            "this target is decoding with a DSpark draft in another thread: call it when that is done, or give each "
-            "thread a model of its own"
-        )
+        raise RuntimeError(ELSEWHERE)
     return running
