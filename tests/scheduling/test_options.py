@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_dspark import DecodingOptions, DSparkConfig, FullBlock, Scheduler
+from hf_dspark import ConfidenceThreshold, DecodingOptions, DSparkConfig, FullBlock, Scheduler
 
 
 def test_what_is_no_policy_is_refused_by_name():
@@ -12,6 +12,28 @@ def test_what_is_no_policy_is_refused_by_name():
             DecodingOptions(policy=wrong)
     with pytest.raises(TypeError, match="got the class Scheduler: call it"):
         DecodingOptions(policy=Scheduler)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [
+        (DecodingOptions, {"trees": "no"}),
+        (DecodingOptions, {"prompt_lookup": 0}),
+        (DecodingOptions, {"domain": 3}),
+        (DecodingOptions, {"observer": "print"}),
+        (DecodingOptions, {"use_transformers_loop": "false"}),
+        (ConfidenceThreshold, {"threshold": "0.5"}),
+        (ConfidenceThreshold, {"threshold": 0.5, "cumulative": 2}),
+        (Scheduler, {"num_nodes": 3, "trees": "no"}),
+        (Scheduler, {"num_nodes": 3, "skip": None}),
+    ],
+)
+def test_options_of_another_type_are_refused_by_name_at_once(make, wrong):
+    name, value = next(reversed(wrong.items()))
+    with pytest.raises(TypeError, match=f"{name} of {make.__name__} must be .*, got {value!r}"):
+        make(**wrong)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tree'"):
+        make(tree=False)
 
 
 @pytest.mark.parametrize("name", ["policy", "domain", "observer", "other_tokens", "use_transformers_loop"])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from ..files import shortened
-from .policies import Policy
+from .policies import Policy, require_types
 from .rounds import RoundOutcome
 
 
@@ -28,8 +28,8 @@ class DecodingOptions:
             a time; for comparison.
 
     Raises:
-        TypeError: If `policy` is no policy.
-        ValueError: If `other_tokens` is no number of tokens.
+        TypeError: If an option is of another type.
+        ValueError: If `other_tokens` is no number of tokens, or `trees` is given beside a policy.
 
     Example:
 
@@ -60,6 +60,8 @@ class DecodingOptions:
             raise ValueError(
                 f"trees={self.trees} chooses the default policy, got policy={shortened(self.policy)}, too: drop one"
             )
+        flags = {"prompt_lookup": bool, "use_transformers_loop": bool, "trees": bool | None}
+        require_types(self, **flags, domain=str | None, observer=Callable | None)
         if not callable(self.other_tokens):
             self.tokens_of_others()
 

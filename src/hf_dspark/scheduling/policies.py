@@ -10,11 +10,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 
-from ..files import plain_json
+from ..files import plain_json, shortened
 from .costs import Load, ThroughputTable
 from .ranking import survival
 from .rounds import RoundOutcome
@@ -110,6 +111,14 @@ class Policy:
         return {"name": type(self).__name__, **plain_json(named)}
 
 
+def require_types(holder: Any, **kinds: Any) -> None:
+    """Raise a `TypeError` for an attribute of another kind."""
+    for name, kind in kinds.items():
+        if not isinstance(value := getattr(holder, name), kind):
+            needed = getattr(kind, "__name__", kind)
+            raise TypeError(f"{name} of {type(holder).__name__} must be {needed}, got {shortened(value)}")
+
+
 @dataclass(frozen=True)
 class FullBlock(Policy):
     """Verify every drafted token.
@@ -147,6 +156,7 @@ class ConfidenceThreshold(Policy):
     cumulative: bool = False
 
     def __post_init__(self) -> None:
+        require_types(self, threshold=Real, cumulative=bool)
         if not (math.isfinite(self.threshold) and 0.0 <= self.threshold <= 1.0):
             raise ValueError(f"assistant_confidence_threshold must lie in [0, 1], got {self.threshold}")
 

@@ -8,13 +8,14 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 import torch
 
 from ..sampling.drafts import DraftTrees
 from .costs import Load, ThroughputTable
-from .policies import Policy
+from .policies import Policy, require_types
 from .ranking import Ranking, first_drop
 from .rounds import RoundOutcome
 from .tree_plans import BELOW_EXPECTATION, MOST_NODES, BudgetPlan, SiblingAcceptance, TreePlan
@@ -92,6 +93,7 @@ class Scheduler(Policy):
             self.num_nodes = NUM_NODES
         if not (isinstance(self.num_nodes, int) and 1 <= self.num_nodes <= MOST_NODES):
             raise ValueError(f"num_nodes must be a whole number from 1 to {MOST_NODES}, got {self.num_nodes!r}")
+        require_types(self, trees=bool | None, skip=bool, lag=int, tpot_seconds=Real | None)
         if self.lag < 0 or (self.lag and self.trees):
             raise ValueError(f"lag must be 0, or a number of rounds with trees=False, got lag={self.lag}")
         limit = self.tpot_seconds
