@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import processors
-from transformers import BatchEncoding
+from transformers import BatchEncoding, ProcessorMixin
 
 import hf_dspark
 from hf_dspark.data.prompts import (
@@ -38,6 +38,10 @@ TALK = [*HI, {"role": "assistant", "content": "up"}]
         (torch.tensor([[5, 6]]), Prompt([5, 6])),
         (np.array([5, 6]), Prompt([5, 6])),
         (BatchEncoding({"input_ids": [5, 6], "attention_mask": [1, 1]}), Prompt([5, 6])),
+        ({"input_ids": torch.tensor([[0, 0, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1, 1]])}, Prompt([5, 6])),
+        ({"input_ids": torch.tensor([[5, 6]])}, Prompt([5, 6])),
+        ({"input_ids": [5, 6, 0], "attention_mask": [True, True, False]}, Prompt([5, 6])),
+        ({"prompt": "up", "attention_mask": [0, 1]}, Prompt("up")),
         (Prompt("up"), Prompt("up")),
     ],
 )
@@ -58,6 +62,8 @@ def test_prompts_come_in_many_forms(row, prompt):
         ({"turns": []}, "'turns' must be a list of strings"),
         (TALK[1:], "no message before the answer"),
         ([{"role": "user"}], "message 0 must be a dict with 'role' and 'content'"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 1]}, "attention_mask has 2 places for 3 tokens"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "the prompt is empty"),
     ],
 )
 def test_what_is_no_prompt_is_named_with_its_place(row, message):
@@ -99,6 +105,17 @@ def tokens_of(function: str, target, draft, prompts, tokenizer, folder) -> list[
     return [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
 
 
+class TextsAndImages(ProcessorMixin):
+    """A processor as multimodal models have them: it calls its first argument images, and has no added tokens."""
+
+    attributes = ["tokenizer"]
+    tokenizer_class = "PreTrainedTokenizerFast"
+
+    def __call__(self, images=None, text=None, **kwargs):
+        assert images is None, "images are not texts"
+        return self.tokenizer(text, **kwargs)
+
+
 FUNCTIONS = ("generate_many", "regenerate", "evaluate", "calibrate")
 
 
@@ -120,6 +137,10 @@ def test_every_function_that_takes_prompts_reads_all_forms_alike(pair, chat_toke
         return tokens_of(function, *pair, [prompt] * 8, chat_tokenizer, tmp_path / name)
 
     found = decoded("messages", HI)
+    chat_tokenizer = TextsAndImages(tokenizer := chat_tokenizer, chat_template=chat_tokenizer.chat_template)
+    assert decoded("processor", "what is") == found
+    tokenizer.chat_template = None  # it is the processor's alone
+    assert decoded("template", "what is") == found and tokenizer.chat_template is None
     assert len(found) == 8 and decoded("text", "what is") == found
     assert decoded("question", {"question": "what is"}) == decoded("row", {"messages": TALK}) == found
     parts = [{"from": "human", "value": [{"type": "text", "text": "what is"}], "loss": None}]

@@ -1,6 +1,7 @@
 """Conversations through a chat template: to tokens, and to which of them the target wrote."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -20,11 +21,20 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 _BEGIN, _END, _OTHERS, _CONTEXT = (f"\ue000{word}\ue000" for word in ("begin", "end", "others", "context"))
 
 
+def tokenizer_of(processing_class: Any) -> Any:
+    """Return the tokenizer of a processor of texts and images, with the chat template of either."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if tokenizer is not processing_class and not tokenizer.chat_template:
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = processing_class.chat_template
+    return tokenizer
+
+
 class Chat:
     """A tokenizer's chat template with the tools and arguments of one example or prompt."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Any, kwargs: Mapping[str, Any]) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = tokenizer_of(tokenizer)
         self._tools = without_nones(tools) or None
         self._kwargs = without_nones(kwargs)
         self._name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__

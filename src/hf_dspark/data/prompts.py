@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
-from .conversations import Chat
+from .conversations import Chat, tokenizer_of
 from .row_files import Fault, RowFile, read_rows
 from .spellings import canonical, conversation, integers, read_messages, template_arguments
 
@@ -71,8 +71,11 @@ def read_prompt(row: Any, several_turns: bool = True) -> Prompt:
         if later and not several_turns:
             raise ValueError("has several turns, which evaluate and calibrate answer: give 'messages' here")
     if name == "input_ids":
-        kept = integers("attention_mask", given.get("attention_mask", [1] * len(value)))
-        value = list(itertools.compress(integers(name, value), kept)) if len(value) == len(kept) else value
+        token_ids = integers(name, value)
+        kept = integers("attention_mask", given.get("attention_mask", [1] * len(token_ids)))
+        if len(kept) != len(token_ids):
+            raise ValueError(f"attention_mask has {len(kept)} places for {len(token_ids)} tokens of 'input_ids'")
+        value = list(itertools.compress(token_ids, kept))
     tools, kwargs = template_arguments(given)
     prompt = Prompt(_content(value), tuple(later), tools, kwargs or None)
     return as_messages(prompt) if name == "turns" else prompt
@@ -151,7 +154,8 @@ def as_chat(prompt: Prompt, processing_class: PreTrainedTokenizerBase | None) ->
     if prompt.is_token_ids or (is_text and not has_template):
         return prompt
     if has_template:
-        special = tuple(str(each) for each in processing_class.added_tokens_decoder.values() if each.special)
+        added = tokenizer_of(processing_class).added_tokens_decoder
+        special = tuple(str(each) for each in added.values() if each.special)
         return prompt if is_text and prompt.content.startswith(special) else as_messages(prompt)
     return replace(prompt, content=BETWEEN_TURNS.join(str(message.get("content") or "") for message in prompt.content))
 

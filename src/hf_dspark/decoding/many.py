@@ -12,6 +12,7 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
+from ..data.conversations import tokenizer_of
 from ..data.prompts import FormError, as_chat, several, token_ids
 from ..data.prompts import read_prompt as as_prompt
 from ..models.auto import require_pair
@@ -148,7 +149,8 @@ class _Queue:
         batch_size: int,
         options: dict[str, Any],
     ) -> None:
-        self._target, self._tokenizer, self._batch_size = target, tokenizer, batch_size
+        self._tokenizer = tokenizer = tokenizer_of(tokenizer)
+        self._target, self._batch_size = target, batch_size
         self._total = len(prompts) if isinstance(prompts, Sized) else None
         self._prompts = enumerate(prompts)
         self._running: list[_Job] = []

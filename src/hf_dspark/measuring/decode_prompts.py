@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import MaxLengthCriteria
 from transformers.utils.logging import tqdm
 
+from ..data.conversations import tokenizer_of
 from ..data.prompts import Prompt, next_turn, token_ids
 from ..decoding.call import effective_config
 from ..decoding.many import generate_many
@@ -179,7 +180,7 @@ class _Driver:
         if self.config.max_new_tokens is None:
             options["max_length"] = None
         if self.config.stop_strings:
-            options.setdefault("tokenizer", self.processing_class)
+            options.setdefault("tokenizer", tokenizer_of(self.processing_class))
         seed = int(digest([self.seed, *call[0].key]), 16) >> 1
         plain = timed_call(self.target, call, seed, **options) if self.compare_plain else [None] * len(call)
         drafted = timed_call(self.target, call, seed, self.draft, **options)

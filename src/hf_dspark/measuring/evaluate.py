@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cpu import fast_linears
+from ..data.conversations import tokenizer_of
 from ..data.prompts import Prompt, PromptFile, as_chat, read_prompt_file, several, token_ids, with_thinking
 from ..decoding.call import effective_config
 from ..decoding.many import refuse_made_here
@@ -221,7 +222,7 @@ def _settings(
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the settings that an unfinished run must share to be continued; long values by their hash."""
-    origin, drafting = provenance(target.device), None
+    origin, drafting, tokenizer = provenance(target.device), None, tokenizer_of(processing_class)
     if draft is not None:
         config = draft.config.to_dict() | {"_name_or_path": ""}
         drafting = digest([config, draft.decoding.domain, draft.decoding.use_transformers_loop])
@@ -231,7 +232,7 @@ def _settings(
         "draft": None if draft is None else fingerprint(draft),
         "draft_config": drafting,
         "generation_config": digest({**target.generation_config.to_diff_dict(), "transformers_version": ""}),
-        "tokenizer": digest([processing_class.chat_template, processing_class.get_vocab()]),
+        "tokenizer": digest([tokenizer.chat_template, tokenizer.get_vocab()]),
         "options": {name: plain_json(value) for name, value in sorted(options.items())},
         **{name: origin[name] for name in ("device", "threads", "hf_dspark", "torch", "transformers")},
     }
