@@ -73,10 +73,10 @@ def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, content)
 def test_files_that_cannot_be_written_are_named_as_the_user_knows_them(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for write, wrong in (
-        (lambda path: Journal(path, SETTINGS).append({}), "File exists: '.*/file'"),
+        (lambda path: Journal(path, SETTINGS).append({}), "run.jsonl cannot be written .*/file is read-only, or no"),
         (lambda path: replace_text(path, "text"), "Not a directory: '.*/file/run.jsonl'"),
     ):
-        with pytest.raises(OSError, match=wrong):
+        with pytest.raises((OSError, ValueError), match=wrong):
             write(tmp_path / "file" / "run.jsonl")
         with monkeypatch.context() as patch:
             patch.setattr(Path, "write_text", full_disk)
@@ -114,3 +114,14 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
         replace_text(pipe, "text")
         assert read.result(timeout=10) == "text" and pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_place_that_is_read_only_is_named_before_any_work(path, monkeypatch):
+    locked = {path.parent}
+    monkeypatch.setattr("os.access", lambda place, mode: place not in locked)  # the superuser may write anywhere
+    with pytest.raises(ValueError, match="other.jsonl cannot be written .*/deep is read-only"):
+        Journal(path.parent / "other.jsonl", SETTINGS)
+    assert len(Journal(path, SETTINGS).entries) == 3
+    locked.add(path)
+    with pytest.raises(ValueError, match="run.jsonl cannot be written"):
+        Journal(path, SETTINGS)

@@ -26,6 +26,7 @@ class Journal:
         self.path = Path(path)
         if self.path.is_dir():
             raise ValueError(f"{self.path} is a folder: name a file in it")
+        require_writable(self.path)
         self.entries: list[Any] = []
         self._settings_path = self.path.with_name(f"{self.path.name}.settings.json")
         self._settings = json.loads(json.dumps(settings))
@@ -74,6 +75,13 @@ class Journal:
             with self.path.open("rb") as lines, rewritten.open("wb") as copy:
                 copy.writelines(line for number, line in enumerate(lines, 1) if number not in dropped)
             rewritten.replace(self.path)
+
+
+def require_writable(path: Path) -> None:
+    """Raise a `ValueError` if a file cannot be written there: before the work that it is to hold."""
+    place = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not os.access(place, os.W_OK) or (place != path and not place.is_dir()):
+        raise ValueError(f"{path} cannot be written ({place} is read-only, or no folder): name another place")
 
 
 def differences(known: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

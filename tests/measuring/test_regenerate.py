@@ -108,8 +108,9 @@ def test_prompts_are_rendered_as_they_were_given(run, tokenizer, monkeypatch):
 def test_the_targets_own_recommendation_is_followed(run, target, monkeypatch):
     for name, value in {"do_sample": False, "max_new_tokens": 3, "eos_token_id": 5}.items():
         monkeypatch.setattr(target.generation_config, name, value)
-    lines = run(options={"pad_token_id": 0})
-    assert all(len(line["completion_ids"]) <= 3 for line in lines.values())
+    for name, options in (("a", {}), ("none", {"max_new_tokens": None})):
+        lines = run(name=name, options={"pad_token_id": 0} | options)
+        assert all(len(line["completion_ids"]) <= 3 for line in lines.values())
     with pytest.raises(ValueError, match="num_samples=2, but decoding is greedy"):
         run(name="b", num_samples=2, options={"pad_token_id": 0})
 

@@ -95,6 +95,8 @@ def regenerate(
     cures = {"max_length": "use max_new_tokens", "num_return_sequences": "use num_samples"}
     refuse_made_here("regenerate", target, generate_kwargs, **cures)
     read, options = read_prompts(prompts, several_turns=False), dict(generate_kwargs)
+    if options.get("max_new_tokens", 0) is None:
+        del options["max_new_tokens"]
     config = effective_config(target, options)
     if config.max_new_tokens is None and config.max_length in (None, UNCHOSEN_LENGTH):
         options["max_new_tokens"] = config.max_new_tokens = DEFAULT_NEW_TOKENS
