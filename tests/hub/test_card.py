@@ -76,7 +76,7 @@ def test_a_card_begins_with_what_it_speeds_up_by_how_much_and_how_it_is_used(dra
     ("kind", "found", "headline"),
     [
         ("acceptance", ACCEPTANCE, "**2.00 to 3.46 tokens** per pass of the target. Its speed was not measured"),
-        ("training", TRAINING, "**4.29 tokens** per pass of the target, as estimated on held-out rows of its"),
+        ("training", TRAINING, "**4.29 tokens** per pass of the target, as estimated on held-out examples of its"),
         ("calibration", CALIBRATION, "its speed was not measured for this card."),
     ],
 )
@@ -120,8 +120,8 @@ def test_every_number_that_a_reader_looks_for_is_shown(draft, write):
     assert row in parts["Accepted tokens"] and r"| a \| b |" in parts["Accepted tokens"]
     assert "| greedy | 600 | 5.0 % | 1.5 % | 0.81 |" in parts["Calibration of the confidences"]
     for line in (
-        "| num_rows | 14946 |", "| steps | 4149 |", "| `learning_rate` | 0.0006 |",
-        "| tau, estimated on held-out rows | 4.29 |", "position, estimated on held-out rows | 0.81 0.70 |",
+        "| examples | 14946 |", "| steps | 4149 |", "| `learning_rate` | 0.0006 |",
+        "| tau, estimated on held-out examples | 4.29 |", "position, estimated on held-out examples | 0.81 0.70 |",
     ):  # fmt: skip
         assert line in parts["Training"]
 
@@ -182,11 +182,12 @@ def test_a_card_of_a_trained_draft_says_what_the_training_brought(draft, write):
     before = {"eval_tau": 3.81, "eval_acceptance_1": 0.7, "eval_acceptance_2": 0.6, "eval_loss": 1.25}
     after = TRAINING["metrics"] | {"eval_loss": 0.5}
     parts = sections(model_card(draft, [write("training", TRAINING | {"before": before, "metrics": after})]))
-    assert "**4.29 tokens** per pass of the target, as estimated on held-out rows of its training" in parts[""]
+    assert "**4.29 tokens** per pass of the target, as estimated on held-out examples of its training" in parts[""]
     assert "(3.81 before it)" in parts[""]
     for line in (
-        "| tau, estimated on held-out rows | 3.81 before, 4.29 after |", "| loss on held-out rows | 1.25 before, 0.50",
-        "| acceptance by position, estimated on held-out rows | 0.70 0.60 before, 0.81 0.70 after |",
+        "| tau, estimated on held-out examples | 3.81 before, 4.29 after |",
+        "| loss on held-out examples | 1.25 before, 0.50",
+        "| acceptance by position, estimated on held-out examples | 0.70 0.60 before, 0.81 0.70 after |",
     ):  # fmt: skip
         assert line in parts["Training"]
     metrics = {"loss": 0.75, "tau": 3.5, "acceptance_1": 0.8, "learning_rate": 0.0}
@@ -199,8 +200,8 @@ def test_a_card_says_what_was_found_on_each_set_of_held_out_rows(draft, write):
     parts = sections(model_card(draft, [write("training", TRAINING | {"metrics": metrics})]))
     assert "**2.50 to 3.50 tokens** per pass" in parts[""]
     for line in (
-        "tau, estimated on held-out rows of code | 2.50", "tau, estimated on held-out rows of math | 3.50",
-        "loss on held-out rows of math | 0.75", "position, estimated on held-out rows of code | 0.50",
+        "tau, estimated on held-out examples of code | 2.50", "tau, estimated on held-out examples of math | 3.50",
+        "loss on held-out examples of math | 0.75", "position, estimated on held-out examples of code | 0.50",
     ):  # fmt: skip
         assert f"{line} |" in parts["Training"]
 

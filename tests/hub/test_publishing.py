@@ -86,7 +86,7 @@ def test_every_set_of_held_out_rows_is_reported(trained):
     card = Path(trained.args.output_dir, "README.md").read_text()
     for name in ("code", "math"):
         assert result["metrics"][f"eval_{name}_tau"] >= 1.0 and result["before"][f"eval_{name}_tau"] >= 1.0
-        assert f"| tau, estimated on held-out rows of {name} |" in card
+        assert f"| tau, estimated on held-out examples of {name} |" in card
 
 
 def test_settings_of_an_interrupted_evaluation_are_left_alone(trained):

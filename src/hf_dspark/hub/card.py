@@ -130,7 +130,7 @@ def _agreed_target(results: list[dict], name: str | None) -> tuple[str | None, s
 def _sets(training: dict) -> dict[str, str]:
     """Return the names of the sets that a training was evaluated on, by the prefix of their metrics."""
     prefixes = [name[:-3] for name in training["metrics"] if name.startswith("eval_") and name.endswith("_tau")]
-    return {prefix: " of ".join(filter(None, ("held-out rows", prefix[5:-1]))) for prefix in prefixes}
+    return {prefix: " of ".join(filter(None, ("held-out examples", prefix[5:-1]))) for prefix in prefixes}
 
 
 # ---- what the card says
@@ -145,7 +145,7 @@ def _headline(decoded: list[Decoded], training: list[dict]) -> str:
             _span(result.get(part, {}).get(f"{prefix}tau") for result in training for prefix in _sets(result))
             for part in ("before", "metrics")
         )
-        how = f", as estimated on held-out rows of its training{f' ({then} before it)' if then else ''}"
+        how = f", as estimated on held-out examples of its training{f' ({then} before it)' if then else ''}"
     if not tau:
         return "its speed was not measured for this card."
     return f"**{tau} tokens** per pass of the target{how}. Its speed was not measured for this card."
@@ -159,7 +159,8 @@ def _span(values: Iterable[float | None]) -> str:
 
 def _training_facts(result: dict) -> dict[str, str]:
     metrics, before, arguments = result["metrics"], result.get("before", {}), result["arguments"]
-    facts = {name: result[name] for name in ("data", "num_rows", "steps") if name in result}
+    shown = {"data": "data", "num_rows": "examples", "steps": "steps"}
+    facts = {title: result[name] for name, title in shown.items() if name in result}
     facts |= {f"`{name}`": arguments[name] for name in SHOWN_ARGUMENTS if name in arguments}
     titles = {"loss": "loss on", "tau": "tau, estimated on", "acceptance": "acceptance by position, estimated on"}
     for prefix, where in (_sets(result) or {"": "the last batches"}).items():
