@@ -28,10 +28,7 @@ class FeatureCapture:
         self._captured: dict[int, torch.Tensor] = {}
         self._thread = 0  # that runs the passes: others may run their own at the same time
         self._taps: list[tuple[nn.Module, Callable]] = [
-            (layers[0], self._keep_input)
-            if layer_id == -1
-            else (layers[layer_id], partial(self._keep_output, layer_id))
-            for layer_id in self._target_layer_ids
+            (layers[max(0, layer_id)], partial(self._keep, layer_id)) for layer_id in self._target_layer_ids
         ]
 
     def attach(self) -> None:
@@ -65,13 +62,12 @@ class FeatureCapture:
         if get_ident() == self._thread:
             self._shape = next((tuple(each.shape[:2]) for each in given if each is not None), None)
 
-    def _keep_input(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _keep(self, layer_id: int, module: nn.Module, args: tuple, found: Any) -> None:
+        """Keep a layer's output; before layer 0, what it is given: then `found` are its keyword arguments."""
         if get_ident() == self._thread:
-            self._captured[-1] = args[0] if args else kwargs["hidden_states"]
-
-    def _keep_output(self, layer_id: int, module: nn.Module, args: tuple, output: Any) -> None:
-        if get_ident() == self._thread:
-            self._captured[layer_id] = output[0] if isinstance(output, (tuple, list)) else output
+            if layer_id == -1:
+                found = args[0] if args else found["hidden_states"]
+            self._captured[layer_id] = found[0] if isinstance(found, (tuple, list)) else found
 
     def _features_of(self, layer_id: int) -> torch.Tensor:
         """Return one vector for each position, `[B, S, d]`; streams are averaged."""
