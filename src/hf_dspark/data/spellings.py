@@ -84,8 +84,10 @@ def conversation(given: Mapping[str, Any], name: str) -> Messages:
 def read_messages(messages: Any) -> Messages:
     """Return messages as chat templates take them, from OpenAI's spelling, ShareGPT's, and their relatives."""
     messages = parsed(messages, "messages")
-    if isinstance(messages, Mapping) and all(isinstance(column, list) for column in messages.values()):
-        messages = [dict(zip(messages, cells, strict=True)) for cells in zip(*messages.values(), strict=True)]
+    if isinstance(messages, Mapping):
+        columns = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in messages.items()}
+        if all(isinstance(column, list) for column in columns.values()):
+            messages = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got {shortened(messages)}")
     read: Messages = []
