@@ -135,6 +135,26 @@ def test_a_mask_that_claims_what_others_say_is_refused(name):
     assert tokenize_example({"input_ids": RENDERED} | as_column(name, wide), tokenizer) == RIGHT
 
 
+def test_a_mask_is_compared_with_the_messages_beside_it():
+    """Where nothing but the messages tell turns apart; so is the mask of transformers itself."""
+    plain = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n{% endgeneration %}"
+    tokenizer = make_tokenizer(plain + "{% else %}> {{ m.content }}\n{% endif %}{% endfor %}", eos_token=None)
+    right = tokenize_example({"messages": TWO_TURNS}, tokenizer)
+    row = {"messages": TWO_TURNS} | right
+    assert tokenize_example(row, tokenizer) == right
+    for wrong in ([1] * len(right["input_ids"]), [0] * 4 + [1] * 3 + [0] * (len(right["input_ids"]) - 7)):
+        with pytest.raises(
+            ValueError, match="assistant_masks would train on '.*', outside of what the assistant says"
+        ):
+            tokenize_example(
+                {"messages": TWO_TURNS, "input_ids": right["input_ids"], "assistant_masks": wrong}, tokenizer
+            )
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert tokenize_example(row, tokenizer) == right
+    other = {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}  # of another rendering: nothing to compare
+    assert tokenize_example({"messages": TWO_TURNS} | other, tokenizer) == other
+
+
 @pytest.mark.parametrize(
     ("columns", "words"),
     [

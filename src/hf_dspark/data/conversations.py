@@ -218,11 +218,9 @@ class Chat:
         if not starts:
             return None
         header, ends = turn
-        found = [0] * len(token_ids)
-        for place in range(len(token_ids)):
-            if self.is_special(token_ids[place]) and token_ids[place] != self.tokenizer.bos_token_id:
-                break
-            found[place] = 2
+        bos = self.tokenizer.bos_token_id
+        begin = next((place for place, token in enumerate(token_ids) if token != bos and self.is_special(token)), 0)
+        found = [2] * begin + [0] * (len(token_ids) - begin)
         for start in starts:
             place = start + len(header)
             while place < len(token_ids) and not self.tokenizer.decode([token_ids[place]]).strip():

@@ -79,12 +79,28 @@ def _tokenised(given: Mapping[str, Any], chat: Chat) -> Tokens:
     _refuse_packed(given, kept)
     mask = [int(all(column[place] for column in columns.values())) for place in range(len(token_ids))]
     token_ids, mask = list(itertools.compress(token_ids, kept)), list(itertools.compress(mask, kept))
-    return token_ids, _within_answers(token_ids, mask, chat, " and ".join(columns))
+    return token_ids, _within_answers(token_ids, mask, _answers(token_ids, given, chat), chat, " and ".join(columns))
 
 
-def _within_answers(token_ids: list[int], mask: list[int], chat: Chat, names: str) -> list[int]:
-    """Return a mask without what the template gives; columns that claim what others say are refused."""
+def _answers(token_ids: list[int], given: Mapping[str, Any], chat: Chat) -> list[int] | None:
+    """Return where the answers are, by the template's tokens or by the messages beside; `None` if neither tells."""
     answers = None if chat.tokenizer is None else chat.answers_within(token_ids)
+    if answers is not None or "messages" not in given or not getattr(chat.tokenizer, "chat_template", None):
+        return answers
+    try:
+        said = sum(message["role"] == "assistant" for message in conversation(given, "messages")[1:])
+        ids, mask = _messages(given, chat)
+    except ValueError:  # of a template that cannot tell
+        return None
+    is_whole = said == sum(value for value, _ in itertools.groupby(mask))
+    is_same = ids[: len(token_ids)] == token_ids[: len(ids)]
+    return [*mask, *[0] * len(token_ids)][: len(token_ids)] if is_whole and is_same else None
+
+
+def _within_answers(
+    token_ids: list[int], mask: list[int], answers: list[int] | None, chat: Chat, names: str
+) -> list[int]:
+    """Return a mask without what the template gives; columns that claim what others say are refused."""
     if answers is None:
         return mask
     claimed = [token for token, flag, answer in zip(token_ids, mask, answers, strict=True) if flag and not answer]
@@ -153,7 +169,7 @@ def _text(given: Mapping[str, Any], chat: Chat) -> Tokens:
     if not isinstance(given["text"], str):
         raise ValueError(f"text must be a string, got {shortened(given['text'])}")
     token_ids = chat.text_ids(given["text"])
-    return token_ids, _within_answers(token_ids, [1] * len(token_ids), chat, "")
+    return token_ids, _within_answers(token_ids, [1] * len(token_ids), chat.answers_within(token_ids), chat, "")
 
 
 Reader = Callable[[Mapping[str, Any], Chat], Tokens]

@@ -166,10 +166,10 @@ def respelt(messages: Messages) -> Iterator[Messages]:
             message["tool_calls"] = list(map(_with_json, message["tool_calls"]))
     if other != messages:
         yield other
-    texts = [isinstance(message.get("content"), str) for message in messages]
+    parts = [[{"type": "text", "text": message.get("content")}] for message in messages]
     yield [
-        message | ({"content": [{"type": "text", "text": message["content"]}]} if is_text else {})
-        for message, is_text in zip(messages, texts, strict=True)
+        message | ({"content": part} if isinstance(part[0]["text"], str) else {})
+        for message, part in zip(messages, parts, strict=True)
     ]
 
 
