@@ -421,6 +421,172 @@ MODEL_OPTIMIZER = (
     ),
 )  # fmt: skip
 
+
+# ---- DFlash and its successors: flat, as z-lab writes them
+
+
+def dflash(inside: Config = {}, **keys: Any) -> Config:  # noqa: B006
+    own = {"mask_token_id": 151669, "target_layer_ids": TAPS} | inside
+    top = {
+        "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16,
+        "model_type": "qwen3", "layer_types": FULL, "max_window_layers": 5, "num_target_layers": 36,
+        "rope_theta": 1000000, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False,
+        "tie_word_embeddings": False, "use_cache": True,
+    }  # fmt: skip
+    return SIZES | top | {"dflash_config": own} | keys
+
+
+MIXED: Config = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "use_sliding_window": True,
+                 "sliding_window": 2048}  # fmt: skip
+DOMINO: Config = {"projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 256, "gru_hidden_dim": 1024}
+SELECTOR: Config = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+OF_QWEN38: Config = {
+    "architectures": ["DFlash2DraftModel"], "auto_map": None, "hidden_size": 5120, "intermediate_size": 17408,
+    "vocab_size": 248320, "num_target_layers": 64, "rope_theta": None, "block_size": None, "is_causal": False,
+    "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+} | SLIDING_5  # fmt: skip
+AS_DFLASH: Config = {"block_size": 15, "sample_from_anchor": False, "markov_rank": 0, "conv_kernel_size": 0}
+AS_DFLASH2: Config = {
+    "block_size": 7, "sample_from_anchor": False, "markov_head_type": "selector", "markov_rank": 256,
+    "draft_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16, "causal_sliding": False, "sliding_window": 2048,
+}  # fmt: skip
+AS_DOMINO: Config = {"markov_head_type": "domino", "markov_rank": 256, "markov_state_size": 1024, "markov_start": 1}
+DOMINO_NAME: Config = {"architectures": ["DominoDraftModel"], "auto_map": {"AutoModel": "domino.DominoDraftModel"}}
+DFLASH = (
+    PublicConfig("z-lab", "z-lab/Qwen3-4B-DFlash-b16", "z-lab", "DFlash", dflash(), AS_DFLASH),
+    PublicConfig("z-lab", "z-lab/Qwen3-8B-DFlash-b16", "z-lab", "DFlash", dflash(hidden_size=4096), AS_DFLASH),
+    PublicConfig(
+        "z-lab", "z-lab/Qwen3.5-9B-DFlash: block_size in dflash_config", "z-lab", "DFlash",
+        dflash({"block_size": 16}, block_size=None), AS_DFLASH,
+    ),
+    PublicConfig(
+        "z-lab", "z-lab/Qwen3.6-27B-DFlash", "z-lab", "DFlash",
+        dflash({"mask_token_id": 248070}, vocab_size=248320, **MIXED), AS_DFLASH | {"causal_sliding": True},
+    ),
+    PublicConfig(
+        "z-lab", "z-lab/gemma-4-31B-it-DFlash", "z-lab", "DFlash",
+        dflash({"mask_token_id": 4, "target_layer_ids": [1, 12, 23, 35, 46, 57]}, hidden_size=5376, vocab_size=262144,
+               num_attention_heads=64, num_target_layers=60, final_logit_softcapping=30.0, **MIXED),
+        AS_DFLASH | {"final_logit_softcapping": 30.0, "embedding_scale": 1.0, "causal_sliding": True},
+    ),
+    PublicConfig(
+        "z-lab", "dflash/model.py: is_causal with full attention", "z-lab", "", dflash(is_causal=True),
+        "blocks are causal",
+    ),
+    *(
+        PublicConfig("SpecForge", f"configs/{name}.json", "z-lab", "DFlash", dflash(inside, **keys), AS_DFLASH | more)
+        for name, inside, keys, more in (
+            ("qwen3-4b-dflash", {}, {}, {}),
+            ("qwen3-8b-dflash", {}, {"hidden_size": 4096}, {}),
+            ("qwen2.5-0.5b-dflash", {"target_layer_ids": [1, 6, 11, 16, 21]}, {"num_target_layers": 24}, {}),
+            ("longcat-flash-dflash", {"mask_token_id": 2}, {"hidden_size": 6144}, {"mask_token_id": 2}),
+            ("lfm2.5-1.2b-instruct-dflash", {"mask_token_id": 16}, {"rms_norm_eps": 1e-5, "head_dim": 64},
+             {"rope_interleaved": False}),
+            ("qwen3.5-35b-a3b-dflash", {}, {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8}, {}),
+            ("qwen3.5-4b-dflash", {"target_layer_ids": [1, 8, 15, 22, 29]}, {"num_target_layers": 32}, {}),
+            ("qwen3.6-27b-dflash", {"target_layer_ids": [1, 16, 31, 46, 61]}, MIXED | {"num_target_layers": 64},
+             {"causal_sliding": True}),
+        )
+    ),
+    PublicConfig(
+        "AngelSlim", "configs/qwen3_dflash.json", "z-lab", "DFlash",
+        dflash(architectures=["QwenDFlashDraftModel"], num_anchors=512, loss_decay_gamma=7.0), AS_DFLASH,
+    ),
+    PublicConfig(
+        "Automodel", "examples/speculative/dflash/qwen3_dflash.yaml", "z-lab", "DFlash",
+        dflash(architectures=["Qwen3DFlashDraftModel"], auto_map=None), AS_DFLASH,
+    ),
+    PublicConfig(
+        "SGLang", "srt/speculative/dflash_utils.py: attention_value_scale", "z-lab", "",
+        dflash({"attention_value_scale": 0.7, "use_swa": True, "swa_window_size": 128}),
+        "attention_value_scale is 0.7",
+    ),
+    PublicConfig(
+        "incoai", "incoai/Qwen3.8-27B-DFlash2", "z-lab, DFlash 2", "DFlash 2",
+        dflash(SELECTOR | {"block_size": 8, "target_layer_ids": [5, 19, 33, 47, 61]}, **OF_QWEN38), AS_DFLASH2,
+    ),
+    PublicConfig(
+        "z-lab", "z-lab/Qwen3.8-27B-DFlash2", "z-lab, DFlash 2", "DFlash 2",
+        dflash(SELECTOR | {"block_size": 8, "target_layer_ids": [5, 19, 33, 47, 61]}, **OF_QWEN38), AS_DFLASH2,
+    ),
+    PublicConfig(
+        "SGLang", "DFlash 2 under the name of DFlash", "z-lab, DFlash 2", "DFlash 2",
+        dflash(SELECTOR | {"block_size": 8}, **OF_QWEN38 | {"architectures": ["DFlashDraftModel"]}), AS_DFLASH2,
+    ),
+    PublicConfig(
+        "vLLM", "vllm/model_executor/models/qwen3_dflash2.py: scales", "z-lab, DFlash 2", "DFlash 2",
+        dflash(SELECTOR | {"block_size": 8, "input_embedding_scale": 2.0, "output_multiplier": 0.5,
+                           "final_logit_softcapping": 20.0}, **OF_QWEN38),
+        AS_DFLASH2 | {"embedding_scale": 2.0, "logit_scale": 0.5, "final_logit_softcapping": 20.0},
+    ),
+    *(
+        PublicConfig(
+            "Automodel", f"examples/speculative/dflash/{name}.yaml", "z-lab, DFlash 2", "DFlash 2",
+            dflash(SELECTOR, architectures=["Qwen3DFlash2DraftModel"], auto_map=None, **keys),
+            {"markov_head_type": "selector", "draft_top_k": 16} | more,
+        )
+        for name, keys, more in (
+            ("qwen3_dflash2", {}, {"block_size": 15}),
+            ("qwen3_8_27b_dflash2", {"block_size": 8, "hidden_size": 5120} | SLIDING_5, {"block_size": 7}),
+        )
+    ),
+    PublicConfig(
+        "TokenSpeed", "test: dflash2 with latent attention", "its target's layers", "",
+        dflash(SELECTOR | {"block_size": 8, "attention_mode": "mla"}, **OF_QWEN38), "attention_mode is 'mla'",
+    ),
+    *(
+        PublicConfig(project, where, "Domino", "Domino", dflash(DOMINO | shifted, **keys), AS_DOMINO | expected)
+        for project, where, shifted, keys, expected in (
+            ("Huang2020", "Huang2020/Qwen3-4B-Domino-b16", {"shift_label": True}, DOMINO_NAME | {"emb_dim": 256},
+             {"block_size": 16, "sample_from_anchor": True}),
+            ("Huang2020", "Huang2020/Qwen3-8B-Domino-b16", {"shift_label": True}, DOMINO_NAME | {"emb_dim": 256},
+             {"block_size": 16, "sample_from_anchor": True}),
+            ("SpecForge", "configs/qwen3-8b-domino.json", {"shift_label": True}, DOMINO_NAME | {"emb_dim": 256},
+             {"block_size": 16}),
+            ("SpecForge", "configs/qwen3.6-27b-domino-full-attention.json", {"shift_label": False}, DOMINO_NAME,
+             {"block_size": 15, "sample_from_anchor": False}),
+            ("Model-Optimizer", "modelopt_recipes/general/speculative_decoding/domino.yaml", {"shift_label": True},
+             {"auto_map": None, "emb_dim": 256}, {"block_size": 16}),
+            ("Automodel", "examples/speculative/dflash/qwen3_domino.yaml", {"shift_label": False},
+             {"architectures": ["Qwen3DFlashDraftModel"], "auto_map": None}, {"block_size": 15}),
+        )
+    ),
+    PublicConfig(
+        "SpecForge", "configs/qwen3.5-4b-domino.json", "Domino", "",
+        dflash(DOMINO | {"shift_label": True, "target_layer_ids": [3, 11, 19, 27, 31]}, num_target_layers=32,
+               **DOMINO_NAME),
+        "the last layer .31. is only visible after the final norm",
+    ),
+    PublicConfig(
+        "SpecForge", "configs/qwen3-8b-peagle.json", "P-EAGLE", "",
+        SIZES | {"architectures": ["PEagleDraftModel"], "model_type": "llama", "draft_vocab_size": 32000}, "P-EAGLE",
+    ),
+    PublicConfig(
+        "speculators", "examples/train/dflash_qwen3_8b_sharegpt_online_5k.sh", "speculators", "DFlash",
+        {key: value for key, value in speculators(tokens=7, speculators_model_type="dflash").items()
+         if key not in HEADS},
+        AS_DFLASH | {"block_size": 7},
+    ),
+    PublicConfig(
+        "speculators", "src/speculators/models/dflash2/config.py", "speculators", "DFlash 2",
+        {key: value for key, value in speculators(SLIDING_5, 7, speculators_model_type="dflash2", **SELECTOR).items()
+         if key not in HEADS},
+        AS_DFLASH2 | {"sliding_from_anchor": True},
+    ),
+    PublicConfig(
+        "speculators", "src/speculators/models/dflash2/config.py: draft_ffn_type", "speculators", "",
+        speculators(speculators_model_type="dflash2", draft_ffn_type="moe", **SELECTOR), "draft_ffn_type is 'moe'",
+    ),
+    PublicConfig(
+        "speculators", "examples/train/peagle_qwen3_8b_sharegpt_online_5k.sh", "speculators", "",
+        speculators(speculators_model_type="peagle"), "P-EAGLE",
+    ),
+    PublicConfig(
+        "speculators", "src/speculators/models/dfly/config.py", "speculators", "",
+        speculators(speculators_model_type="dfly"), "DFly",
+    ),
+)  # fmt: skip
+
 PUBLIC_CONFIGS: tuple[PublicConfig, ...] = (
-    *DEEPSPEC, *AUTOMODEL, *SPECULATORS, *SPECFORGE, *ENGINES, *MODEL_OPTIMIZER,
+    *DEEPSPEC, *AUTOMODEL, *SPECULATORS, *SPECFORGE, *ENGINES, *MODEL_OPTIMIZER, *DFLASH,
 )  # fmt: skip

@@ -153,6 +153,33 @@ DOMINO = _flat(
 FLAT_KINDS = (DFLASH2, DOMINO, DFLASH)
 
 
+# ---- kinds with published drafts that nothing here computes
+
+
+def _stranger(named: str, what: str) -> Format:
+    def is_named(config: Source) -> bool:
+        names = (*architectures(config), str(config.get("speculators_model_type")))
+        return any(named in name.lower() for name in names)
+
+    return replace(
+        SGLANG, name=named, recognise=is_named, accepts={}, sections=(), layers=(), unreadable={what: lambda c: True}
+    )
+
+
+STRANGERS = (
+    _stranger(
+        "peagle",
+        "P-EAGLE drafts a block in one pass of EAGLE-3's layers, from a learnt state in place of target features, "
+        "which nothing here computes: load an EAGLE-3 or a DFlash draft of the same target",
+    ),
+    _stranger(
+        "dfly",
+        "DFly corrects the hidden states of DFlash by the tokens before them, which nothing here computes: load a "
+        "DFlash or a Domino draft of the same target",
+    ),
+)
+
+
 # ---- speculators
 
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 
 from ..files import shortened
 from .checkpoint import Checkpoint
+from .dflash import STRANGERS
 from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
 from .keys import unfolded, unknown_keys
 from .tables import DEEPSPEC_GEMMA4, ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
@@ -16,7 +17,7 @@ _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel
 
 def recognise(config: Source) -> Format | None:
     """Return the format of a `config.json`; `None` if it is our own, or unknown."""
-    return next((entry for entry in FORMATS if entry.recognise(config)), None)
+    return next((entry for entry in (*STRANGERS, *FORMATS) if entry.recognise(config)), None)
 
 
 def draft_model_type(config: Source) -> str | None:
