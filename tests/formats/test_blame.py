@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3DraftModel
+from hf_dspark import DSparkConfig, DSparkDraftModel, Eagle3DraftModel, convert_checkpoint, inspect_draft
 from tests.training.tiny import tiny_pair
 
 # What is wrong with a checkpoint, and the keys that are named for it, which are all that are.
@@ -89,3 +89,50 @@ def test_other_kinds_of_drafts_blame_their_own_keys(tmp_path):
     change(tmp_path, intermediate_size=40)
     with pytest.raises(ValueError, match="Check intermediate_size in its config.json"):
         Eagle3DraftModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "place", "value", "blamed"),
+    [
+        ("sglang", "dflash_config.target_layer_ids", [0, 99], "target_layer_ids"),
+        ("sglang", "dflash_config.mask_token_id", 10**6, "mask_token_id"),
+        ("speculators", "transformer_layer_config.rms_norm_eps", -1.0, "rms_norm_eps"),
+        ("speculators", "aux_hidden_state_layer_ids", [1, 1], "target_layer_ids"),
+        ("deepspec", "markov_head_type", "new", "markov_head_type"),
+    ],
+)
+def test_a_value_of_another_format_is_blamed_where_it_stands(tmp_path, form, place, value, blamed):
+    target, draft = tiny_pair()
+    target.config.name_or_path = "someone/target"
+    folder = tmp_path / form
+    convert_checkpoint(draft, folder, form, target=target)
+    config = json.loads((folder / "config.json").read_text())
+    *outer, name = place.split(".")
+    inner = config
+    for each in outer:
+        inner = inner[each]
+    inner[name] = value
+    config.pop(name, None) if outer else None  # where both say it
+    (folder / "config.json").write_text(json.dumps(config))
+    for load in (
+        DSparkConfig.from_pretrained,
+        DSparkDraftModel.from_pretrained,
+        lambda where: convert_checkpoint(where, tmp_path / "out", "hf_dspark"),
+    ):
+        with pytest.raises(ValueError, match=f"{blamed} must ") as error:
+            load(folder)
+        message = str(error.value)
+        assert str(folder) in message and (place == blamed or f"(in config.json: {place!r})" in message)
+    assert f"(in config.json: {place!r})" in inspect_draft(folder).refusal or place == blamed
+
+
+def test_tensors_of_another_format_blame_its_own_keys(tmp_path):
+    target, draft = tiny_pair()
+    target.config.name_or_path = "someone/target"
+    convert_checkpoint(draft, tmp_path / "draft", "speculators", target=target)
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text())
+    config["transformer_layer_config"]["intermediate_size"] = 40
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"Check transformer_layer_config\.intermediate_size in its config.json"):
+        DSparkDraftModel.from_pretrained(path.parent)

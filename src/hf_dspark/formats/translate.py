@@ -9,7 +9,7 @@ from ..files import shortened
 from .checkpoint import Checkpoint
 from .dflash import STRANGERS
 from .fields import ASKED, OMIT, REASONS, Format, Rules, Source, TargetFacts, has_embedding_norm, look_up
-from .keys import unfolded, unknown_keys
+from .keys import read_from, unfolded, unknown_keys
 from .tables import DEEPSPEC_GEMMA4, ENGINE_REFUSALS, FORMAT_NAMES, FORMATS
 
 _CLASS_NAMES = {"dspark": "DSparkDraftModel", "dspark_eagle3": "Eagle3DraftModel"}
@@ -24,6 +24,12 @@ def draft_model_type(config: Source) -> str | None:
     """Return the `model_type` that a `config.json` of any known format has here; its own if it is of none."""
     foreign = recognise(config)
     return config.get("model_type") if foreign is None else foreign.model_type
+
+
+def places_of(config: Source) -> dict[str, str]:
+    """Return where a `config.json` says our fields, if not under their names."""
+    foreign = recognise(config)
+    return {} if foreign is None else read_from(config, foreign)[0]
 
 
 def find_format(name: str, config: PreTrainedConfig) -> Format:

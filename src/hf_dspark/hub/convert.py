@@ -31,7 +31,7 @@ from ..formats.translate import (
 )
 from ..models.auto import DRAFTS, is_draft
 from ..models.borrowing import Borrowed, is_same_matrix, lm_head_of
-from ..models.configuration_draft import SHAREABLE, DraftConfig, embedding_scale
+from ..models.configuration_draft import SHAREABLE, DraftConfig, embedding_scale, naming_file
 from ..models.modeling_draft import DraftModel, check_fits
 from ..targets.borrowed_weights import BorrowedModules
 
@@ -147,9 +147,10 @@ def read_with_copies(
             f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {', '.join(FORMAT_NAMES)}"
         )
     facts = None if target is None else target_facts(target)
-    ours = read_draft_config(checkpoint, facts, sample_from_anchor)
-    ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
-    config = DRAFTS[kind].config_class.from_dict(ours)
+    with naming_file(checkpoint):
+        ours = read_draft_config(checkpoint, facts, sample_from_anchor)
+        ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
+        config = DRAFTS[kind].config_class.from_dict(ours)
     return config, DRAFTS[kind].read_tensors(config, checkpoint)
 
 

@@ -4,7 +4,9 @@ A `config.json` may come from a stranger: every value is checked before anything
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,7 +18,7 @@ from transformers.activations import ACT2FN
 from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
 from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
-from ..formats.translate import draft_model_type, read_draft_config
+from ..formats.translate import draft_model_type, places_of, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
 
 if TYPE_CHECKING:
@@ -287,11 +289,10 @@ class DraftConfig(PreTrainedConfig):
 
         `kwargs` are as in transformers. A `ValueError` names file and field if it is no sound configuration.
         """
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        except (ValueError, *_MISREADINGS) as error:
-            message, name = _reason(error), str(pretrained_model_name_or_path)
-            raise ValueError(message if name in message else f"{name}: {message}") from None
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        checkpoint = Checkpoint.open(pretrained_model_name_or_path, **hub)
+        with naming_file(checkpoint):
+            return super().from_pretrained(checkpoint, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -329,6 +330,20 @@ class DraftConfig(PreTrainedConfig):
                 "or one that DeepSpec, speculators or SpecForge wrote"
             )
         return read_draft_config(checkpoint, sample_from_anchor=kwargs.get("sample_from_anchor")), kwargs
+
+
+@contextmanager
+def naming_file(checkpoint: Checkpoint) -> Iterator[None]:
+    """Let an error about a configuration name its file, and the key there that holds the field at fault."""
+    places = places_of(checkpoint.config)
+    try:
+        yield
+    except (ValueError, *_MISREADINGS) as error:
+        message = _reason(error)
+        field = re.search(r"Config\.(\w+)", message)
+        if field and field[1] in places:
+            message += f" (in config.json: {places[field[1]]!r})"
+        raise ValueError(message if checkpoint.name in message else f"{checkpoint.name}: {message}") from None
 
 
 # What code that expects sound values raises on others.

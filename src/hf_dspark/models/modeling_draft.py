@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..files import shortened
 from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint, kept_tokens_mask
-from ..formats.translate import stored_names
+from ..formats.translate import places_of, stored_names
 from ..sampling.drafts import Drafts, Sampler
 from ..scheduling.options import DecodingOptions
 from . import publisher
@@ -147,7 +147,8 @@ class DraftModel(PreTrainedModel):
             setattr(config, field, getattr(config, field) or renamed.get(name, name) in checkpoint.tensors)
         with torch.device("meta"):
             expected = cls(copy.deepcopy(config)).state_dict()
-        checkpoint.compare({renamed.get(key, key): tensor for key, tensor in expected.items()})
+        named = {renamed.get(key, key): tensor for key, tensor in expected.items()}
+        checkpoint.compare(named, places_of(checkpoint.config))
         stored = checkpoint.load([renamed.get(key, key) for key in expected])
         tensors = {key: stored[renamed.get(key, key)] for key in expected}
         if "d2t" in tensors:
