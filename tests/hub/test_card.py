@@ -148,6 +148,13 @@ def test_the_metadata_is_that_of_a_draft(draft, write):
     assert "| target's revision | abc |" in card.text
 
 
+def test_what_is_neither_of_an_upload_nor_of_a_card_is_refused(draft, tmp_path):
+    for name in ("safe_serialization", "use_temp_dir", "variant", "licence"):
+        with pytest.raises(ValueError, match=f"{name}: no argument of an upload"):
+            draft.push_to_hub("me/mine", **{name: "x"})
+    save_repository(draft, tmp_path, language="en", finetuned_from="someone/other", tags=["mine"])
+
+
 def test_a_local_target_is_no_base_model(draft, write):
     card = model_card(draft, [write("acceptance", ACCEPTANCE, {"name": "target"})])
     assert card.data.base_model is None and "draft for `target`:" in card.text

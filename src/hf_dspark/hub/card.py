@@ -3,6 +3,7 @@
 Text and tables are in `card.md`; here are the facts and the metadata that fill it.
 """
 
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ SHOWN_ARGUMENTS = (
 
 # What the one-file decoder of a repository knows of these fields; the first value is their default.
 DECODER_KNOWS = {"markov_head_type": ("vanilla", "gated", "rnn"), "markov_start": (0,), "conv_kernel_size": (0,)}
+
+# Of a card that transformers' Trainer makes.
+TRAINERS_FIELDS = {"finetuned_from", "tasks", "dataset", "dataset_tags", "dataset_args"}
 
 Decoded = tuple[dict, str, dict]  # a result file, one of its tasks, and what that came to
 
@@ -195,6 +199,8 @@ def _device(result: dict) -> str:
 def _metadata(
     config: PreTrainedConfig, target: str | None, earlier: str | None, fields: Mapping[str, Any]
 ) -> ModelCardData:
+    if unknown := sorted(fields.keys() - set(inspect.signature(ModelCardData).parameters) - TRAINERS_FIELDS):
+        raise ValueError(f"{', '.join(unknown)}: no argument of an upload of drafts, and no field of a model card")
     tags = ("speculative-decoding", draft_kind(config).lower().replace(" ", ""), "draft-model", "custom_generate")
     known: dict[str, Any] = {"library_name": "hf_dspark"}
     if _is_on_hub(target):
