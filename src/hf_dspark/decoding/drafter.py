@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -204,16 +205,18 @@ class Drafter:
         draft, num_features = self.draft, _num_features(requests)
         width = len(draft.config.target_layer_ids) * draft.config.hidden_size
         nothing = torch.empty(0, width, device=draft.device, dtype=draft.dtype)
-        features = torch.cat([nothing, *(part for request in requests for part in request.features)])
         anchors = torch.cat([request.anchor for request in requests])
         # The features end right before the anchor, so the token after each of them is committed.
         committed_ids = torch.cat(list(map(Request.last_ids, requests, num_features)))
         before = self.cache.lengths
         try:
-            if sampler is None:
-                draft.read_block(anchors, features, self.cache, num_features, committed_ids)
-                return None
-            return draft.draft_block(anchors, features, self.cache, sampler, num_features, committed_ids, num_tokens)
+            with _own_precision(draft):
+                features = torch.cat([nothing, *(part for request in requests for part in request.features)])
+                context = anchors, features, self.cache
+                if sampler is None:
+                    draft.read_block(*context, num_features, committed_ids)
+                    return None
+                return draft.draft_block(*context, sampler, num_features, committed_ids, num_tokens)
         finally:
             for request, known, length in zip(requests, before, self.cache.lengths, strict=False):
                 if length > known:  # in the cache now, even if a processor failed afterwards
@@ -280,6 +283,14 @@ def _end(token_ids: Sequence[int], ends: frozenset[int]) -> int:
         if token in ends:
             return count + 1
     return len(token_ids)
+
+
+def _own_precision(draft: DraftModel) -> AbstractContextManager:
+    """Leave autocast for a draft in half precision of another kind than it casts to, which it cannot mix."""
+    kind = draft.device.type
+    if draft.dtype == torch.float32 or kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=draft.dtype == torch.get_autocast_dtype(kind))
 
 
 def _num_features(requests: Sequence[Request]) -> list[int]:

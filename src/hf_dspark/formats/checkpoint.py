@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,11 @@ from transformers.utils import cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from ..files import listed, shortened
+from .packed import packed_weights, shape_of, unpacked
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+QUANTISATION = "quantization_config"
 STS_FILE = "sts.json"  # as SGLang reads it, and with the temperatures of all domains
 # Far above what real checkpoints have; parsing takes some thirty times the bytes in memory.
 MAX_CONFIG_BYTES, MAX_INDEX_BYTES = 2**20, 2**25
@@ -97,7 +99,17 @@ class Checkpoint(os.PathLike):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`config.json` as it stands."""
+        """`config.json` as it stands, without how bitsandbytes has quantised the weights, which are read as others."""
+        return {key: value for key, value in self._config.items() if key != QUANTISATION or not self.quantisation}
+
+    @property
+    def quantisation(self) -> dict[str, Any] | None:
+        """How bitsandbytes has quantised the weights, in words of transformers; `None` if it has not."""
+        found = self._config.get(QUANTISATION)
+        return found if isinstance(found, dict) and found.get("quant_method") == "bitsandbytes" else None
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
         if (path := self._find(CONFIG_FILE)) is None:
             raise ValueError(f"{self.name} has no {CONFIG_FILE} {self._where}: it is no checkpoint, or incomplete")
         return read_json(path)
@@ -112,7 +124,22 @@ class Checkpoint(os.PathLike):
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """What the headers of the safetensors files say, by the names of the tensors."""
+        """What the headers of the safetensors files say, by the names of the tensors; packed ones as they are read."""
+        parts = {name for names in self._packed.values() for name in names.values()}
+        infos = {name: info for name, info in self._stored.items() if name not in parts}
+        for weight, names in self._packed.items():
+            shape, state = self._stored[weight].shape, names.get("quant_state")
+            if state is not None:
+                shape = self._read(weight, {"quant_state": state}, shape_of)
+            infos[weight] = TensorInfo("F32", shape, self._stored[weight].file)
+        return infos
+
+    @cached_property
+    def _packed(self) -> dict[str, dict[str, str]]:
+        return packed_weights(self._stored) if self.quantisation else {}
+
+    @cached_property
+    def _stored(self) -> dict[str, TensorInfo]:
         if (path := self._find(WEIGHTS_FILE)) is not None:
             return _read_header(path)
         if (index := self._find(INDEX_FILE)) is None:
@@ -132,15 +159,10 @@ class Checkpoint(os.PathLike):
         return infos
 
     def load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Read tensors in the type they are stored in, on the mapped files until they are written to or moved."""
-        loaded = {}
-        for file in sorted({self.tensors[name].file for name in names}):
-            try:
-                with safe_open(file, framework="pt", device="cpu") as handle:
-                    for name in (name for name in names if self.tensors[name].file == file):
-                        loaded[name] = handle.get_tensor(name)
-            except (SafetensorError, OSError, KeyError, AttributeError) as error:
-                raise _damaged(file, error) from None
+        """Read tensors in the type they are stored in, on the mapped files until they are written to or moved; packed
+        ones in float32."""
+        loaded = self._load([name for name in names if name not in self._packed])
+        loaded |= {name: self._read(name, self._packed[name], unpacked) for name in names if name in self._packed}
         for name, tensor in loaded.items():
             if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
                 raise ValueError(
@@ -148,6 +170,26 @@ class Checkpoint(os.PathLike):
                     "it again"
                 )
         return loaded
+
+    def _load(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        loaded = {}
+        for file in sorted({self._stored[name].file for name in names}):
+            try:
+                with safe_open(file, framework="pt", device="cpu") as handle:
+                    for name in (name for name in names if self._stored[name].file == file):
+                        loaded[name] = handle.get_tensor(name)
+            except (SafetensorError, OSError, KeyError, AttributeError) as error:
+                raise _damaged(file, error) from None
+        return loaded
+
+    def _read(
+        self, weight: str, parts: Mapping[str, str], function: Callable[[Mapping[str, torch.Tensor]], Any]
+    ) -> Any:
+        stored = self._load(parts.values())
+        try:
+            return function({part: stored[name] for part, name in parts.items()})
+        except (ValueError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
+            raise _damaged(self._stored[weight].file, error) from None
 
     def compare(self, expected: Mapping[str, torch.Tensor], places: Mapping[str, str] | None = None) -> None:
         """Raise a `ValueError` that lists every tensor that is missing, unexpected, of another shape or type.

@@ -99,6 +99,8 @@ def convert_checkpoint(
     elif hub_kwargs or sample_from_anchor is not None:
         raise ValueError("the draft is loaded already: leave out the arguments that say how to read one")
     else:
+        if getattr(draft, "is_quantized", False):
+            raise _quantised(draft.name_or_path)
         own = draft.brought if target is None else draft.own_weights()
         config, tensors = copy.deepcopy(draft.config), draft.state_dict() | own
         if away := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -146,12 +148,18 @@ def read_with_copies(
             f"{checkpoint.name}/{CONFIG_FILE} (model_type {kind!r}, architectures "
             f"{checkpoint.config.get('architectures')!r}) is no draft in one of the formats {', '.join(FORMAT_NAMES)}"
         )
+    if checkpoint.quantisation is not None:
+        raise _quantised(checkpoint.name)
     facts = None if target is None else target_facts(target)
     with naming_file(checkpoint):
         ours = read_draft_config(checkpoint, facts, sample_from_anchor)
         ours.pop("auto_map", None)  # code that a repository carries is not used, nor copied
         config = DRAFTS[kind].config_class.from_dict(ours)
     return config, DRAFTS[kind].read_tensors(config, checkpoint)
+
+
+def _quantised(name: str) -> ValueError:
+    return ValueError(f"the draft {name} is quantised, which no other format holds: convert the one of full precision")
 
 
 def target_facts(target: Target) -> TargetFacts:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..files import shortened
-from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint
+from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint
 from ..formats.fields import ROPE_TYPES, full_attention_rope, of_full_attention
 from ..formats.translate import draft_model_type, places_of, read_draft_config
 from ..scheduling.calibration import LogitFits, check_logit_fits, check_temperatures
@@ -46,6 +46,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REFUSED_KEYS = (
     "configuration_files", "fusion_config", "kernel_config", "quantization_config", "transformers_weights",
 )  # fmt: skip
+BITSANDBYTES_ALONE = (
+    "Drafts are quantised by bitsandbytes or not at all: take weights of full precision, and load them as they are or "
+    "with quantization_config=BitsAndBytesConfig(load_in_8bit=True), or load_in_4bit=True"
+)
 # Keys that transformers, or its earlier versions, may write, and that say nothing about a draft.
 IGNORED_KEYS = (
     "attn_implementation", "experts_implementation", "id2label", "label2id", "name_or_path", "num_labels",
@@ -303,9 +307,10 @@ class DraftConfig(PreTrainedConfig):
         known |= {name: kwargs.pop(name) for name in (fields - {"dtype"}) & kwargs.keys()}
         for key, value in known.items():
             if key in REFUSED_KEYS or (key not in fields and key not in _OTHER_KEYS and hasattr(cls, key)):
-                raise ValueError(
-                    f"config.json has the key {key!r}, which is no fact about a draft: delete it if you trust the rest"
-                )
+                cure = "which is no fact about a draft: delete it if you trust the rest"
+                if key == QUANTISATION:
+                    cure = f"{shortened(value)}. {BITSANDBYTES_ALONE}"
+                raise ValueError(f"config.json has the key {key!r}, {cure}")
             if key in ("dtype", "torch_dtype") and isinstance(value, str) and f"torch.{value}" not in map(str, DTYPES):
                 raise ValueError(f"{cls.__name__}.{key} must be one of {DTYPES}, got {shortened(value)}")
             # Before anything is built that is as long as it says.

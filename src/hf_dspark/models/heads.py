@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..sampling.distributions import largest
+from .borrowing import plain_weight
 from .configuration_dspark import MARKOV_HEAD_TYPES, DSparkConfig
 
 State = torch.Tensor | None
@@ -30,6 +31,8 @@ class VanillaMarkovHead(nn.Module):
         """Return the bias `[..., V]` of r-vectors `[..., r]`, or `[..., n]` for candidates `[..., n]`."""
         if candidate_ids is None:
             return self.markov_w2(transitions)
+        if plain_weight(self.markov_w2) is None:  # packed, so that rows cannot be looked up
+            return self.markov_w2(transitions).gather(-1, candidate_ids)
         return (F.embedding(candidate_ids, self.markov_w2.weight) * transitions[..., None, :]).sum(dim=-1)
 
     def teacher_forced(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

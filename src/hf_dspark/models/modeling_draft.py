@@ -19,17 +19,17 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from ..files import shortened
-from ..formats.checkpoint import HUB_ARGUMENTS, Checkpoint, kept_tokens_mask
+from ..formats.checkpoint import HUB_ARGUMENTS, QUANTISATION, Checkpoint, kept_tokens_mask
 from ..formats.translate import places_of, stored_names
 from ..sampling.drafts import Drafts, Sampler
 from ..scheduling.options import DecodingOptions
 from . import publisher
 from .block_attention import BlockLayout
 from .borrowing import Borrowed, input_device, lm_head_of, scale_inside
-from .configuration_draft import SHAREABLE, target_scales, text_config
+from .configuration_draft import BITSANDBYTES_ALONE, SHAREABLE, target_scales, text_config
 from .losses import BlockLosses, LossWeights, SlotLogits, block_losses
 from .slot_cache import SlotCache
 
@@ -122,6 +122,8 @@ class DraftModel(PreTrainedModel):
         config = copy.deepcopy(config)
         config.own_embedding = config.own_lm_head = False  # until a target is there to compare them with
         brought = {name: tensors.pop(name) for name in config.shareable if name in tensors}
+        if (quantisation := _quantisation(kwargs.pop(QUANTISATION, None), checkpoint)) is not None:
+            kwargs[QUANTISATION] = quantisation
         # Given the tensors, transformers looks for no files, adapters or code of its own.
         loaded = super().from_pretrained(None, *args, config=config, state_dict=tensors, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -263,6 +265,10 @@ class DraftModel(PreTrainedModel):
             )
         return self._borrowed
 
+    def as_input(self, states: torch.Tensor) -> torch.Tensor:
+        """Return states on the draft's device, in the dtype it computes in, whatever its weights are stored in."""
+        return states.to(device=self.device, dtype=self.dtype)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return embedding rows, scaled, on the draft's device and in its dtype; `[..., d]`."""
         embedding, scale = self.embed_tokens or self._require_target().embedding, self.config.embedding_scale
@@ -274,7 +280,7 @@ class DraftModel(PreTrainedModel):
         rows = F.embedding(token_ids, embedding.weight) if is_bare else embedding(token_ids)
         if scale != 1.0 and (inside is None or differs):
             rows = rows * scale
-        return rows.detach().to(device=self.device, dtype=self.dtype)  # the target is not trained
+        return self.as_input(rows.detach())  # the target is not trained
 
     def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the target's logits `[..., V]` of hidden states `[..., d]` after its own final norm or a draft's."""
@@ -377,8 +383,28 @@ class DraftModel(PreTrainedModel):
 
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
+# Heads are small and decide about single tokens, and candidates look up rows of theirs.
+_NOT_QUANTISED = ("confidence_head", "lm_head", "markov_head")
 # What would make transformers read other files, or other tensors, than those that were checked.
 _OTHER_FILES = ("gguf_file", "ignore_mismatched_sizes", "key_mapping", "state_dict", "variant")
+
+
+def _quantisation(given: Any, checkpoint: Checkpoint) -> BitsAndBytesConfig | None:
+    """Return how a draft is to be quantised: as asked for, or as its checkpoint is; the heads stay as they are."""
+    if given is not None and checkpoint.quantisation is not None:
+        raise ValueError(
+            f"the checkpoint {checkpoint.name} is quantised already, and loaded so: leave out quantization_config"
+        )
+    given = checkpoint.quantisation if given is None else given
+    if given is None:
+        return None
+    if isinstance(given, dict) and given.get("quant_method", "bitsandbytes") == "bitsandbytes":
+        given = BitsAndBytesConfig.from_dict(given)
+    if not isinstance(given, BitsAndBytesConfig):
+        raise ValueError(f"got quantization_config={shortened(given)}. {BITSANDBYTES_ALONE}")
+    given = copy.deepcopy(given)
+    given.llm_int8_skip_modules = sorted({*(given.llm_int8_skip_modules or ()), *_NOT_QUANTISED})
+    return given
 
 
 def _refuse_other_files(kwargs: dict[str, Any]) -> None:

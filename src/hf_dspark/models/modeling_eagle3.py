@@ -99,7 +99,7 @@ class Eagle3DraftModel(DraftModel):
             ids = zip(anchor_ids.split(1), committed_ids.split(split), strict=True)
             committed_ids = torch.cat([own if len(own) else anchor for anchor, own in ids])
         layout = SlotLayout(cache.lengths[: len(counts)], tuple(max(1, count) for count in counts))
-        return self._read_slots(self.fc(features.to(self.fc.weight))[None], committed_ids, cache, layout)
+        return self._read_slots(self.fc(self.as_input(features))[None], committed_ids, cache, layout)
 
     def _draw(
         self, hidden: torch.Tensor, anchor_ids: torch.Tensor, sampler: Sampler, num_tokens: int | None, *more: Any
@@ -148,7 +148,7 @@ class Eagle3DraftModel(DraftModel):
         ranges = KeyRanges(layout.starts * served, ends, length)
         index = torch.arange(length, device=input_ids.device).expand_as(input_ids)
         whole = KeyRanges(index - layout.position_ids, index + 1, length)
-        hidden = self.fc(features.to(self.fc.weight))
+        hidden = self.fc(self.as_input(features))
         embeds = self.embed(torch.cat([input_ids[:, 1:], input_ids[:, -1:]], dim=1))  # the last slot serves no anchor
         rotary = self.rotary(layout.position_ids, embeds.dtype)
         earlier: list[tuple[torch.Tensor, ...]] = []  # keys and values of all steps, by layer

@@ -92,9 +92,9 @@ class FeatureCapture:
         missing = [layer_id for layer_id in self._target_layer_ids if layer_id not in self._captured]
         if missing:
             raise RuntimeError(f"the target ran no forward pass through its layers {missing} since the last capture")
-        parts = [self._features_of(layer_id).to(device=device, dtype=dtype) for layer_id in self._target_layer_ids]
+        parts = [self._features_of(layer_id).to(device) for layer_id in self._target_layer_ids]
         self._captured.clear()
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1).to(dtype)
 
 
 def remove_hook(module: nn.Module, hook: Callable) -> None:
