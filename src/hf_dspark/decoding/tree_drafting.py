@@ -29,7 +29,7 @@ class Chains(ChainSampler):
         super().__init__()
         self.requests = requests
         self._processor, self._uniforms = processor, uniforms
-        self._broken: list[torch.Tensor] = []
+        self._checked: list[torch.Tensor] = []  # of each level, what shows that there was no distribution
 
     def draw(
         self, logits: torch.Tensor, candidate_ids: torch.Tensor | None
@@ -41,16 +41,19 @@ class Chains(ChainSampler):
         scores = self._processor(logits, candidate_ids, prefixes)
         if self._uniforms is None:
             token_ids = scores.best()
+            # The best score is NaN if any is.
             best = scores.values if scores.candidate_ids is not None else scores.values.gather(-1, token_ids[:, None])
-            self._broken.append(best.amax(dim=-1).isnan())
+            self._checked.append(best)
             return token_ids, None
         distribution = scores.distribution()
         token_ids = draw(distribution, self._uniforms[:, len(self.token_ids)])
-        self._broken.append(token_ids < 0)
+        self._checked.append(token_ids)
         return token_ids.clamp_min(0), distribution
 
     def finish(self, confidence_logits: torch.Tensor | None = None) -> DraftBlock:
-        return replace(super().finish(confidence_logits), broken=torch.stack(self._broken, dim=1))
+        checked = torch.stack(self._checked, dim=1)
+        broken = checked.isnan().any(dim=-1) if self._uniforms is None else checked < 0
+        return replace(super().finish(confidence_logits), broken=broken)
 
 
 @dataclass

@@ -27,9 +27,9 @@ class DSparkRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if with_scale else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return normed.to(hidden.dtype) if self.weight is None else self.weight * normed.to(hidden.dtype)
+        # One kernel on an accelerator, in float32 inside; the weight comes after the rounding, as in Qwen3's norm.
+        normed = F.rms_norm(hidden, hidden.shape[-1:], eps=self.eps)
+        return normed if self.weight is None else self.weight * normed
 
 
 class DSparkRotaryEmbedding:
@@ -109,14 +109,15 @@ class DraftAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what rows `[B, Q, *]` read, `[B, Q, d]`, and keys and values of all rows `[B, T, *]`."""
         paired = self.config.rope_interleaved
-        query = rotate(self.q_norm(self._heads(self.q_proj(queries))), *query_rotary, paired)
-        raw_key = self._heads(self.k_proj(keys))
-        raw_value = raw_key if self.v_proj is None else self._heads(self.v_proj(keys))
-        key, value = rotate(self.k_norm(raw_key), *key_rotary, paired), self.v_norm(raw_value)
+        query = rotate(self._heads(self.q_proj(queries), self.q_norm), *query_rotary, paired)
+        raw_key = self.k_proj(keys)
+        raw_value = raw_key if self.v_proj is None else self.v_proj(keys)
+        key = rotate(self._heads(raw_key, self.k_norm), *key_rotary, paired)
+        value = self._heads(raw_value, self.v_norm)
         return self.o_proj(attending.attend(self, query, key, value, *earlier).flatten(2)), key, value
 
-    def _heads(self, states: torch.Tensor) -> torch.Tensor:
-        return states.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+    def _heads(self, states: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return norm(states.unflatten(-1, (-1, self.config.head_dim))).transpose(1, 2)
 
 
 class DSparkMLP(nn.Module):

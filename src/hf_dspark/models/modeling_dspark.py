@@ -150,7 +150,9 @@ class DSparkDraftModel(DraftModel):
         after_context = tuple(start + count for start, count in zip(starts, counts, strict=True))
         contexts = SlotLayout(starts, tuple(counts))
         blocks = SlotLayout(after_context, (num_slots,) * len(counts))  # written after the context and never counted
-        drafting = CachedPass(cache, (contexts, blocks), blocks)
+        # Of a single request, both are written at once.
+        written = (contexts, blocks) if len(counts) > 1 else (SlotLayout(starts, (counts[0] + num_slots,)),)
+        drafting = CachedPass(cache, written, blocks)
         block_ids = anchor_ids.new_full((len(counts), num_slots), self.config.mask_token_id)
         block_ids[:, 0] = anchor_ids
         block_embeds = self.embed(block_ids).flatten(0, 1)[None]

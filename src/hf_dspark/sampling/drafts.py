@@ -62,6 +62,8 @@ class DraftBlock:
         if self.token_ids.shape[1] == 0:
             return anchors
         columns = torch.cat([anchors.to(self.token_ids.device)[:, None], self.token_ids], dim=1)
+        if len(columns) == 1:
+            return columns[0, : 1 + int(self.lengths)]
         sent = torch.arange(columns.shape[1], device="cpu") <= self.lengths[:, None]
         return columns.flatten()[to_device(sent.flatten().nonzero()[:, 0], columns.device)]
 
