@@ -167,8 +167,8 @@ def test_types_of_tokens_are_read_in_prompts_and_go_on_after_them(ids, given, nu
     inputs = ids if given == "input_ids" else target.get_input_embeddings()(ids)
     asked = {given: inputs[:num_rows], "attention_mask": torch.tensor(MASKS["shared_padding"])[:num_rows]}
     asked |= {"token_type_ids": torch.randint(0, 5, (2, 9))[:num_rows], "max_new_tokens": 12}
+    plain = target.generate(**asked)  # in chunks, transformers 5.17 reads padded prompts wrongly
     for chunk in (None, 4) if given == "input_ids" else (None,):
-        plain = target.generate(**asked, prefill_chunk_size=chunk)
         assert torch.equal(target.generate(**asked, prefill_chunk_size=chunk, assistant_model=draft), plain)
     assert not torch.equal(target.generate(**asked | {"token_type_ids": None}), plain)
 

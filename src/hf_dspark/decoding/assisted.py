@@ -211,11 +211,26 @@ def decode_assisted(
     assisted_decoding: Callable, generator: DSparkCandidateGenerator, input_ids: torch.LongTensor, **prepared: Any
 ) -> Any:
     """Run transformers' own assisted loop, a method of models, with a generator of ours."""
+    if criteria := prepared.get("stopping_criteria"):
+        prepared["stopping_criteria"] = _AfterPrompt(criteria, input_ids.shape[1])
     try:
         with generator:
             return assisted_decoding(_Assisted(generator), input_ids, **prepared)
     finally:
         generator.restore()  # for an interrupt while it is entered or left
+
+
+class _AfterPrompt(StoppingCriteriaList):
+    """Criteria that never end a prompt: up to 5.22, that loop asks about it before there is any new token."""
+
+    def __init__(self, criteria: StoppingCriteriaList, prompt_length: int) -> None:
+        super().__init__(criteria)
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor | None, **kwargs: Any) -> torch.BoolTensor:
+        if input_ids.shape[1] == self._prompt_length:
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return super().__call__(input_ids, scores, **kwargs)
 
 
 class _Assisted:

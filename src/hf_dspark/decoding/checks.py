@@ -172,7 +172,7 @@ def prompt_obstacles(call: Call, obstacle: str | None) -> list[str]:
         f"the prompt is empty{in_rows}: pass at least one token": rows or call.columns == 0,
         "the prompt is padded on the right: set tokenizer.padding_side = 'left'": not rows
         and mask is not None
-        and not bool(mask[:, -1].all()),
+        and not bool(mask[:, -1:].all()),
         f"the prompt has token ids from {lowest} to {highest}, the target knows 0 to {size - 1}: use the target's "
         "tokenizer": not 0 <= lowest <= highest < size,
         f"a prompt of {longest} tokens does not fit the target's context of {context}: shorten it": longest
@@ -238,7 +238,7 @@ def _own_loop_obstacles(call: Call) -> list[str]:
     layers = {type(layer).__name__ for layer in cache.layers} if is_foreign else set()
     is_plain = PLAIN_LAYERS.issuperset(layers) and not getattr(cache, "offloading", False)
     ones = torch.ones(1, 1, dtype=torch.bool, device="cpu") if call.mask is None else call.mask != 0
-    holes = (ones & ~ones.roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist() * bool(ones[:, -1].all())
+    holes = (ones & ~ones.roll(-1, dims=1))[:, :-1].any(dim=1).nonzero()[:, 0].tolist() * bool(ones[:, -1:].all())
     end = call.width + call.max_length - call.input_ids.shape[1]
     windows = [getattr(support.text, kind, None) for kind in ("sliding_window", "attention_chunk_size")]
     window = min((window for window in windows if window), default=end)
