@@ -300,6 +300,10 @@ JOINED = (
     "{{ m.content }}{% for c in m.tool_calls %}<call>{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}"
 )
 JOINING = CHATML.replace("{{ m.content }}", JOINED)
+ADDED = "{{ m.content + '<call>' + (m.tool_calls[0].function.arguments | tojson) if m.tool_calls }}" + (
+    "{{ m.tool_calls[0].function.name }}"
+)
+ADDING = CHATML.replace("{{ m.content }}", "{{ m.content }}" + ADDED)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +315,7 @@ JOINING = CHATML.replace("{{ m.content }}", JOINED)
         (CHATML, [message("developer", "be brief"), ASKED, SAID], "developer\nbe brief"),
         (CHATML, [message("critic", "be brief"), ASKED, SAID], "critic\nbe brief"),
         (JOINING, CALLING, '<call>look {"at": "sky"}'),
+        (ADDING, CALLING, '<call>{"at": "sky"}look'),
     ],
 )
 def test_a_conversation_is_spelt_as_the_template_needs_it(template, talk, expected):
@@ -324,6 +329,7 @@ def test_a_conversation_is_spelt_as_the_template_needs_it(template, talk, expect
     [
         (NAMED, [message("critic", "be brief"), ASKED, SAID], "leaves out message 0, of role 'critic'"),
         (CHATML, CALLING, "leaves out the tool calls of message 1"),
+        ("look at tools, look: " + CHATML, CALLING, "leaves out the tool calls of message 1"),
     ],
 )
 def test_what_a_template_leaves_out_is_named(template, talk, words):

@@ -13,7 +13,17 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..files import shortened
-from .spellings import ROLES, Messages, is_supervised, respelt, unseen, without_nones, without_wishes
+from .spellings import (
+    ROLES,
+    Messages,
+    is_supervised,
+    named,
+    respelt,
+    unseen,
+    with_calls,
+    without_nones,
+    without_wishes,
+)
 
 Spans = list[tuple[int, int]]  # first and after the last
 
@@ -61,10 +71,12 @@ class Chat:
         for spelling in itertools.chain([plain], respelt(plain)):
             try:
                 text = self.tokenizer.apply_chat_template(spelling, **options)
+                called = with_calls(spelling, named)
+                named_text = text if called == spelling else self.tokenizer.apply_chat_template(called, **options)
             except Exception as error:  # templates raise what they like
                 failure = failure or error
                 continue
-            missing = unseen(spelling, text)
+            missing = unseen(spelling, text, named_text)
             if not missing:
                 return text
             found = found or (text, missing)

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isnan
 from typing import Any
 
@@ -159,13 +159,13 @@ def _read_calls(place: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def respelt(messages: Messages) -> Iterator[Messages]:
-    """Yield what a template may need instead: arguments as JSON, `system` for `developer`; contents as parts."""
+    """Yield what a template may need instead: `system` for `developer`, arguments as JSON; or contents as parts."""
     other = [message | ({"role": "system"} if message["role"] == "developer" else {}) for message in messages]
-    for message in other:
-        if "tool_calls" in message:
-            message["tool_calls"] = list(map(_with_json, message["tool_calls"]))
+    other = [({"content": ""} if "tool_calls" in message else {}) | message for message in other]
     if other != messages:
         yield other
+    if (written := with_calls(other, _with_json)) != other:
+        yield written
     parts = [[{"type": "text", "text": message.get("content")}] for message in messages]
     yield [
         message | ({"content": part} if isinstance(part[0]["text"], str) else {})
@@ -173,22 +173,42 @@ def respelt(messages: Messages) -> Iterator[Messages]:
     ]
 
 
-def _with_json(call: dict[str, Any]) -> dict[str, Any]:
-    if "function" in call:
-        return call | {"function": _with_json(call["function"])}
-    arguments = call["arguments"]
-    return call | {"arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
+def with_calls(messages: Messages, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Messages:
+    """Change the functions that are called."""
+    return [
+        message
+        if "tool_calls" not in message
+        else message
+        | {"tool_calls": [
+            call | {"function": change(call["function"])} if "function" in call else change(call)
+            for call in message["tool_calls"]
+        ]}
+        for message in messages
+    ]  # fmt: skip
 
 
-def unseen(messages: Messages, text: str) -> list[tuple[bool, str]]:
+def _with_json(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    is_text = isinstance(arguments, str)
+    return function | {"arguments": arguments if is_text else json.dumps(arguments, ensure_ascii=False)}
+
+
+def named(function: dict[str, Any]) -> dict[str, Any]:
+    """Give a call a name that stands nowhere else."""
+    return function | {"name": f"{function['name']}\ue000"}
+
+
+def unseen(messages: Messages, text: str, named_text: str) -> list[tuple[bool, str]]:
     """Return what of a conversation its rendering lacks, and whether that must not be.
 
     Templates may change what is said by known roles, but not leave out tool calls, or roles that they do not know.
+    Calls are looked for in a rendering of [`named`] ones.
     """
     missing = []
     for place, message in enumerate(messages):
         role, content = message["role"], message.get("content", "")
-        if any(call.get("function", call)["name"] not in text for call in message.get("tool_calls", ())):
+        calls = [named(call.get("function", call))["name"] for call in message.get("tool_calls", ())]
+        if not all(name in named_text for name in calls):
             missing.append((True, f"the tool calls of message {place}"))
         if role not in ("assistant", "tool"):
             said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
